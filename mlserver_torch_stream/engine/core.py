@@ -97,7 +97,7 @@ class EngineCore:
 
     @property
     def overdue(self) -> str | None:
-        """Returns which step of its own does not return; None if there is none."""
+        """Returns a description of this engine's step that has not returned in time; None if there is none."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:

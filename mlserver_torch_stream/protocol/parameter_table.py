@@ -1,4 +1,4 @@
-"""The table of request parameters: their names, how a value is read, and what a value means.
+"""The table of request parameters: their names, how a value is read, and its meaning.
 
 Knows nothing of where a request has them, nor which place counts. Reference tables are made of it.
 """

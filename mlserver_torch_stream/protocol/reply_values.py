@@ -26,7 +26,7 @@ _MOST_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounde
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """The values that a reply carries: those that were asked for, within the request's own list of names."""
+    """The values of a reply: those that the request asks for, if it lists names only those."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -211,7 +211,7 @@ class CollectedReply:
 
 
 class WholeReply(CollectedReply):
-    """The values of a whole reply, and what it shows besides."""
+    """The values of a whole reply, and the further fields that it shows."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         super().__init__(request)

@@ -15,7 +15,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class OutputItem(ABC):
-    """One item while it grows. ``index``: its place in the output. Messages bear no ``sequence_number`` yet."""
+    """One item while it grows. ``index``: its place in the output. Messages have no ``sequence_number`` yet."""
 
     prefix: str  # of its id
 

@@ -98,7 +98,8 @@ class SeldonStreamReply(StreamReply):
         return bodies
 
     def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """The event, or what it says and then its end: a message has room for one chunk or the usage."""
+        """The event, or its content and then its end in a second message: a message has room for one chunk or the
+        usage."""
         last = event.finish_reason is not None and len(self._progress.usage.unfinished) == 1
         if not (last and self._usage_message and event.error is None):
             return (event,)

@@ -1,4 +1,4 @@
-"""Reads what a request says of the form of its answers: a schema, an expression, a list of choices, or a grammar.
+"""Reads the constraint of a request's answers: a schema, an expression, a list of choices, or a grammar.
 
 Knows nothing of tokens. Whether a constraint can be kept to is found out later, by the engine's compiler; what is
 looked for here is a schema that no finite answer matches.

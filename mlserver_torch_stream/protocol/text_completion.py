@@ -24,7 +24,7 @@ from mlserver_torch_stream.types import TokenLogprob
 
 
 def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-    """The object of an answer that has no id and no time yet, and does not depend on what a cache had of its prompt."""
+    """The object of an answer without its id, its time and the number of cached tokens."""
     whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
     whole["usage"].pop("prompt_tokens_details", None)
     return whole

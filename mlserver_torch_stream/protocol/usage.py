@@ -1,4 +1,4 @@
-"""Counts what a request's sequences have used, and knows when the last of them has ended.
+"""Counts the tokens of a request's sequences, and knows when the last sequence has ended.
 
 Knows nothing of how the counts are spelled in a reply.
 """

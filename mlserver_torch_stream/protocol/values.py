@@ -123,7 +123,7 @@ def top_k(value: Any, info: ModelInfo) -> int:
 
 
 def seed(value: Any, info: ModelInfo) -> int:
-    """Any signed or unsigned 64-bit integer, modulo what a generator takes."""
+    """Any signed or unsigned 64-bit integer, taken modulo the range of the random generator."""
     result = to_integer(value)
     if not -(2**63) <= result < 2**64:
         raise ValueError(f"must fit 64 bits, got {shown(value)}")
@@ -197,7 +197,7 @@ def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
 
 
 def tool_choice(value: Any, info: ModelInfo) -> Any:
-    """``auto``, ``none``, ``required``, or the name of a function in an object of its own. Raises ValueError."""
+    """``auto``, ``none``, ``required``, or an object that names a function. Raises ValueError."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse_json(value)
     if isinstance(value, str) and value in ("auto", "none", "required"):

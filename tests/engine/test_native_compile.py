@@ -175,7 +175,11 @@ def test_without_a_compiler_transformers_runs_and_a_warning_says_why(
     with torch.inference_mode():
         assert kernels_of(make_tiny_model(), tmp_path) == "no C++ compiler"
     (warning,) = caplog.records
-    assert warning.levelname == "WARNING" and "our own kernels are not used" in warning.message and "no C++ compiler" in warning.message
+    assert (
+        warning.levelname == "WARNING"
+        and "our own kernels are not used" in warning.message
+        and "no C++ compiler" in warning.message
+    )
 
 
 def test_the_summary_of_a_load_names_the_forward_and_why(

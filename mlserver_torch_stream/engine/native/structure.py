@@ -90,7 +90,7 @@ class Decoder:
 
     @property
     def packed(self) -> bool:
-        """Whether a projection's weights are packed; what is dense is in float32 then."""
+        """Whether a projection's weights are packed; if so, the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 

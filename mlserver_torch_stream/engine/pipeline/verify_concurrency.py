@@ -103,7 +103,7 @@ def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache
 
 
 class _Trials:
-    """Sequences of unlike lengths over one cache, each with pages and a slot of its own."""
+    """Sequences of different lengths over one cache; each has its own pages and slot."""
 
     def __init__(self, model: PreTrainedModel, forward: Forward, count: int, cache: PagedCache | None = None) -> None:
         self._forward = forward

@@ -250,7 +250,7 @@ class Scheduler(CachedSequences):
         insort(self._admitted, account, key=lambda each: each.order)
 
     def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
-        """Returns the account if the pages of its whole prompt are there, less those that it shares."""
+        """Returns the account if there are enough pages for its whole prompt, not counting the pages that it shares."""
         account.look_up(account.sequence.length - 1)
         needed = self._needed(account, account.sequence.length)
         needed = [count + more + len(account.forks) for count, more in zip(needed, reserved, strict=True)]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
 
 OnEnd = Callable[[str], None]
-"""Gets a text such as ``rank 1 was killed by SIGKILL``, on a thread of its own."""
+"""Is called with a text such as ``rank 1 was killed by SIGKILL``, on a separate thread."""
 
 
 class RankProcesses:

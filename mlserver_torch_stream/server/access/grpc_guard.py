@@ -22,7 +22,8 @@ async def _refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerCont
 
 
 def _asks_each_time(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
-    """Reads no further message once the key counts no longer: what is being answered is answered, then it refuses."""
+    """Stops reading messages when the key is no longer valid. Requests in flight are answered; then the call is
+    refused."""
 
     async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         refused = False

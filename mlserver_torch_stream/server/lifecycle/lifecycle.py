@@ -39,7 +39,7 @@ class Drainable(Protocol):
 
 
 class Member:
-    """One model of ours, from before its load until its last request has ended."""
+    """One model of this package, from before its load until its last request has ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name

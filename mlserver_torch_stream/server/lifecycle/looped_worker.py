@@ -29,5 +29,5 @@ def install() -> None:
 
 
 def _create(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
-    """A worker with an environment of its own is MLServer's: this package may be missing there."""
+    """A worker with another Python environment stays MLServer's: this package may be missing there."""
     return (LoopedWorker if env is None else Worker)(settings, responses, env)

@@ -1,4 +1,4 @@
-"""One gRPC call on which every message is a request of its own, and all are answered at the same time.
+"""One gRPC call on which every message is a separate request, and all are answered at the same time.
 
 Knows nothing of how a message is answered, nor of how the call ends for its client.
 """
