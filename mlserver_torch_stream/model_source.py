@@ -1,4 +1,4 @@
-"""Finds out where a model's files are: what its ``uri`` or name means.
+"""Finds the place of a model's files from its ``uri`` or name.
 
 Knows nothing of how they are loaded, and uses no network.
 """

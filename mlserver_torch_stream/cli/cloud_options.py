@@ -1,4 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud``, and what the room ``cloud`` gets for them.
+"""The options of ``mlserver-torch-stream cloud``, and the objects that the room ``cloud`` gets from them.
 
 Knows no engine and no server, and runs nothing.
 """

@@ -92,7 +92,7 @@ class FailedRowRetry:
             where = coming[0]
             raise RunRefused(
                 f"--output: {part_name(where.index // self.part_rows)} has row {where.line} of {where.key}, which is "
-                "none of this run's input"
+                "not an object of this run's input"
             )
 
     async def _source(self, failed: Sequence[FailedRow]) -> Source:

@@ -1,4 +1,4 @@
-"""Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and what attends in it.
+"""Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
 
 Knows nothing of engines. Each faster part must give the model's logits; otherwise the next one is taken.
 """

@@ -1,4 +1,4 @@
-"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end gives the thread up.
+"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end abandons the thread.
 
 Knows nothing of batchers: it reads the work that the engine reports. It asks the thread first, and then acts itself.
 """

@@ -113,7 +113,7 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     try:
         arguments = parse_json(function["arguments"] or "{}")
     except ValueError as error:
-        raise InvalidInput(field, f"the arguments of {place} are no JSON: {error}") from None
+        raise InvalidInput(field, f"the arguments of {place} are not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidInput(field, f"the arguments of {place} must be a JSON object, got {shown(arguments)}")
     return {**call, "function": {**function, "arguments": arguments}}

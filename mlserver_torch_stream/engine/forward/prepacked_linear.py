@@ -1,4 +1,4 @@
-"""Lays the weights of linear layers out once, as oneDNN needs them, for models in bfloat16 on CPUs.
+"""Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
 It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of the time of
 ``F.linear``, which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones,

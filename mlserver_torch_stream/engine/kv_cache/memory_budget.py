@@ -1,4 +1,4 @@
-"""Computes how large a KV cache an engine gets, and the part of it for prefixes of ended sequences.
+"""Computes the size of an engine's KV cache, and the part of it for prefixes of ended sequences.
 
 Knows nothing of models: its callers say what a token takes on each device.
 """

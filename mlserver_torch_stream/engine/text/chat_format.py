@@ -1,7 +1,7 @@
 """Finds out how a model writes reasoning and tool calls: from the settings, from what its tokenizer declares, or from
 its chat template's text.
 
-Knows nothing of what is done with what an answer says.
+Knows nothing of answers.
 """
 
 from __future__ import annotations
