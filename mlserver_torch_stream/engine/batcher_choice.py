@@ -53,7 +53,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """``make`` makes batchers, ``batcher`` is the first of them. ``description`` is for the load summary."""
+    """``make`` makes a new batcher, and ``batcher`` is the first one. ``description`` is for the load summary."""
 
     make: Callable[[], Batcher]
     batcher: Batcher

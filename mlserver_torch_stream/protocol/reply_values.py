@@ -107,7 +107,7 @@ class StreamProgress:
 
 
 def totals(usage: UsageCounter) -> dict[str, int]:
-    """The counts that only the last message carries."""
+    """The counts that only the last message has."""
     return {
         "usage_prompt_tokens": usage.prompt_tokens,
         "usage_completion_tokens": usage.completion_tokens,
@@ -139,7 +139,7 @@ class CollectedSequence:
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """One of each call."""
+        """The whole calls of the sequence."""
         return join_calls(self._calls)
 
     def add(self, event: TokenEvent) -> None:

@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def printable(key: str) -> str:
-    """The start of a key that a client made up, fit for any reply: lone surrogates cannot be sent."""
+    """The beginning of a client's key, without lone surrogates, which a reply cannot contain."""
     return key[:100].encode("utf-8", "backslashreplace").decode() or '""'
 
 
@@ -115,7 +115,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Reader:
 
 
 def top_k(value: Any, info: ModelInfo) -> int:
-    """0 and, as vLLM spells it, -1 mean off."""
+    """Reads ``top_k``; 0, and -1 as in vLLM, mean off."""
     result = to_integer(value)
     if result < -1:
         raise ValueError(f"must be at least 0, or -1 for off, got {shown(value)}")

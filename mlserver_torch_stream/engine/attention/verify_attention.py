@@ -39,7 +39,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """``name`` is for the summary of a load: what attends, and on which threads or for which reason."""
+    """``name`` names the attention in the load summary, with its threads or the reason for it."""
 
     attention: PagedAttention
     write: PageWriter

@@ -36,7 +36,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``[outputs, inputs]`` and perhaps a bias, as parts to be stacked."""
+    """A matrix ``[outputs, inputs]``, and a bias if there is one, as parts to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]

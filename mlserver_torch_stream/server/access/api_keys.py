@@ -32,7 +32,7 @@ class ApiKeys:
             raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
     def accept(self, authorizations: Sequence[str]) -> bool:
-        """Whether these values of ``Authorization`` are one, and that is the bearer of a key."""
+        """Whether there is exactly one value of ``Authorization``, and it is ``Bearer`` and a valid key."""
         self._follow_the_file()
         if len(authorizations) != 1:
             return False

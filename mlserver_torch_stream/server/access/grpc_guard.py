@@ -70,7 +70,7 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class GuardedAio:
-    """The part of ``grpc.aio`` that MLServer creates its server with."""
+    """Stands in for ``grpc.aio``, from which MLServer takes the function that creates its server."""
 
     def __init__(self, access: AccessControl) -> None:
         self._access = access

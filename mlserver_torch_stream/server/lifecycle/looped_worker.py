@@ -24,7 +24,7 @@ class LoopedWorker(Worker):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Makes the workers that start from now on looped ones. Idempotent."""
+    """Makes MLServer start looped workers from now on. Idempotent."""
     pool.Worker = _create
 
 
