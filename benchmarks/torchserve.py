@@ -1,6 +1,8 @@
 """``make bench-torchserve``: one handler, unchanged, on TorchServe and on our server, in turn; and ratios.
 
 Knows no handler: both servers are given the same archive. Both stream pieces of one token each, whose ids are compared.
+The same client reads ``/predictions/{model}`` of both, in chunks. Our server is asked for events of V2 as well
+(``ours, V2``), whose client has more to read for each token; client and server share the machine.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _LEAVING_TOKENS = 256  # of the stream whose client leaves after its first token
 _BATCH_DELAY_MS = 50
 _CONCURRENCIES = (1, 4, 16)
 _ECHO_CLIENTS, _ECHO_SECONDS = 64, 10.0
+_PREDICTIONS = f"/predictions/{MODEL}"
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,12 @@ async def measure(side: Side, measured: Measured, prompts: Prompts, tokens: int,
 @contextmanager
 def torchserve(peer: TorchServe, config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
     with tempfile.TemporaryDirectory() as folder, peer.serving(Path(folder), config, handler) as (port, _):
-        yield Side(f"http://127.0.0.1:{port}/predictions/{MODEL}", lambda request: dict(request), _plain)
+        yield Side(f"http://127.0.0.1:{port}{_PREDICTIONS}", lambda request: dict(request), _plain)
 
 
 @contextmanager
-def ours(config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
+def ours(config: Mapping[str, object], handler: Path = TOKENS, *, events: bool = False) -> Iterator[Side]:
+    """``events``: asked for events of V2 instead of TorchServe's chunks."""
     http_port, grpc_port, metrics_port = free_ports(3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -170,11 +174,8 @@ def ours(config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]
         environment = {**clean_environment(), "HF_HUB_OFFLINE": "1"}
         with running(command, environment, log, folder) as process:
             wait_until_ready(process, http_port, "/v2/health/ready", log)
-            yield Side(
-                f"http://127.0.0.1:{http_port}/v2/models/{MODEL}/generate_stream",
-                lambda request: dict(request),
-                _events,
-            )
+            path, pieces = (f"/v2/models/{MODEL}/generate_stream", _events) if events else (_PREDICTIONS, _plain)
+            yield Side(f"http://127.0.0.1:{http_port}{path}", lambda request: dict(request), pieces)
 
 
 async def _plain(response: httpx.Response) -> AsyncIterator[str]:
@@ -215,22 +216,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"warning: {busy}", file=sys.stderr)
     prompts = Prompts(folder, 1)
     rows: list[Measured] = []
+    sides = (("torchserve", partial(torchserve, peer)), ("ours", ours))
     for batch_size in (1, 16):
         config: dict[str, object] = {
             "minWorkers": 1, "maxWorkers": 1, "batchSize": batch_size, "maxBatchDelay": _BATCH_DELAY_MS,
             "responseTimeout": 600, "deviceType": "cpu", "handler": {"model_path": str(folder)},
         }  # fmt: skip
-        for name, start in (("torchserve", partial(torchserve, peer)), ("ours", ours)):
+        for name, start in (*sides, ("ours, V2", partial(ours, events=True))):
             bench.say(f"{name}, batchSize {batch_size}")
             rows.append(Measured(name, batch_size))
             with start(config) as side:
                 asyncio.run(measure(side, rows[-1], prompts, options.tokens, options.waves))
     rates: dict[str, float] = {}
-    for name, start in (("torchserve", partial(torchserve, peer)), ("ours", ours)):
+    for name, start in sides:
         bench.say(f"{name}, a handler that answers at once, {_ECHO_CLIENTS} clients")
         with start({"minWorkers": 1, "maxWorkers": 1, "jobQueueSize": 1000, "deviceType": "cpu"}, ECHO) as side:
-            url = side.url.replace(f"/v2/models/{MODEL}/generate_stream", f"/predictions/{MODEL}")
-            rates[name] = asyncio.run(requests_per_second(url, _ECHO_SECONDS))
+            rates[name] = asyncio.run(requests_per_second(side.url, _ECHO_SECONDS))
     theirs, mine = rows[0].ids, rows[1].ids
     equal = sum(theirs[text] == mine[text] for text in theirs)
     print(as_text(rows))
