@@ -198,8 +198,8 @@ class EngineSettings(BaseModel):
     """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
     """The folder for compiled kernels and converted GGUF files. A GGUF conversion is deleted when it has not been used
-    for 30 days; a damaged file is made again. Whoever can write to this folder can run code in the server. Default:
-    `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
+    Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
 
     @field_validator("weights")
     @classmethod
