@@ -206,7 +206,7 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
     if settings.speculative is None:
         return None
     if spec.state_bytes:
-        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
+        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, from which rejected drafts cannot be removed")
     if limits.whole_prompts:
         raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
     return PromptLookup(settings.speculative.prompt_lookup)

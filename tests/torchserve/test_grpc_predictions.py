@@ -330,7 +330,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(served: Served, garba
             call = channel.unary_stream(f"/org.pytorch.serve.grpc.inference.InferenceAPIsService/{method}")
             code, details = _error(lambda call=call: list(call(garbage, timeout=_TIMEOUT_S)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert details.startswith("request: its bytes are no PredictionsRequest")
+            assert details.startswith("request: its bytes are not a PredictionsRequest")
 
 
 def test_a_full_queue_refuses_a_request(one: Stub) -> None:

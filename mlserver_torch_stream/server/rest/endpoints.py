@@ -175,7 +175,7 @@ class _EndpointRequest:
         elif "model_name" in self._path:
             raise ModelNotFound(name, version)
         if "model_name" not in self._path and not hasattr(self._model, "generator"):
-            raise InvalidInput("model", f"{name} generates no tokens, it takes no request on this path")
+            raise InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
 
     async def _choose(self, body: JsonObject) -> None:
         """Finds the spelling, the model and the kind of reply that the body asks for."""
