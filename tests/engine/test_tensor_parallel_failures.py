@@ -39,7 +39,8 @@ from tests.engine.tiny_models import tiny_model as tiny
     [
         ("refuses", "^rank 1: no room for xxxxx$"),
         pytest.param(
-            *("dies", "the ranks lost each other while loading: rank 1 ended with status 7"), marks=pytest.mark.slow
+            *("dies", "the ranks lost their connection while loading: rank 1 ended with status 7"),
+            marks=pytest.mark.slow,
         ),
     ],
 )

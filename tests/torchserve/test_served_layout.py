@@ -157,7 +157,7 @@ def test_requirements_are_installed_into_no_folder_of_the_users_own(tmp_path: Pa
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"blacklist_env_vars": "("}, r"blacklist_env_vars: '\(' is no regular expression"),
+        ({"blacklist_env_vars": "("}, r"blacklist_env_vars: '\(' is not a regular expression"),
         ({"install_py_dep_per_model": "yes"}, "install_py_dep_per_model: must be true or false, got 'yes'"),
         ({"service_envelope": 1}, "service_envelope: must be the name of an envelope, got 1"),
     ],
