@@ -42,14 +42,25 @@ def test_a_constraint_is_compiled_once_and_the_oldest_are_given_up() -> None:
     assert compiler.compile(_regex("a+")) is not first
 
 
+def test_what_is_asked_for_at_the_same_time_is_compiled_once() -> None:
+    compiler = ConstraintCompiler(byte_tokenizer())
+    slow = {"type": "object", "properties": {f"a{number}": {"type": "string"} for number in range(300)}}
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(slow), "f")
+    first, *others = [each.result(30) for each in [compiler.submit(constraint) for _ in range(8)]]
+    assert all(each is first for each in others)
+    assert compiler.submit(constraint).done(), "it is known, so that no thread is needed"
+    wrong = [compiler.submit(_regex("(" * 300)) for _ in range(4)]
+    assert all(isinstance(each.exception(30), InvalidInput) for each in wrong)
+
+
 def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
     compiled = ConstraintCompiler(byte_tokenizer()).compile(_regex("(ab|cd){2}"))
     one, other = compiled.matcher([EOS]), compiled.matcher([EOS])
     letters = byte_tokenizer().convert_tokens_to_ids(list("abcd"))
     one.accept(letters[0])
-    assert one.forced == [letters[1]] and not other.forced
+    assert list(one.forced) == [letters[1]] and not other.forced
     other.accept(letters[2])
-    assert other.forced == [letters[3]] and one.forced == [letters[1]]
+    assert list(other.forced) == [letters[3]] and list(one.forced) == [letters[1]]
 
 
 def test_thousands_of_choices_are_kept_to() -> None:

@@ -50,10 +50,11 @@ class CompileThreads(Generic[_T]):
                     return
                 future, work = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
-                _finish(future, work)
+                finish(future, work)
 
 
-def _finish(future: Future[_T], work: Callable[[], _T]) -> None:
+def finish(future: Future[_T], work: Callable[[], _T]) -> None:
+    """Runs the work, and gives the future what came of it."""
     try:
         future.set_result(work())
     except BaseException as error:
