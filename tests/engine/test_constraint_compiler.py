@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, give_way
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
@@ -147,6 +148,22 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> No
     assert later[1].result(30) == 2 and [each.result(30) for each in first] == [1, 1]
     assert sorted(began) == [0, 0, 2]
     assert threads.submit(lambda: 3).result(30) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
+def test_what_is_compiled_gives_way_and_what_is_compiled_next_does_not_yet() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    threads: CompileThreads[tuple[int, int]] = CompileThreads()
+    found = [
+        each.result(30) for each in [threads.submit(lambda: (priority(), give_way() or priority())) for _ in range(5)]
+    ]
+    assert found == [(priority(), priority() + 10)] * 5
+    source = Constraint(ConstraintKind.REGEX, "a{1,300}", "f")
+    compiler = ConstraintCompiler(byte_tokenizer())
+    before = priority()
+    assert compiler.compile(source) and priority() == before
 
 
 def test_a_process_ends_while_something_is_compiled() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, give_way
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
@@ -119,6 +119,7 @@ class ConstraintCompiler:
             grammar = self._grammar(constraint, behind, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
+        give_way()  # up to seconds follow
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         first = _checked_mask(start, constraint.field)
         if forced := start.compute_ff_tokens():

@@ -92,8 +92,10 @@ class LogitAdjuster:
         """Returns the changes that the sequence's next logits get before sampling."""
         forced, banned = self._forced_and_banned()
         bias_ids, added = (NO_IDS, NO_FLOATS) if self._bias is None else self._bias
-        seen_ids, counts = (NO_IDS, NO_FLOATS) if self._seen is None else self._seen.arrays()
-        subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
+        seen_ids, subtracted = NO_IDS, NO_FLOATS
+        if self._seen is not None:
+            seen_ids, counts = self._seen.arrays()
+            subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
         allowed = None if self.matcher is None or forced else self.matcher.mask()
         return RowEdits(bias_ids, added, seen_ids, subtracted, self._repetition, forced, banned, allowed)
 
