@@ -24,11 +24,6 @@ TokenMask = np.ndarray[Any, np.dtype[np.uint8]]
 _MOST_REASON = 200  # characters
 
 
-def mask_bytes(vocab_size: int) -> int:
-    """The length of a mask, as the library has it."""
-    return (vocab_size + 31) // 32 * 4
-
-
 class TokenMatcher:
     """What the constraint allows after the tokens that were accepted. All its methods run on the engine's thread.
 
@@ -49,7 +44,7 @@ class TokenMatcher:
         tokenizer, ``end_ids`` the tokens that end this sequence.
         """
         self._matcher = matcher
-        self._bytes = mask_bytes(vocab_size)
+        self._bytes = len(first)
         self._eos_ids = [token_id for token_id in eos_ids if token_id not in end_ids]
         self._end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
         self._mask: TokenMask | None = first
