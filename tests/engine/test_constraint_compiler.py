@@ -64,6 +64,17 @@ def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
     assert list(other.forced) == [letters[3]] and list(one.forced) == [letters[1]]
 
 
+@pytest.mark.parametrize("added", [0, 29])
+def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
+    """The library gives a mask of 288 bits another word, where it writes none."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(added)])
+    matcher = ConstraintCompiler(tokenizer).compile(_regex("[ab]{9}")).matcher([EOS])
+    first = matcher.mask()
+    matcher.accept(tokenizer.convert_tokens_to_ids("a"))
+    assert len(tokenizer) == 259 + added and len(matcher.mask()) == len(first) == 36
+
+
 def test_thousands_of_choices_are_kept_to() -> None:
     tokenizer = byte_tokenizer()
     source = "[" + ", ".join(f'"choice {number} of \\"many\\""' for number in range(3000)) + "]"

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, give_way
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
@@ -121,10 +121,11 @@ class ConstraintCompiler:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
         give_way()  # up to seconds follow
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        first = _checked_mask(start, constraint.field)
+        first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
         if forced := start.compute_ff_tokens():
             start.consume_tokens(forced)
-            first = _checked_mask(start, constraint.field)  # it and the one before find most of what is too complex
+            first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
+        # The two masks find most of what is too complex.
         return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first, tuple(tokenizer.eos_tokens))
 
     def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
@@ -167,12 +168,12 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
         return f"is not possible with this model, whose tokenizer is of an unknown kind ({_reason(str(error))})"
 
 
-def _checked_mask(matcher: LLMatcher, field: str) -> TokenMask:
+def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
     """Returns which tokens may come next. Raises InvalidInput if none may, or if that is too complex."""
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise InvalidInput(field, _reason(matcher.get_error()))
-    return np.frombuffer(mask, dtype=np.uint8)
+    return np.frombuffer(mask, dtype=np.uint8, count=mask_bytes(vocab_size))
 
 
 def _least_multiple(source: str) -> int:

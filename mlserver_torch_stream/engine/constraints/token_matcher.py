@@ -24,6 +24,11 @@ TokenMask = np.ndarray[Any, np.dtype[np.uint8]]
 _MOST_REASON = 200  # characters
 
 
+def mask_bytes(vocab_size: int) -> int:
+    """The length of the masks that the library writes; those that it returns may be longer."""
+    return (vocab_size + 31) // 32 * 4
+
+
 class TokenMatcher:
     """What the constraint allows after the tokens that were accepted. All its methods run on the engine's thread.
 
