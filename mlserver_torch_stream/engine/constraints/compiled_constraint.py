@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledConstraint:
-    """Every answer begins with the tokens ``forced``. ``start`` stands behind them and stays there; it allows ``first``
-    next. ``vocab_size`` and ``eos_ids`` are its tokenizer's."""
+    """``start`` stands before the first token and stays there. ``forced`` must come next, and ``first`` may come behind
+    them. ``vocab_size`` and ``eos_ids`` are its tokenizer's."""
 
     start: LLMatcher
     forced: Sequence[int]
@@ -28,5 +28,6 @@ class CompiledConstraint:
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
         """Returns the matcher of one sequence, which ``end_ids`` end where the constraint is met."""
-        start = self.start.deep_copy()
-        return TokenMatcher(start, self.forced, self.first, self.vocab_size, self.eos_ids, end_ids)
+        matcher = self.start.deep_copy()
+        matcher.consume_tokens(list(self.forced))
+        return TokenMatcher(matcher, self.forced, self.first, self.vocab_size, self.eos_ids, end_ids)

@@ -123,8 +123,9 @@ class ConstraintCompiler:
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
         if forced := start.compute_ff_tokens():
-            start.consume_tokens(forced)
-            first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
+            behind_forced = start.deep_copy()
+            behind_forced.consume_tokens(forced)
+            first = _checked_mask(behind_forced, tokenizer.vocab_size, constraint.field)
         # The two masks find most of what is too complex.
         return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first, tuple(tokenizer.eos_tokens))
 
