@@ -103,7 +103,7 @@ def summary(result: Mapping[str, Any], held: Sequence[Held]) -> str:
     """The figures as the row of docs/reliability.md has them."""
     pairs = {name: f"{first:g}, then {last:g}" for name, (first, last) in growth(held).items()}
     return (
-        f"{result['requests']:,} requests in {result['seconds'] / 60:.0f} minutes: MiB of RSS {pairs['rss_mib']}; "
+        f"{result['requests']:,} requests in {result['seconds']:,.0f} s: MiB of RSS {pairs['rss_mib']}; "
         f"descriptors {pairs['descriptors']}; threads {pairs['threads']}; "
         f"{result['counted']:,} of {result['tokens']:,} tokens ({result['date'][:10]}, {result['cores']} cores, "
         f"{result['cpu']})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from http.client import HTTPConnection
+from select import select
 from typing import Any
 
 from benchmarks.breaking import MODEL
@@ -68,6 +69,8 @@ class SoakClient:
         self, method: str, path: str, body: bytes | None = None, kind: str = "application/json", status: int = 200
     ) -> str:
         """The text of the answer. Raises WrongAnswer for another status."""
+        if self._http.sock is not None and select([self._http.sock], [], [], 0)[0]:
+            self._http.close()  # the server has closed it, as it does where a client is silent for some seconds
         self._http.request(method, path, body, {} if body is None else {"Content-Type": kind})
         reply = self._http.getresponse()
         text = reply.read().decode()
