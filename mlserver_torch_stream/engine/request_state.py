@@ -27,6 +27,7 @@ from mlserver_torch_stream.types import (
 )
 
 if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
@@ -61,6 +62,11 @@ class SequenceState:
         """Tokens of the prompt and of the sequence: as many are in the cache after the next decode step."""
         return len(self.request.prompt) + len(self.tokens)
 
+    @property
+    def matcher(self) -> TokenMatcher | None:
+        """Of an answer that has a constraint, once its prompt is computed."""
+        return None if self.sampler is None else self.sampler.matcher
+
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Adds the next token. If it was the last, ``finish_reason`` is set afterwards."""
         if self._first_token_at is None:
@@ -88,8 +94,7 @@ class SequenceState:
         """Whether nothing may follow: no token by the constraint, or no text behind an only call."""
         if self._parser is not None and self._parser.ended:
             return True
-        matcher = None if self.sampler is None else self.sampler.matcher
-        return matcher is not None and matcher.complete
+        return self.matcher is not None and self.matcher.complete
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes

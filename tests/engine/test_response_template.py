@@ -28,6 +28,7 @@ from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice, join_calls
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
 from tests.engine.tiny_tokenizers import byte_level
+from tests.examples import examples
 
 _FUNCTION = {"type": "function", "function": "{content}"}
 _CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -238,7 +239,7 @@ _noise = st.lists(_fragments, max_size=25).map("".join)
 _parsers = st.sampled_from(sorted([*_TEMPLATES, *_XML]))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(_parsers, _noise, _cuts, st.booleans(), st.booleans(), st.sampled_from([None, _TOOLS]))
 def test_any_text_is_divided_alike_whatever_the_cuts(
     name: str, text: str, cuts: list[int], parallel: bool, reasoning: bool, tools: Any
@@ -250,7 +251,7 @@ def test_any_text_is_divided_alike_whatever_the_cuts(
     assert read(_cut(text, cuts)) == read([text])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(_parsers, _noise)
 def test_words_are_never_lost(name: str, text: str) -> None:
     """Every word is in the reasoning, the text or a call's arguments, except those of a message's beginning."""
@@ -304,10 +305,36 @@ def test_xml_arguments_have_the_types_of_the_schema(name: str) -> None:
     _, said, calls = _parse(parser, ["Wait.\n", _XML[name], "\n", _XML[name], " Done"])
     assert said == "Wait.Done" and [call[0] for call in calls] == ["look", "look"] and parser.called
     assert json.loads(calls[0][1]) == {"at": "7\n", "far": True, "n": 7}
-    broken = _XML[name].replace("</tool_call>", "and so on</tool_call>")
-    assert _parse(_parser(name), [broken]) == ("", broken, [])
     only = _parser(name, parallel=False)
     assert len(_parse(only, [_XML[name] * 2])[2]) == 1 and only.ended
+
+
+@pytest.mark.parametrize("name", _XML)
+def test_xml_arguments_come_one_by_one(name: str) -> None:
+    """Each when its end has been read. A call that breaks behind some of them is given as text too."""
+    parser = _parser(name)
+    pieces = [each for char in _XML[name] for each in parser.push(char) if isinstance(each, ToolCallDelta)]
+    assert [piece.arguments for piece in pieces if piece.arguments] == [
+        '{"at": "7\\n"',
+        ', "far": true',
+        ', "n": 7',
+        "}",
+    ]
+    broken = _XML[name].replace("</tool_call>", "and so on</tool_call>")
+    parser = _parser(name)
+    assert _parse(parser, [broken]) == ("", broken, [("look", '{"at": "7\\n", "far": true, "n": 7')])
+    assert not parser.called
+    cut, _, _ = _XML[name].partition("true")
+    parser = _parser(name)
+    assert _parse(parser, [cut]) == ("", "", [("look", '{"at": "7\\n"')]) and not parser.called
+    early = _XML[name].replace("look", "look at")
+    assert _parse(_parser(name), [early]) == ("", early, [])
+
+
+@pytest.mark.parametrize("name", _XML)
+def test_an_xml_argument_that_comes_twice_breaks_its_call(name: str) -> None:
+    twice = _XML[name].replace("far", "at")
+    assert _parse(_parser(name), [twice])[1] == twice
 
 
 def _tokenizer(folder: Path, template: dict[str, Any], chat_template: str = "{{ tools }}") -> PreTrainedTokenizerBase:

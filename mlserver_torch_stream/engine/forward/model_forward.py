@@ -81,7 +81,7 @@ class ModelForward:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the model's weights are."""
+        """The devices of the model's weights."""
         return {parameter.device for parameter in self._model.parameters()}
 
     @property
@@ -153,7 +153,7 @@ class _Step:
         write: PageWriter,
         on: TensorsOn | None = None,
     ) -> None:
-        """``on``: the batch's tensors, where they are there already."""
+        """``on``: the batch's tensors by device, if they have been made already."""
         self.batch = batch
         self._pages = cache
         self._way = way

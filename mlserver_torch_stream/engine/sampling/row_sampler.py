@@ -36,8 +36,13 @@ class RowSampler:
 
     @property
     def matcher(self) -> TokenMatcher | None:
-        """Of a sequence whose answer has a constraint."""
+        """The matcher of the sequence's constraint; None without a constraint."""
         return self.adjuster.matcher
+
+    @property
+    def only_token(self) -> int | None:
+        """The next token, where it is known without logits."""
+        return None if self.wants_logprob else self.adjuster.only_token
 
     @property
     def noise_key(self) -> int:
