@@ -27,7 +27,8 @@ from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import load_weights
+from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
