@@ -129,8 +129,29 @@ def test_accepted_drafts_are_worth_it_beside_few_and_not_beside_many() -> None:
 
 def test_a_forgotten_sequence_begins_anew() -> None:
     lookup, asked = timed(4, 0.010, 0.001), sequence([1, 2, 3, 4, 5], [1, 2])
-    for _ in range(50):
-        lookup.verified(asked, 4, 0)
-    lookup.drafts(asked, 1)
+    assert lookup.drafts(asked, 1) == [3, 4, 5, 1]
     lookup.forget([asked])
-    assert lookup.drafts(asked, 1)
+    asked.tokens[:] = [9, 1]
+    assert lookup.drafts(asked, 1) == []
+
+
+def rejected(lookup: PromptLookup, times: int) -> None:
+    """As many sequences have drafts after two tokens, and all are wrong."""
+    for _ in range(times):
+        asked = sequence([1, 2, 3, 4, 5], [1, 2])
+        if drafts := lookup.drafts(asked, 1):
+            lookup.verified(asked, len(drafts), 0)
+        lookup.forget([asked])
+
+
+def test_a_new_sequence_begins_with_what_the_others_have_measured() -> None:
+    lookup = timed(4, 0.010, 0.001)
+    assert lookup.drafts(sequence([1, 2, 3, 4, 5], [1, 2]), 1)
+    rejected(lookup, 30)
+    assert not lookup.drafts(sequence([1, 2, 3, 4, 5], [1, 2]), 1)
+
+
+def test_what_follows_longer_beginnings_is_measured_for_itself() -> None:
+    lookup = timed(4, 0.010, 0.001)
+    rejected(lookup, 30)
+    assert lookup.drafts(sequence([1, 2, 3, 4, 5], [1, 2, 3]), 1)
