@@ -46,9 +46,6 @@ class InFlightForwards(Generic[K, T]):
     def __len__(self) -> int:
         return len(self._away)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._away
-
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 

@@ -5,8 +5,8 @@ Knows nothing of what the tokens are.
 
 from __future__ import annotations
 
-_SHARE = 0.25  # of what a token takes in a step, is expected for one more: on two cores 0.14 beside none, 0.5 beside 8
-_SPREAD = 16.0  # sum of squared distances of the steps' tokens from their mean
+_SHARE = 0.35  # of what a token takes in a step, is expected for one more: on two cores 0.14 beside none, 0.5 beside 8
+_SPREAD = 8.0  # sum of squared distances of the steps' tokens from their mean
 _KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
 
 
