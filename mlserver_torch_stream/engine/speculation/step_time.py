@@ -5,7 +5,10 @@ Knows nothing of what the tokens are.
 
 from __future__ import annotations
 
-_SHARE = 0.35  # of what a token takes in a step, is expected for one more: on two cores 0.14 beside none, 0.5 beside 8
+# What one more token is expected to add: of the time of a step, and at most of what a token of it took. On two cores it
+# adds 0.14 beside one token and 0.5 of a token's time beside eight.
+_OF_STEP = 0.1
+_OF_TOKEN = 0.35
 _SPREAD = 8.0  # sum of squared distances of the steps' tokens from their mean
 _KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
 
@@ -34,11 +37,11 @@ class StepTime:
         """Seconds that one more token adds; 0 before the first step.
 
         While the steps had about equally many tokens, their times say little of it, and noise would say that a token
-        costs nothing: then it is a share of what a token took.
+        costs nothing: then it is about the expected one.
         """
         if not self._weight:
             return 0.0
-        expected = _SHARE * self._seconds / self._tokens
+        expected = min(_OF_STEP * self._seconds / self._weight, _OF_TOKEN * self._seconds / self._tokens)
         spread = self._squares - self._tokens**2 / self._weight
         rise = self._products - self._tokens * self._seconds / self._weight
         return max(expected / 4, (rise + _SPREAD * expected) / (spread + _SPREAD))
