@@ -45,6 +45,9 @@ class SoakClient:
             lambda: self._openai("completions", {"prompt": _PROMPT, "stream": True}),
             lambda: self._openai("chat/completions", {"messages": [{"role": "user", "content": _PROMPT}]}),
             lambda: self._openai("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+            lambda: self._openai("completions", {"prompt": _PROMPT, "structured_outputs": {"regex": "[a-z]{9}"}}),
+            lambda: self._responses(stream=False),
+            lambda: self._responses(stream=True),
             self._grpc_unary,
             self._grpc_stream,
             self._file,
@@ -85,6 +88,11 @@ class SoakClient:
         given = {**body, "model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         text = self._post(f"/v1/{path}", given)
         return _checked(text, "[DONE]" in text if "stream" in body else f'"completion_tokens":{TOKENS}' in text)
+
+    def _responses(self, stream: bool) -> int:
+        body = {"model": MODEL, "input": _PROMPT, "max_output_tokens": TOKENS, "temperature": 0, "stream": stream}
+        text = self._post("/v1/responses", {**body, "ignore_eos": True})
+        return _checked(text, f'"output_tokens":{TOKENS}' in text and '"incomplete"' in text)
 
     def _file(self) -> int:
         """Four requests that leave nothing behind, counted as one."""
@@ -133,6 +141,7 @@ _READ = (
     "/v2/health/live",
     "/v2/health/ready",
     "/health",
+    "/ping",
     "/metrics",
     "/v2",
     f"/v2/models/{MODEL}",

@@ -1,6 +1,9 @@
 """``make bench-torchserve``: one handler, unchanged, on TorchServe and on our server, in turn; and ratios.
 
 Knows no handler: both servers are given the same archive. Both stream pieces of one token each, whose ids are compared.
+The same client reads ``/predictions/{model}`` of both, in chunks. Our server is asked for events of V2 as well
+(``ours, V2``), whose client has more to read for each token; client and server share the machine. The servers take
+turns; a figure is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -40,6 +44,7 @@ _LEAVING_TOKENS = 256  # of the stream whose client leaves after its first token
 _BATCH_DELAY_MS = 50
 _CONCURRENCIES = (1, 4, 16)
 _ECHO_CLIENTS, _ECHO_SECONDS = 64, 10.0
+_PREDICTIONS = f"/predictions/{MODEL}"
 
 
 @dataclass(frozen=True)
@@ -78,20 +83,29 @@ class Side:
 
 @dataclass
 class Measured:
-    """Of one server with one ``batchSize``."""
+    """Of one server with one ``batchSize``; ``rounds`` has the figures of each case, by round."""
 
     name: str
     batch_size: int
-    cases: dict[str, dict[str, float]] = field(default_factory=dict)
-    after_leaving_s: float = 0.0  # until the next request has its answer
+    rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    after_leaving_s: list[float] = field(default_factory=list)  # until the next request has its answer
     ids: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def cases(self) -> dict[str, dict[str, float]]:
+        """Medians over the rounds."""
+        return {
+            case: {name: median(each[case][name] for each in self.rounds) for name in figures}
+            for case, figures in self.rounds[0].items()
+        }
 
     def as_json(self) -> dict[str, Any]:
         return {
             "server": self.name,
             "batch_size": self.batch_size,
             "cases": self.cases,
-            "after_leaving_s": self.after_leaving_s,
+            "after_leaving_s": median(self.after_leaving_s),
+            "rounds": self.rounds,
         }
 
 
@@ -118,6 +132,7 @@ async def requests_per_second(url: str, seconds: float) -> float:
 
 async def measure(side: Side, measured: Measured, prompts: Prompts, tokens: int, waves: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    measured.rounds.append({})
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
         await side.ask(client, "Warm up.", 4)
         for count in _CONCURRENCIES:
@@ -135,23 +150,24 @@ async def measure(side: Side, measured: Measured, prompts: Prompts, tokens: int,
             if got != tokens * len(streams):
                 raise RuntimeError(f"{measured.name}: {got} tokens instead of {tokens * len(streams)}")
             ttft = [stream.arrivals[0] for stream in streams]
-            measured.cases[f"c{count}"] = {
+            measured.rounds[-1][f"c{count}"] = {
                 "tokens_per_s": got / seconds,
                 "ttft_p50_ms": 1000 * percentile(ttft, 0.5),
                 "ttft_max_ms": 1000 * max(ttft),
             }
         await side.ask(client, "Leave early.", _LEAVING_TOKENS, leave_after=1)
-        measured.after_leaving_s = (await side.ask(client, "And now?", 1)).seconds
+        measured.after_leaving_s.append((await side.ask(client, "And now?", 1)).seconds)
 
 
 @contextmanager
 def torchserve(peer: TorchServe, config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
     with tempfile.TemporaryDirectory() as folder, peer.serving(Path(folder), config, handler) as (port, _):
-        yield Side(f"http://127.0.0.1:{port}/predictions/{MODEL}", lambda request: dict(request), _plain)
+        yield Side(f"http://127.0.0.1:{port}{_PREDICTIONS}", lambda request: dict(request), _plain)
 
 
 @contextmanager
-def ours(config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]:
+def ours(config: Mapping[str, object], handler: Path = TOKENS, *, events: bool = False) -> Iterator[Side]:
+    """``events``: asked for events of V2 instead of TorchServe's chunks."""
     http_port, grpc_port, metrics_port = free_ports(3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -170,11 +186,8 @@ def ours(config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[Side]
         environment = {**clean_environment(), "HF_HUB_OFFLINE": "1"}
         with running(command, environment, log, folder) as process:
             wait_until_ready(process, http_port, "/v2/health/ready", log)
-            yield Side(
-                f"http://127.0.0.1:{http_port}/v2/models/{MODEL}/generate_stream",
-                lambda request: dict(request),
-                _events,
-            )
+            path, pieces = (f"/v2/models/{MODEL}/generate_stream", _events) if events else (_PREDICTIONS, _plain)
+            yield Side(f"http://127.0.0.1:{http_port}{path}", lambda request: dict(request), pieces)
 
 
 async def _plain(response: httpx.Response) -> AsyncIterator[str]:
@@ -196,7 +209,7 @@ def as_text(rows: Sequence[Measured]) -> str:
     for row in rows:
         shown = [f"{case['tokens_per_s']:.1f} ({case['ttft_p50_ms']:.0f})" for case in row.cases.values()]
         cases = "  ".join(f"{each:>22}" for each in shown)
-        lines.append(f"{row.name:12} {row.batch_size:>5}  {cases}  after leaving: {row.after_leaving_s:.2f} s")
+        lines.append(f"{row.name:12} {row.batch_size:>5}  {cases}  after leaving: {median(row.after_leaving_s):.2f} s")
     return "\n".join(lines)
 
 
@@ -214,23 +227,23 @@ def main(arguments: list[str] | None = None) -> int:
     if (busy := machine.warning(described)) is not None:
         print(f"warning: {busy}", file=sys.stderr)
     prompts = Prompts(folder, 1)
-    rows: list[Measured] = []
-    for batch_size in (1, 16):
+    sides: dict[str, Callable[..., AbstractContextManager[Side]]] = {
+        "torchserve": partial(torchserve, peer), "ours": ours, "ours, V2": partial(ours, events=True)
+    }  # fmt: skip
+    rows = [Measured(name, batch_size) for batch_size in (1, 16) for name in sides]
+    for row in rows * options.rounds:
         config: dict[str, object] = {
-            "minWorkers": 1, "maxWorkers": 1, "batchSize": batch_size, "maxBatchDelay": _BATCH_DELAY_MS,
+            "minWorkers": 1, "maxWorkers": 1, "batchSize": row.batch_size, "maxBatchDelay": _BATCH_DELAY_MS,
             "responseTimeout": 600, "deviceType": "cpu", "handler": {"model_path": str(folder)},
         }  # fmt: skip
-        for name, start in (("torchserve", partial(torchserve, peer)), ("ours", ours)):
-            bench.say(f"{name}, batchSize {batch_size}")
-            rows.append(Measured(name, batch_size))
-            with start(config) as side:
-                asyncio.run(measure(side, rows[-1], prompts, options.tokens, options.waves))
+        bench.say(f"{row.name}, batchSize {row.batch_size}, round {len(row.rounds) + 1}")
+        with sides[row.name](config) as side:
+            asyncio.run(measure(side, row, prompts, options.tokens, options.waves))
     rates: dict[str, float] = {}
-    for name, start in (("torchserve", partial(torchserve, peer)), ("ours", ours)):
+    for name in ("torchserve", "ours"):
         bench.say(f"{name}, a handler that answers at once, {_ECHO_CLIENTS} clients")
-        with start({"minWorkers": 1, "maxWorkers": 1, "jobQueueSize": 1000, "deviceType": "cpu"}, ECHO) as side:
-            url = side.url.replace(f"/v2/models/{MODEL}/generate_stream", f"/predictions/{MODEL}")
-            rates[name] = asyncio.run(requests_per_second(url, _ECHO_SECONDS))
+        with sides[name]({"minWorkers": 1, "maxWorkers": 1, "jobQueueSize": 1000, "deviceType": "cpu"}, ECHO) as side:
+            rates[name] = asyncio.run(requests_per_second(side.url, _ECHO_SECONDS))
     theirs, mine = rows[0].ids, rows[1].ids
     equal = sum(theirs[text] == mine[text] for text in theirs)
     print(as_text(rows))
@@ -243,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         "versions": peer.versions(),
         "tokens": options.tokens,
         "waves": options.waves,
+        "rounds": options.rounds,
         "requests_per_s": rates,
         "equal": [equal, len(theirs)],
         "servers": [row.as_json() for row in rows],
@@ -258,6 +272,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--uri", default=bench.EMBEDDED, help="the model (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (%(default)s)")
     parser.add_argument("--waves", type=int, default=3, help="of requests that come at once (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="in which each server is started once (%(default)s)")
     parser.add_argument("--folder", type=Path, default=cache / "mlserver-torch-stream" / "peers")
     parser.add_argument("--output", type=Path, help="where the result goes, as JSON")
     return parser.parse_args(arguments)

@@ -22,7 +22,9 @@ def parse_bytes(value: Any) -> Any:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise ValueError(
+            f"{value!r} is not an amount of memory; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 

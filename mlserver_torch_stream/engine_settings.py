@@ -102,24 +102,25 @@ class EngineSettings(BaseModel):
     chat_template: str | None = None
     """A Jinja template, or the file that holds it; default: the tokenizer's template."""
     tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
-    """How the model spells its tool calls: `hermes`, `llama3`, `mistral`, `qwen3_coder`, `glm45`, as its tokenizer
-    declares (`template`), or `none` of them ([tools.md](tools.md)); auto: as its tokenizer or its chat template
-    shows."""
+    """The notation of the model's tool calls ([tools.md](tools.md)): `hermes`, `llama3`, `mistral`, `qwen3_coder`,
+    `glm45`, or `template` for the one that the tokenizer declares; with `none`, calls stay text; `auto` finds the
+    notation in the tokenizer or the chat template."""
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    """`think`: what an answer has between `<think>` and `</think>` is its reasoning; `none`: it is text; auto: as the
-    chat template does."""
+    """`think`: the text between `<think>` and `</think>` is the reasoning of an answer; `none`: it is part of the text;
+    `auto`: `think`, if the chat template contains `</think>`."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """`bfloat16`, `float16` or `float32`; `auto` takes the checkpoint's."""
+    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type."""
     device_map: DeviceMap | None = None
-    """What accelerate accepts: `auto`, `balanced`, `sequential`, a device, or a map of modules to devices."""
+    """A device map of accelerate: `auto`, `balanced`, `sequential`, a device, or an object of modules and devices."""
     max_memory: MaxMemory | None = None
-    """Bound of the weights on each device of a `device_map`, such as `{"0": "20GiB", "cpu": "60GiB"}`."""
+    """Most memory of the weights on each device of a `device_map`, such as `{"0": "20GiB", "cpu": "60GiB"}`."""
     offload_folder: str | None = None
     """The folder for weights that fit on no device."""
     pipeline: Literal["auto", "off"] = "auto"
-    """With `auto` each device of a map works on a batch of its own; with `off` the devices work one after another."""
+    """With `auto` the devices of a map work at the same time, each on another batch; with `off` they work one after
+    another."""
     attn_implementation: str | None = None
-    """The name that transformers has for an attention implementation, such as `sdpa` or `eager`."""
+    """The name of an attention implementation of transformers, such as `sdpa` or `eager`."""
     quantization_config: dict[str, Any] | None = None
     """How transformers quantises the weights, such as `{"load_in_4bit": true}`
     ([devices.md](devices.md#quantised-weights))."""
@@ -129,18 +130,18 @@ class EngineSettings(BaseModel):
     """Whether weights are read from pickles, such as `pytorch_model.bin`, where a model has no safetensors
     ([security.md](security.md#models))."""
     engine: Literal["auto", "batched", "serial"] = "auto"
-    """`batched` or `serial` overrides what the check at load finds."""
+    """`batched` or `serial` (one request at a time) overrides the result of the check at load."""
     fast_path: Literal["auto", "off"] = "auto"
     """`off` runs transformers' forward as it is: without our own kernels, without linear layers repacked for the CPU,
     and without CUDA graphs."""
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
-    """`auto` takes a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file's blocks
-    as they are ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. Only our own
-    kernels run these three, on CPUs, and where those cannot run, the load fails."""
+    """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
+    quantised ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. These three
+    need our own kernels on a CPU; if the kernels cannot run the model, the load fails."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions
-    (Phi-3.5) change them at a length that the config names, and the default ends there; with a larger value such a
-    model runs one request at a time."""
+    (Phi-3.5) change their positions at a length that the config names; for them this length is the default. With a
+    larger value such a model runs one request at a time."""
     max_num_seqs: int = Field(default=32, gt=0)
     """Most sequences that are decoded together."""
     max_queued_requests: int = Field(default=256, gt=0)
@@ -156,34 +157,34 @@ class EngineSettings(BaseModel):
     ([why](operations.md#a-step-that-hangs))."""
     chunked_prefill_size: int = Field(default=512, gt=0)
     """Most prompt tokens of one step, of all prompts together; running sequences decode in the same step. A smaller
-    value means shorter pauses between tokens and a later first token. On CPUs prompts get a quarter of it in steps in
-    which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a forward of its
-    own, which counts as at least 64 tokens."""
+    value means shorter pauses between tokens and a later first token. On CPUs only a quarter of it is used in steps in
+    which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a separate
+    forward, which counts as at least 64 tokens."""
     kv_cache_memory: Bytes | None = None
-    """Memory of the KV cache, in which sequences hold the [pages](architecture.md#memory) that they fill; default: a
-    share of what the container, `ulimit` or the GPU leaves free."""
+    """Most memory of the KV cache, whose [pages](architecture.md#memory) sequences take as they grow; default: a share
+    of the memory that the container, `ulimit` or the GPU leaves free."""
     prefix_cache_memory: BytesOrNone | None = None
     """The most memory that pages of ended sequences may keep in the KV cache for later prompts; a sequence that needs
-    the pages gets them. `0`: no prefix cache beside what running sequences share. Default: on GPUs all of the cache, on
+    the pages gets them. `0`: only running sequences share pages. Default: on GPUs all of the cache, on
     CPUs an eighth of it and at most 256 MiB."""
     speculative: Speculative | None = None
     """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step. The
-    tokens stay the same, and text that repeats itself comes faster. The engine measures what drafts bring and makes
-    none where they bring nothing. The load fails with models that keep states, that cannot take prompts in chunks, or
+    tokens stay the same, and text that repeats itself comes faster. The engine measures the time that drafts save, and
+    makes none if they save no time. The load fails with models that keep states, that cannot take prompts in chunks, or
     that run one request at a time. Default: no drafts."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; default: the container's share of the host's cores."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Ranks that each layer is split over; each rank is a process with a device of its own ([scaling.md](scaling.md)).
-    """
+    """Number of ranks over which each layer is split; each rank is a process with its own device
+    ([scaling.md](scaling.md))."""
     replicas: int = Field(default=1, gt=0)
-    """Engines behind one model name; each holds the whole model on a GPU of its own."""
+    """Number of engines behind one model name; each engine has the whole model on its own GPU."""
     default_sampling: Sampling = Field(default_factory=dict)
-    """Request parameters for requests that do not give them; they beat the model's generation config."""
+    """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
     """The folder for compiled kernels and converted GGUF files. A GGUF conversion is deleted when it has not been used
-    for 30 days; a damaged file is made anew. Whoever can write to this folder can run code in the server. Default:
-    `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
+    Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
 
     @field_validator("weights")
     @classmethod

@@ -36,7 +36,7 @@ class Gunzip:
             try:
                 piece = self._member.decompress(data, most)
             except zlib.error as error:
-                raise Damaged(f"is no gzip: {error}") from None
+                raise Damaged(f"is not gzip: {error}") from None
             self._begun = True
             data = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
             if piece:

@@ -1,4 +1,4 @@
-"""Finds out where a model's files are: what its ``uri`` or name means.
+"""Finds the place of a model's files from its ``uri`` or name.
 
 Knows nothing of how they are loaded, and uses no network.
 """
@@ -53,7 +53,7 @@ def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:
     if uri.startswith("hf://"):
         hub_id = uri.removeprefix("hf://").strip("/")
         if not _HUB_NAME.fullmatch(hub_id):
-            raise SettingsError(f"parameters.uri: {uri!r} is no hub id; write hf://org/name")
+            raise SettingsError(f"parameters.uri: {uri!r} is not a hub id; write hf://org/name")
         return ModelSource("hub", hub_id)
     if "://" in uri and not uri.startswith("file://"):
         raise SettingsError(f"parameters.uri: unknown scheme in {uri!r}; known are embedded://, hf:// and file://")

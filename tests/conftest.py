@@ -5,7 +5,9 @@ A fixture that needs torch imports it when it is used.
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -19,6 +21,9 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, max_examples=50)
 settings.register_profile("random")
 settings.load_profile("fixed")
+
+# What is imported and collected is never garbage: looking through it again and again takes seconds of each process.
+gc.disable()
 
 # The servers of these tests share the machine's cores with the tests: threads that wait must not keep a core busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -61,6 +66,11 @@ _LONG_FILES = (
 )
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in several processes: what shares servers or a module's fixtures runs in one of them."""
@@ -96,8 +106,11 @@ def _scope(nodeid: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of all processes of this run, with our kernels where there is a compiler: it runs once."""
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of all processes of this run, with our kernels where there is a compiler.
+
+    It runs once, and not at all where an earlier run of these tests has compiled the same sources.
+    """
     from filelock import FileLock
 
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
@@ -105,8 +118,18 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernel-cache"
     folder.mkdir(exist_ok=True)
-    with suppress(NoKernels), FileLock(folder / "compiling"):
-        compiled_library(folder, Path.exists)
+    kept, kernels = request.config.cache.mkdir("kernels"), folder / "kernels"
+    with FileLock(folder / "compiling"):
+        if not kernels.exists():
+            shutil.copytree(kept, kernels)
+            earlier = {path.name for path in kept.iterdir()}
+            with suppress(NoKernels):
+                compiled_library(folder, Path.exists)
+            if any(path.name not in earlier for path in kernels.iterdir()):
+                for name in earlier:
+                    (kernels / name).unlink()
+                shutil.rmtree(kept)
+                shutil.copytree(kernels, kept)
     return folder
 
 

@@ -65,19 +65,33 @@ def test_the_glossary_is_a_page_of_one_look() -> None:
 def _defined(file: str) -> set[str]:
     (path,) = [path for path in _FILES if path.startswith("mlserver_torch_stream/") and f"/{path}".endswith(f"/{file}")]
     tree = ast.parse(markdown.read(path))
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, named)}
     tables = [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    tables += [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return defined | {each.id for each in tables if isinstance(each, ast.Name)}
+
+
+def _check_places(cell: str) -> None:
+    """Each place of the cell is a file and names that it defines."""
+    places = [markdown.code_spans(place) for place in cell.split("; ") if "`" in place]
+    assert places, cell
+    for file, *names in places:
+        assert names and set(names) <= _defined(file), cell
 
 
 def test_the_likely_changes_touch_what_is_there() -> None:
     rows = markdown.table("docs/architecture.md", "Likely changes")
     assert len(rows) >= 6
-    for change, _, touched in rows:
-        places = [markdown.code_spans(place) for place in touched.split("; ") if "`" in place]
-        assert places, change
-        for file, *names in places:
-            assert names and set(names) <= _defined(file), (change, file)
+    for _, _, edited in rows:
+        _check_places(edited)
+
+
+def test_the_hops_of_a_request_are_there() -> None:
+    rows = markdown.table("docs/architecture.md", "One request, hop by hop")
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
+    for _, place, _ in rows:
+        _check_places(place)
 
 
 def test_the_lines_of_a_step_are_those_of_the_code() -> None:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
 _NAMED = {"server/process_state.py", "engine/process_resources.py", "torchserve/handler_metrics.py"}
-_TREES = {
-    str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(_PACKAGE.rglob("*.py"))
-    if "shim" not in path.parts  # TorchServe's own names, which handlers import in their own processes
-}
+
+
+@cache
+def _trees() -> dict[str, ast.Module]:
+    """By the module; those of the shim are TorchServe's own names, which handlers import in their own processes."""
+    return {
+        str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(_PACKAGE.rglob("*.py"))
+        if "shim" not in path.parts
+    }
 
 
 def _is_mutable(node: ast.ClassDef) -> bool:
@@ -28,12 +34,14 @@ def _is_mutable(node: ast.ClassDef) -> bool:
     )
 
 
-_MUTABLE = {
-    node.name
-    for tree in _TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef) and _is_mutable(node)
-}
+@cache
+def _mutable() -> set[str]:
+    return {
+        node.name
+        for tree in _trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and _is_mutable(node)
+    }
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
@@ -46,18 +54,18 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 def _creates(tree: ast.Module) -> list[str]:
     calls = [node for node in _outside_functions(tree) if isinstance(node, ast.Call)]
-    return [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] in _MUTABLE]
+    return [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] in _mutable()]
 
 
 def test_objects_of_our_own_mutable_classes_are_module_level_in_the_named_modules_only() -> None:
-    found = {module: created for module, tree in _TREES.items() if (created := _creates(tree))}
+    found = {module: created for module, tree in _trees().items() if (created := _creates(tree))}
     assert found.keys() == _NAMED, found
 
 
 def test_no_function_rebinds_a_name_of_its_module() -> None:
     found = {
         f"{module}:{node.lineno}"
-        for module, tree in _TREES.items()
+        for module, tree in _trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Global)
     }

@@ -90,7 +90,7 @@ class BatchRecord:
         try:
             return cls.of(json.loads(data))
         except (ValueError, TypeError, KeyError):
-            raise RunRefused("the record of a batch is none that this program wrote") from None
+            raise RunRefused("the record of a batch was not written by this program") from None
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> BatchRecord:

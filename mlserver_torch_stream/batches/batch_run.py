@@ -1,4 +1,4 @@
-"""Runs one batch from wherever it stands to its end: checks the input, answers the rows, writes the files.
+"""Runs one batch from its last stored part to its end: checks the input, answers the rows, writes the files.
 
 Knows nothing of other batches. Killed at any time, the next run of the same batch goes on behind the last part.
 """

@@ -141,7 +141,7 @@ def _loads(data: bytes) -> dict[str, Any]:
         found = json.loads(data)
         if isinstance(found, dict) and found.keys() >= _KEYS:
             return found
-    raise RunRefused("the object of a file is none that this program wrote")
+    raise RunRefused("the object of a file was not written by this program")
 
 
 def _fits(file: dict[str, Any], query: PageQuery) -> bool:

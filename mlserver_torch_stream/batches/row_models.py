@@ -1,4 +1,4 @@
-"""What a batch needs of the models: one that is loaded, by its name, and the answer of one row.
+"""Defines the interface of models to a batch: a loaded model by its name, and its answer to one row.
 
 Knows neither engines nor servers: the server implements both.
 """

@@ -18,9 +18,9 @@ _INTERRUPTED = 130  # as shells show the end by SIGINT
 _COMMANDS = {
     "serve": ("serve", "serve a model or a folder of models, and print a request to copy"),
     "chat": ("chat", "chat in the terminal; answers appear token by token"),
-    "cloud": ("cloud", "inference over the objects of a bucket, a folder or a list of URLs"),
-    "plan": ("plan", "how many streams of a model fit a device, and how fast they can be"),
-    "rank": ("rank", "one rank of a tensor-parallel server, as torchrun starts it"),
+    "cloud": ("cloud", "answer prompts from the objects of a bucket, a folder or a list of URLs"),
+    "plan": ("plan", "compute how many streams of a model fit on a device, and how fast they can be"),
+    "rank": ("rank", "run one rank of a tensor-parallel server; torchrun starts this command"),
     "serve-torchserve": ("serve_torchserve", "serve the model store of a TorchServe, as its config.properties says"),
     "torchserve": ("serve_torchserve", "the same, with the options of TorchServe's own command"),
     "import-mar": ("import_mar", "write a model folder for a TorchServe archive"),
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlserver-torch-stream", description="Stream from PyTorch models: the server, and the commands beside it."
+        prog="mlserver-torch-stream", description="Stream from PyTorch models: the server, and further commands."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)

@@ -181,20 +181,22 @@ def _complain(error: object) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream chat",
-        description="Chat in the terminal. Ctrl-C stops an answer, and leaves where a line is typed. /clear forgets "
+        description="Chat in the terminal. Ctrl-C stops an answer; at the prompt it leaves. /clear forgets "
         "the conversation, /system TEXT sets a system message, /quit leaves.",
-        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent, unless there is a file of keys.",
+        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent, unless --api-key-file names a file.",
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
     )
-    parser.add_argument("--api", choices=["v2", "openai"], default="v2", help="what --url speaks (default: v2)")
-    parser.add_argument("--api-key-file", metavar="FILE", help="its first line is the key that is sent")
-    parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities that are trusted")
+    parser.add_argument("--api", choices=["v2", "openai"], default="v2", help="the protocol of --url (default: v2)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="a file whose first line is the API key to send")
+    parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities to trust")
     parser.add_argument("--model", help="model name (default: the server's only model)")
     parser.add_argument("--system", help="a system message that starts the conversation")
     parser.add_argument(
-        "--max-tokens", type=positive, help=f"longest answer (default: {_MAX_TOKENS}; with --api openai the server's)"
+        "--max-tokens",
+        type=positive,
+        help=f"most tokens of an answer (default: {_MAX_TOKENS}; with --api openai the server's)",
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")

@@ -50,7 +50,10 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def run_lane(argv: Sequence[str]) -> int:
-    """Runs one lane in one of Ray's processes. Ray restarts it if that process dies; its parts are its checkpoint."""
+    """Runs one lane in one of Ray's processes. If that process dies, Ray starts the lane again.
+
+    The new process keeps the parts that the lane has already written, and infers the rest.
+    """
     from mlserver_torch_stream.cli.cloud_run import run
 
     arguments = options.parser().parse_args(list(argv))

@@ -1,4 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud``, and what the room ``cloud`` gets for them.
+"""The options of ``mlserver-torch-stream cloud``, and the objects that the room ``cloud`` gets from them.
 
 Knows no engine and no server, and runs nothing.
 """
@@ -28,15 +28,20 @@ _ASKING = {"concurrency": 32, "timeout": 300.0}  # what stands for options of re
 
 
 def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(prog="mlserver-torch-stream cloud", description="Inference over objects.")
+    whole = argparse.ArgumentParser(
+        prog="mlserver-torch-stream cloud",
+        description="Answer prompts from objects of a bucket, a folder or a web server.",
+    )
     commands = whole.add_subparsers(dest="command", metavar="command", required=True)
-    run = commands.add_parser("run", help="over all objects there are", epilog=_STATUS_HELP)
+    run = commands.add_parser("run", help="answer the prompts of all objects, and end", epilog=_STATUS_HELP)
     _add_input(run)
     _add_model(run)
     add_objects(run)
     _add_stages(run)
     _add_ending(run)
-    watch = commands.add_parser("watch", help="over objects or records as they arrive", epilog=_STATUS_HELP)
+    watch = commands.add_parser(
+        "watch", help="answer the prompts of objects or records as they arrive", epilog=_STATUS_HELP
+    )
     _add_watch(watch)
     watch.set_defaults(dry_run=False)
     _add_model(watch)
@@ -55,67 +60,109 @@ def _add_input(run: argparse.ArgumentParser) -> None:
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
-    run.add_argument("--workers", type=positive, default=2, help="of --on (default: %(default)s)")
+    run.add_argument("--workers", type=positive, default=2, help="workers that --on starts (default: %(default)s)")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--model", help="what to load: embedded://…, a folder, a .gguf file, a hub id; with --url a name"
+        "--model", help="the model to load: embedded://…, a folder, a .gguf file, a hub id; with --url its name"
     )
     command.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="other names of the model for rows",
+        help="further names of the model that rows may use",
     )
     command.add_argument("--url", help="ask this server instead of an engine in this process")
     command.add_argument(
-        "--api", choices=["v2", "openai", "torchserve"], default="v2", help="how --url is asked (default: v2)"
+        "--api", choices=["v2", "openai", "torchserve"], default="v2", help="the protocol of --url (default: v2)"
     )
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
     command.add_argument(
-        "--concurrency", type=positive, help=f"most requests at --url (default: {_ASKING['concurrency']})"
+        "--concurrency", type=positive, help=f"most requests in flight at --url (default: {_ASKING['concurrency']})"
     )
-    command.add_argument("--timeout", type=seconds, help=f"silence of --url, seconds (default: {_ASKING['timeout']:g})")
+    command.add_argument(
+        "--timeout", type=seconds, help=f"seconds to wait while --url sends nothing (default: {_ASKING['timeout']:g})"
+    )
     command.add_argument("--extra", type=_object, default={}, help="settings of the engine or of --handler, as JSON")
     command.add_argument(
-        "--parameters", type=_object, default={}, help="for rows that do not say, or headers for a handler, as JSON"
+        "--parameters",
+        type=_object,
+        default={},
+        help="request parameters for rows that lack them, or headers for a handler, as JSON",
     )
     command.add_argument("--chat", action="store_true", help="a text object is a user's message, not a raw prompt")
-    command.add_argument("--as", dest="kind", choices=[kind.value for kind in Kind], help="how objects are read")
+    command.add_argument(
+        "--as",
+        dest="kind",
+        choices=[kind.value for kind in Kind],
+        help="read all objects as this kind (default: by their endings)",
+    )
 
 
 def _add_stages(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--storage", type=_pair, action="append", default=[], metavar="KEY=VALUE", help="e.g. endpoint=…"
+        "--storage",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the object store, such as endpoint=…",
     )
     command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
-    command.add_argument("--prefetch-bytes", type=nbytes, default=64 * 2**20, help="bytes ahead (default: 64MiB)")
     command.add_argument(
-        "--batch-rows", type=positive, help="rows in a batch (default: 8; 1 with --url; that of --handler)"
+        "--prefetch-bytes", type=nbytes, default=64 * 2**20, help="most bytes fetched ahead (default: 64MiB)"
     )
-    command.add_argument("--batch-bytes", type=nbytes, help="bytes of input in a batch (default: 16MiB)")
-    command.add_argument("--batch-tokens", type=positive, help="tokens of prompts in a batch, instead of bytes")
-    command.add_argument("--max-wait", type=seconds, default=0.05, help="of a batch's first row (default: %(default)s)")
-    command.add_argument("--batches", type=positive, help="batches at a time (default: 8; --concurrency; workers)")
-    command.add_argument("--window", type=positive, default=256, help="undelivered rows (default: %(default)s)")
-    command.add_argument("--window-bytes", type=nbytes, default=128 * 2**20, help="of their input (default: 128MiB)")
-    command.add_argument("--tries", type=positive, default=6, help="of each fetch and write (default: %(default)s)")
     command.add_argument(
-        "--stall", type=seconds, default=30.0, help="seconds of silence of a store (default: %(default)s)"
+        "--batch-rows",
+        type=positive,
+        help="most rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
+    )
+    command.add_argument("--batch-bytes", type=nbytes, help="most bytes of input in a batch (default: 16MiB)")
+    command.add_argument(
+        "--batch-tokens", type=positive, help="most tokens of prompts in a batch, instead of --batch-bytes"
+    )
+    command.add_argument(
+        "--max-wait",
+        type=seconds,
+        default=0.05,
+        help="most seconds that a batch waits after its first row (default: %(default)s)",
+    )
+    command.add_argument(
+        "--batches",
+        type=positive,
+        help="batches at a time (default: 8; with --url --concurrency; with --handler its workers)",
+    )
+    command.add_argument(
+        "--window",
+        type=positive,
+        default=256,
+        help="most rows that are read and not delivered yet (default: %(default)s)",
+    )
+    command.add_argument(
+        "--window-bytes", type=nbytes, default=128 * 2**20, help="most bytes of input of these rows (default: 128MiB)"
+    )
+    command.add_argument(
+        "--tries", type=positive, default=6, help="tries of each fetch and write (default: %(default)s)"
+    )
+    command.add_argument(
+        "--stall", type=seconds, default=30.0, help="seconds to wait while a store sends nothing (default: %(default)s)"
     )
     command.add_argument("--metrics", metavar="FILE", help="write the run's metrics to this file, as JSON")
 
 
 def _add_ending(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    run.add_argument("--dry-run", action="store_true", help="print what the run would do, and do nothing")
     run.add_argument("--retry-failed", action="store_true", help="infer rows of --output that failed again, in place")
     failures = run.add_mutually_exclusive_group()
-    failures.add_argument("--fail-fast", action="store_true", help="end at the first row that fails")
-    failures.add_argument("--max-failures", type=count, help="end when more rows fail")
+    failures.add_argument("--fail-fast", action="store_true", help="end the run at the first row that fails")
+    failures.add_argument("--max-failures", type=count, help="end the run when more rows than this fail")
     run.add_argument(
-        "--progress", choices=["auto", "on", "off"], default="auto", help="auto: where stderr is a terminal"
+        "--progress",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="show the progress; auto: if stderr is a terminal",
     )
 
 
@@ -128,11 +175,13 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     )
     watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two polls (default: %(default)s)")
     watch.add_argument("--kafka", metavar="HOST:PORT", help="read rows from Kafka instead of objects")
-    watch.add_argument("--topic", help="of --kafka")
-    watch.add_argument("--group", help="of --kafka: the consumer group whose offsets are committed")
-    watch.add_argument("--dead-letter", metavar="TOPIC", help="of --kafka: where records that failed are sent too")
+    watch.add_argument("--topic", help="with --kafka: the topic to read")
+    watch.add_argument("--group", help="with --kafka: the consumer group whose offsets are committed")
     watch.add_argument(
-        "--part-rows", type=positive, default=64, help="of --kafka: rows in one part (default: %(default)s)"
+        "--dead-letter", metavar="TOPIC", help="with --kafka: a topic to which failed records are sent too"
+    )
+    watch.add_argument(
+        "--part-rows", type=positive, default=64, help="with --kafka: rows in one part (default: %(default)s)"
     )
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 

@@ -114,7 +114,7 @@ def _refuse_what_is_there(folder: Path, force: bool) -> None:
             "--name or --into choose another folder"
         )
     if not folder.is_dir() or (folder / SETTINGS).is_dir():
-        raise SettingsError(f"{folder} is no folder of a model: --name or --into choose another one")
+        raise SettingsError(f"{folder} is not the folder of a model: --name or --into choose another one")
 
 
 def _property_notes(
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         "are not carried over.",
     )
     parser.add_argument("archive", help="a .mar, a .tar.gz, an unpacked archive, or handler.py[:function]")
-    parser.add_argument("--into", default=".", help="where the model's folder is made (default: here)")
+    parser.add_argument("--into", default=".", help="where to make the model's folder (default: here)")
     parser.add_argument("--name", help="the model's name (default: the archive's)")
     parser.add_argument(
         "--properties",

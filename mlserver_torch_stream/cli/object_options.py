@@ -24,16 +24,18 @@ _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
 def add_objects(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--handler", metavar="FILE|MAR", help="give each object to this TorchServe handler, in processes of its own"
+        "--handler",
+        metavar="FILE|MAR",
+        help="pass each object to this TorchServe handler, which runs in separate processes",
     )
-    command.add_argument("--tensor", metavar="NAME", help="give each object to --url as a BYTES tensor of this name")
-    command.add_argument("--chunk-bytes", type=nbytes, help="give objects of any size in chunks of so many bytes")
+    command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
+    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
     command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
     command.add_argument(
         "--rows",
         choices=["object", "chunk", "piece"],
         default="object",
-        help="what has an output row: an object, a chunk, or a piece of a streamed answer (default: %(default)s)",
+        help="write an output row for each object, chunk, or piece of a streamed answer (default: %(default)s)",
     )
 
 
@@ -98,7 +100,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
     if arguments.handler is not None:
         for name in ("model", "url", "tensor"):
             if getattr(arguments, name) is not None:
-                raise RunRefused(f"--{name}: goes with a server or an engine; --handler is what runs")
+                raise RunRefused(f"--{name}: is for a server or an engine, and cannot be combined with --handler")
         if find_path(re.sub(r"(?<=\.py):\w+$", "", arguments.handler), None) is None:
             raise RunRefused(f"--handler: no such file: {arguments.handler}")
         _check_message(arguments)

@@ -131,25 +131,29 @@ def _gb(count: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream plan",
-        description="How many streams of a model fit some devices, and how fast those can be. Loads no weights.",
+        description="Compute how many streams of a model fit on a device, and how fast they can be. Loads no weights.",
     )
     parser.add_argument("model", help="a folder, a .gguf file, a hub id or embedded://…")
-    parser.add_argument("--device", help="a device by its name, such as h100 or cpu; a wrong name lists them")
-    parser.add_argument("--memory", type=nbytes, help="of another device, such as 48GB")
-    parser.add_argument("--bandwidth", type=above_zero, help="of another device's memory, in GB/s")
-    parser.add_argument("--tflops", type=above_zero, help="of another device, dense in bf16 (default: not a limit)")
-    parser.add_argument("--devices", type=positive, default=_DEVICES, help="at most so many (default: %(default)s)")
+    parser.add_argument("--device", help="a known device, such as h100 or cpu; a wrong name prints the list")
+    parser.add_argument("--memory", type=nbytes, help="memory of a device that is not known, such as 48GB")
+    parser.add_argument("--bandwidth", type=above_zero, help="memory bandwidth of a device that is not known, in GB/s")
+    parser.add_argument(
+        "--tflops", type=above_zero, help="dense bf16 TFLOP/s of a device that is not known (default: not a limit)"
+    )
+    parser.add_argument(
+        "--devices", type=positive, default=_DEVICES, help="most devices to plan for (default: %(default)s)"
+    )
     parser.add_argument(
         "--context",
         type=positive,
         default=_CONTEXT,
-        help="tokens of a stream, prompt and answer (default: %(default)s)",
+        help="tokens of a stream, prompt and answer together (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
-        help="of the weights (default: the checkpoint's)",
+        help="type of the weights (default: the checkpoint's)",
     )
-    parser.add_argument("--revision", help="of a hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     return parser

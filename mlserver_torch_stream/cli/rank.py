@@ -91,10 +91,12 @@ def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream rank",
-        description="One rank of a tensor-parallel server, as torchrun starts it: "
+        description="Run one rank of a tensor-parallel server. torchrun starts this command: "
         "torchrun --nproc-per-node N -m mlserver_torch_stream.cli.rank FOLDER",
     )
-    parser.add_argument("folder", nargs="?", default=".", help="what rank 0 starts (default: %(default)s)")
+    parser.add_argument(
+        "folder", nargs="?", default=".", help="the folder of models that rank 0 serves (default: %(default)s)"
+    )
     return parser
 
 

@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a model: a folder, a .gguf file, a hub id or embedded://…; or a folder of models with their "
         f"{MODEL_SETTINGS} (default: {EMBEDDED_MODEL})",
     )
-    parser.add_argument("--name", help="the name to serve the model under (default: that of its folder or file)")
+    parser.add_argument("--name", help="the name of the model for clients (default: the name of its folder or file)")
     for role, usual in PORTS.items():
-        parser.add_argument(f"--{role}-port", type=int, help=f"default: {usual} if free, else any free one")
+        parser.add_argument(f"--{role}-port", type=int, help=f"default: {usual} if free, else a free port")
     return parser

@@ -136,7 +136,7 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: Mode
     finally:
         archive.close()
     if not NAME.fullmatch(version):
-        raise SettingsError(f"{path}: {version!r} is no version of a model")
+        raise SettingsError(f"{path}: {version!r} is not a version of a model")
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True
     return model_settings(name, str(path), version, extra)
@@ -175,23 +175,31 @@ def _parser() -> argparse.ArgumentParser:
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; default: the options below",
+        help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; without it, the options below say what to serve",
     )
     parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--start", action="store_true", help="as TorchServe does, load only the archives that are named (default: all)"
     )
-    parser.add_argument("--foreground", action="store_true", help="what is done in any case")
+    parser.add_argument("--foreground", action="store_true", help="no effect: the server always runs in the foreground")
     parser.add_argument("--stop", action=_Stop, nargs=0, help="refused: end the process instead")
     parser.add_argument(
         "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} beats it (default: ./{_USUAL_FILE})"
     )
     parser.add_argument("--model-store", help="the folder of the archives")
-    parser.add_argument("--models", nargs="+", metavar="[NAME=]ARCHIVE", help="of the model store; all; none")
+    parser.add_argument(
+        "--models", nargs="+", metavar="[NAME=]ARCHIVE", help="archives of the model store to load, or all, or none"
+    )
     parser.add_argument("--disable-token-auth", "--dt", action="store_true", help="no request needs a token")
-    parser.add_argument("--enable-model-api", action="store_true", help="as the key enable_model_api")
+    parser.add_argument(
+        "--enable-model-api",
+        action="store_true",
+        help="the management API registers and unregisters models, as with the key enable_model_api",
+    )
     for name in ("--workflow-store", "--log-config", "--cpp-log-config"):
-        parser.add_argument(name, help="ignored, with a line")
-    parser.add_argument("--plugins-path", "--ppath", help="ignored, with a line")
-    parser.add_argument("--no-config-snapshots", "--ncs", action="store_true", help="ignored, with a line")
+        parser.add_argument(name, help="no effect; a line at the start says so")
+    parser.add_argument("--plugins-path", "--ppath", help="no effect; a line at the start says so")
+    parser.add_argument(
+        "--no-config-snapshots", "--ncs", action="store_true", help="no effect; a line at the start says so"
+    )
     return parser

@@ -76,7 +76,7 @@ def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, g
             raise ValueError("api_key: goes into the header Authorization, which headers have too")
     for name, value in (headers or {}).items():
         if not _HEADER_NAME.fullmatch(name):
-            raise ValueError(f"headers: {name!r} is no name of a header")
+            raise ValueError(f"headers: {name!r} is not a valid name of a header")
         if name.lower() in _FRAMING or (grpc and name.lower().endswith(_BINARY)):
             raise ValueError(f"headers: {name} cannot be chosen")
         if not _HEADER_VALUE.fullmatch(value):

@@ -1,4 +1,4 @@
-"""What a stream yields: deltas, each with what one event adds to one sequence.
+"""Defines deltas, which a stream yields: each has the text and tokens that one event adds to one sequence.
 
 Knows nothing of protocols.
 """

@@ -1,4 +1,4 @@
-"""What a call of the client consists of, before it is spelled in a protocol.
+"""Holds the arguments of a call of the client, before they are written in a protocol.
 
 Knows nothing of protocols and transports.
 """

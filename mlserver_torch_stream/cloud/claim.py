@@ -32,7 +32,7 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
         was = json.loads(found)
         form, run = was["format"], RunIdentity(str(was["run"]), int(was["created"]) if was["format"] == FORMAT else 0)
     except (ValueError, KeyError, TypeError):
-        raise RunRefused(f"--output: the manifest in {output.url} is none that this program wrote") from None
+        raise RunRefused(f"--output: the manifest in {output.url} was not written by this program") from None
     if form != FORMAT:
         raise RunRefused(
             f"--output: {output.url} was written in format {form}, by another version of this program, whose rows look "

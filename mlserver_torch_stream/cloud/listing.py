@@ -156,4 +156,4 @@ def decode_inputs(data: bytes) -> list[Listed]:
             found.append(Listed(ObjectInfo(value["key"], value["size"], value["etag"]), failure))
         return found
     except (ValueError, KeyError, TypeError):
-        raise RunRefused("--output: its inputs.jsonl is none that this program wrote") from None
+        raise RunRefused("--output: its inputs.jsonl was not written by this program") from None

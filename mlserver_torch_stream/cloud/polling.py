@@ -82,4 +82,4 @@ class Poller:
         try:
             return None if found is None else str(json.loads(found)["after"])
         except (ValueError, KeyError, TypeError):
-            raise RunRefused(f"--output: its {CURSOR} is none that this program wrote") from None
+            raise RunRefused(f"--output: its {CURSOR} was not written by this program") from None

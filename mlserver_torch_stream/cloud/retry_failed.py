@@ -92,7 +92,7 @@ class FailedRowRetry:
             where = coming[0]
             raise RunRefused(
                 f"--output: {part_name(where.index // self.part_rows)} has row {where.line} of {where.key}, which is "
-                "none of this run's input"
+                "not an object of this run's input"
             )
 
     async def _source(self, failed: Sequence[FailedRow]) -> Source:
@@ -155,4 +155,4 @@ def _failed_row(line: bytes, number: int) -> FailedRow:
         place = record["index"], record["key"], record["line"], record["custom_id"]
         return FailedRow(*place, None if chunk is None else chunk["index"])
     except (ValueError, KeyError, TypeError):
-        raise RunRefused(f"--output: {errors_name(number)} is none that this program wrote") from None
+        raise RunRefused(f"--output: {errors_name(number)} was not written by this program") from None

@@ -158,7 +158,7 @@ def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]
             raise ValueError
         assert all({"key", "line", "response", "error"} <= set(record) for record in records)
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise RunRefused(f"--output: {part_name(number)} is no part that this run wrote") from None
+        raise RunRefused(f"--output: {part_name(number)} is not a part that this run wrote") from None
     return len(indexes), records[-1]
 
 

@@ -117,7 +117,7 @@ class Source:
         for ordinal, listed in enumerate(self.objects):
             if listed.info.key == cursor.key:
                 return ordinal + (not cursor.within)
-        raise RunRefused(f"--output: its last part ends with {cursor.key}, which is none of this run's objects")
+        raise RunRefused(f"--output: its last part ends with {cursor.key}, which is not an object of this run")
 
     def _too_large(self, kind: Kind, info: ObjectInfo) -> bool:
         return kind is not Kind.JSONL and self.chunking.refuses(info.size)

@@ -118,7 +118,7 @@ class Queue:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise RunRefused(f"--queue: {url} is no URL of a queue")
+            raise RunRefused(f"--queue: {url} is not the URL of a queue")
         self._url = url
         self._host = parts.netloc
         self._endpoint = f"{parts.scheme}://{parts.netloc}/"

@@ -1,7 +1,7 @@
 """Restores the order of the input: results are set in any order and leave in the order of the rows.
 
-Knows no tasks and no clock. Its bounds count the rows that have entered and are not delivered, so that the rows behind
-a slow one are bounded, in number and in weight.
+Knows no asyncio tasks and no clock. Its bounds count the rows that have entered and are not delivered, so that the rows
+behind a slow one are bounded, in number and in weight.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class TokenStream(Protocol):
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Gives an open request its whole prompt. If the prefilled ids are no prefix of it, prefill starts anew."""
+        """Gives an open request its whole prompt. If the prefilled ids are not a prefix of it, prefill starts again."""
 
     def close(self) -> None:
         """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""

@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def ends(self) -> list[int]:
-        """Where each sequence's tokens end among the packed ones."""
+        """The end of each sequence's tokens, counted in the packed tokens."""
         return list(accumulate(sequence.count for sequence in self.sequences))
 
     @property

@@ -54,7 +54,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """``make`` makes batchers, ``batcher`` is the first of them. ``description`` is for the load summary."""
+    """``make`` makes a new batcher, and ``batcher`` is the first one. ``description`` is for the load summary."""
 
     make: Callable[[], Batcher]
     batcher: Batcher
@@ -196,7 +196,7 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
     if settings.speculative is None:
         return None
     if spec.state_bytes:
-        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, which no rejected draft can leave")
+        raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, from which rejected drafts cannot be removed")
     if limits.whole_prompts:
         raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
     return PromptLookup(settings.speculative.prompt_lookup)
@@ -205,5 +205,5 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
 def _faults() -> FaultInjector | None:
     faults = read_faults(os.environ)
     if faults is not None:
-        logger.warning("%s is set: this engine fails on purpose", VARIABLE)
+        logger.warning("%s is set: this engine injects faults", VARIABLE)
     return faults

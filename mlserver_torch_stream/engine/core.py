@@ -97,7 +97,7 @@ class EngineCore:
 
     @property
     def overdue(self) -> str | None:
-        """Returns which step of its own does not return; None if there is none."""
+        """Returns a description of this engine's step that has not returned in time; None if there is none."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
@@ -198,7 +198,7 @@ class EngineCore:
 
     def give_up(self, error: BaseException) -> None:
         if self._mark_dead(error):
-            logger.error("The engine's thread is given up, its streams end without it: %s", error)
+            logger.error("The engine's thread does not return, so its streams end without it: %s", error)
             failure = GenerationFailed(f"the engine died: {in_short(error)}")
             end_for_readers(self._all_requests(), FinishReason.ERROR, failure)
             self._report_death(error)
@@ -272,7 +272,7 @@ class EngineCore:
                 self._replace_batcher(DeadBatcher(dead.stats()), error, last=True)
                 self._report_death(error)
         else:
-            logger.error("the engine was started anew")
+            logger.error("the engine was started again")
             self._stats_before = dead.stats().counting_on(self._stats_before)
             self._replace_batcher(batcher, error)
         self._batcher.progress.at("the last forward of the engine that died")

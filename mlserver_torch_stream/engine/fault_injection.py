@@ -55,7 +55,7 @@ def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
     for part in text.split(","):
         match = _FORM.fullmatch(part.strip())
         if match is None:
-            raise LoadFailed(f"{VARIABLE}: {part!r} is no fault; one is like decode:5:raise")
+            raise LoadFailed(f"{VARIABLE}: {part!r} is not a fault; write, for example, decode:5:raise")
         kind = match["kind"].partition("=")[0]
         faults.append(InjectedFault(match["phase"], int(match["call"]), kind, float(match["seconds"] or 0)))
     return FaultInjector(faults)

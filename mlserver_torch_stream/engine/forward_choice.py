@@ -1,4 +1,4 @@
-"""Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and what attends in it.
+"""Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
 
 Knows nothing of engines. Each faster part must give the model's logits; otherwise the next one is taken.
 """
@@ -90,7 +90,7 @@ def with_attention(
         if together(problem is None):
             more = f" ({choice.attention.summary})" if isinstance(choice.attention, CudaAttention) else ""
             return forward, f"{choice.name}{more}"
-        logger.warning("not %s, torch attends: %s", choice.name, problem or "another rank cannot")
+        logger.warning("%s: not used, torch computes attention: %s", choice.name, problem or "another rank cannot")
     elif choice.attention is torch_attention:
         return ModelForward(model, way), choice.name
     return ModelForward(model, way), "torch's attention"

@@ -26,7 +26,7 @@ _NEEDS = {"device_map": None, "max_memory": None, "offload_folder": None, "tenso
 
 
 def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
-    """Returns the settings of each replica, which has a GPU of its own; on a CPU they share the cores.
+    """Returns the settings of each replica. Each replica has its own GPU; on a CPU they share the cores.
 
     Raises LoadFailed if there are too few GPUs.
     """

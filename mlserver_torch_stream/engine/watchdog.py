@@ -1,4 +1,4 @@
-"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end gives the thread up.
+"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end abandons the thread.
 
 Knows nothing of batchers: it reads the work that the engine reports. It asks the thread first, and then acts itself.
 """
@@ -134,7 +134,7 @@ def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
 
 
 def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str | None:
-    """Returns why an engine that does this work is not ready; None if it is."""
+    """Names the step that has run for too long, so that the engine is not ready; None if there is no such step."""
     return next((not_back(work, now) for work in works if is_overdue(work, queue_limits, now)), None)
 
 

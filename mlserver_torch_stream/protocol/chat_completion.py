@@ -48,7 +48,7 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """What all the objects of one request have in common. ``created`` is in seconds since the epoch."""
+    """The values that all objects of one request have in common. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str
@@ -73,7 +73,7 @@ class ChatCompletion:
         return head if usage is None else {**head, "usage": usage_of(usage)}
 
     def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """The chunk behind all choices of a stream that is to tell its usage."""
+        """The chunk with the usage, after all choices of a stream."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(usage)}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def plain_line(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_answered(line: Mapping[str, Any]) -> bool:
-    """True of an output line that bears an answer."""
+    """True if an output line has an answer."""
     return line["error"] is None and line["response"]["status_code"] == OK
 
 

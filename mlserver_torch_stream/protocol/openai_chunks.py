@@ -59,7 +59,7 @@ def _merge(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _extend(whole: list[Any], piece: list[Any]) -> None:
-    """Elements that bear an ``index``, as tool calls do, go on where the one with that index stands."""
+    """Elements with an ``index``, such as tool calls, are joined to the element with the same index."""
     for element in piece:
         index = element.get("index") if isinstance(element, dict) else None
         known = next((each for each in whole if index is not None and each.get("index") == index), None)

@@ -161,7 +161,7 @@ def _with(described: JsonObject, **optional: Schema) -> JsonObject:
 
 
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
-    """``text``: what a choice has of its answer. A chunk has a usage where ``stream_options`` ask for it."""
+    """``text``: the schema of a choice's text. A chunk has a usage if ``stream_options`` ask for it."""
     choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
     told: Schema = reference("Usage") if usage else {"anyOf": [reference("Usage"), {"type": "null"}]}
     described = object_schema(

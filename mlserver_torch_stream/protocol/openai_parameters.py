@@ -1,4 +1,4 @@
-"""The table of what a body of OpenAI's API may hold, and what is done with it: taken, ignored, or refused by name.
+"""The table of the parameters of OpenAI's bodies, and of their treatment: taken, ignored, or refused by name.
 
 Knows nothing of what a value comes to mean. The decoder and the OpenAPI document both read this table.
 """
@@ -210,7 +210,8 @@ COMPLETION_PARAMETERS: Table = {each.name: each for each in (*_OF_PROMPTS, *_OF_
 
 
 def taken_values(body: Mapping[str, Any], table: Table, most_elements: int) -> dict[str, Any]:
-    """What a body asks for. Raises InvalidInput, which names what is missing, wrong, unknown or not implemented.
+    """The parameters of a body. Raises InvalidInput, which names the one that is missing, wrong, unknown or not
+    implemented.
 
     ``most_elements``: of one parameter.
     """

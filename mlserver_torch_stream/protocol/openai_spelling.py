@@ -109,8 +109,8 @@ class OpenAISpelling(Spelling):
 
     @abstractmethod
     def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-        """What a body asks for, as a chat or a completion has it. Raises InvalidInput for what a schema cannot refuse:
-        parameters that do not go together. ``most``: elements of one value that are looked at."""
+        """The parameters of a body, as a chat or a completion has them. Raises InvalidInput for errors no schema can
+        find: parameters that do not go together. ``most``: elements of one value that are looked at."""
 
 
 class OpenAIChat(OpenAISpelling):

@@ -27,7 +27,7 @@ def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Seque
 
 
 class OpenAIStream(ABC):
-    """The chunks of one streamed request."""
+    """Turns the token events of one streamed request into the chunks that the client reads."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._usage = UsageCounter(request)

@@ -1,4 +1,4 @@
-"""The table of request parameters: their names, how a value is read, and what a value means.
+"""The table of request parameters: their names, how a value is read, and its meaning.
 
 Knows nothing of where a request has them, nor which place counts. Reference tables are made of it.
 """
@@ -63,7 +63,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("temperature", "0 is greedy decoding.", values.number(0, 100), tensor="FP32"),
     _sampling(
         "top_p",
-        "A request that gives `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
+        "1: off. A request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
         values.number(0, 1, above_low=True),
         tensor="FP32",
     ),
@@ -72,11 +72,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("typical_p", "As in transformers; 1: off.", values.number(0, 1, above_low=True)),
     _sampling(
         "repetition_penalty",
-        "Counts the tokens of prompt and answer, as in transformers.",
+        "Applies to tokens of the prompt and the answer, as in transformers; 1: off.",
         values.number(LEAST_REPETITION_PENALTY, 100),
     ),
-    _sampling("presence_penalty", "Counts the tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
-    _sampling("frequency_penalty", "Counts the tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
+    _sampling("presence_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
+    _sampling("frequency_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
     _sampling("logit_bias", "An object of token ids and numbers from -100 to 100.", values.logit_bias),
     _sampling(
         "bad_words", "Strings that are never generated.", values.strings(MAX_BAD_WORDS), tensor="BYTES", several=True
@@ -101,9 +101,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("ignore_eos", "The model's end token does not end the answer.", values.boolean),
     _sampling("seed", "The same seed gives the same tokens.", values.seed, "random_seed", tensor="INT64"),
     _sampling("n", "Answers per prompt, at most `max_num_seqs`.", values.row_count),
-    Parameter("logprobs", "True, or the number of alternatives per token.", values.logprobs),
-    Parameter("top_logprobs", "Alternatives per token, up to 20.", values.integer(0, 20)),
-    _sampling("skip_special_tokens", "Default true.", values.boolean),
+    Parameter("logprobs", "True, or the number of alternatives for each token.", values.logprobs),
+    Parameter("top_logprobs", "Number of alternatives for each token, up to 20.", values.integer(0, 20)),
+    _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
     Parameter(
         "tool_choice",
@@ -124,18 +124,18 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "response_format",
-        "OpenAI's: `json_object` or `json_schema` keep the answer to [that form](structured-output.md).",
+        "OpenAI's: with `json_object` or `json_schema` the answer [matches it](structured-output.md).",
         structured_output.response_format,
         tensor="BYTES",
     ),
     Parameter(
         "structured_outputs",
-        "vLLM's: `json`, `json_object`, `regex`, `choice` or `grammar`.",
+        "vLLM's [constraints](structured-output.md): `json`, `json_object`, `regex`, `choice` or `grammar`.",
         structured_output.structured_outputs,
     ),
     Parameter(
         "guided_decoding_guide",
-        "The schema, the regular expression or the grammar of the type below.",
+        "The schema, regular expression or grammar for `guided_decoding_guide_type`.",
         structured_output.text,
         tensor="BYTES",
     ),
@@ -147,24 +147,24 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "stream_mode",
-        "What several messages on one gRPC stream mean: [`each` or `prompt`](protocol.md#grpc).",
+        "The meaning of several messages on one gRPC stream: [`each` or `prompt`](protocol.md#grpc).",
         _stream_mode,
     ),
     Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
-    Parameter("timeout", "Microseconds from arrival to the last token.", values.integer(0, 2**53)),
-    Parameter("echo", "The prompt stands before the answer; not in a stream.", values.boolean),
+    Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
+    Parameter("echo", "True: the prompt is put before the answer; not in a stream.", values.boolean),
     # Asks for what every reply has: a response with triton_final_response, empty or not.
     Parameter(
         "triton_enable_empty_final_response",
-        "Accepted; every reply ends with a final response in any case.",
+        "No effect: every reply ends with a final response.",
         values.boolean,
     ),
     _flag("stream", "False on a stream endpoint asks for one response."),
     _flag("exclude_input_in_output", "False means the same as `echo`."),
-    _flag("return_finish_reason", "The output `finish_reason`; default true."),
-    _flag("return_cumulative_logprob", "The output `cumulative_logprob`."),
-    _flag("return_logprobs", "The output `logprobs`."),
-    _flag("return_token_ids", "The output `token_ids`."),
-    _flag("return_num_input_tokens", "The output `num_input_tokens`; default true."),
-    _flag("return_num_output_tokens", "The output `num_output_tokens`; default true."),
+    _flag("return_finish_reason", "Adds the output `finish_reason`; default true."),
+    _flag("return_cumulative_logprob", "Adds the output `cumulative_logprob`."),
+    _flag("return_logprobs", "Adds the output `logprobs`."),
+    _flag("return_token_ids", "Adds the output `token_ids`."),
+    _flag("return_num_input_tokens", "Adds the output `num_input_tokens`; default true."),
+    _flag("return_num_output_tokens", "Adds the output `num_output_tokens`; default true."),
 )

@@ -26,7 +26,7 @@ _MOST_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounde
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """The values that a reply carries: those that were asked for, within the request's own list of names."""
+    """The values of a reply: those that the request asks for, if it lists names only those."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -107,7 +107,7 @@ class StreamProgress:
 
 
 def totals(usage: UsageCounter) -> dict[str, int]:
-    """The counts that only the last message carries."""
+    """The counts that only the last message has."""
     return {
         "usage_prompt_tokens": usage.prompt_tokens,
         "usage_completion_tokens": usage.completion_tokens,
@@ -139,7 +139,7 @@ class CollectedSequence:
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """One of each call."""
+        """The whole calls of the sequence."""
         return join_calls(self._calls)
 
     def add(self, event: TokenEvent) -> None:
@@ -211,7 +211,7 @@ class CollectedReply:
 
 
 class WholeReply(CollectedReply):
-    """The values of a whole reply, and what it shows besides."""
+    """The values of a whole reply, and the further fields that it shows."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         super().__init__(request)

@@ -79,12 +79,12 @@ def check_id(request_id: str | None) -> None:
 
 
 def read_client(headers: Mapping[str, str]) -> str:
-    """The client whose backlog a request counts to, as its HTTP headers or gRPC metadata name it."""
+    """The client of a request, for fair shares, from its HTTP headers or gRPC metadata."""
     return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
 def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: ModelInfo) -> ChatPrompt:
-    """A conversation as its template is to get it: without the tools when the client chose none of them."""
+    """The conversation for the chat template; without the tools if the client's ``tool_choice`` is ``none``."""
     arguments = given.get("chat_template_kwargs")
     chosen, choice = chosen_tools(tools, given, info)
     checked = check_template_arguments(arguments.spelling, arguments.value) if arguments else {}
@@ -116,7 +116,7 @@ def require_template(field: str, info: ModelInfo) -> None:
 
 
 def refuse_chat_options(tools: bool, given: Merged) -> None:
-    """For a prompt that is no conversation. ``tools``: it came with some."""
+    """Refuses options of chats for a prompt that is not a chat. ``tools``: the request has tools."""
     spellings = ["tools"] if tools else []
     spellings += [given[name].spelling for name in _CHAT_ONLY if name in given]
     if spellings:
@@ -124,7 +124,7 @@ def refuse_chat_options(tools: bool, given: Merged) -> None:
 
 
 def read_positive(given: Merged, name: str) -> int | None:
-    """0 asks for the default, as Triton has it."""
+    """Reads a positive number; 0 asks for the default, as in Triton."""
     return int(given[name].value) or None if name in given else None
 
 
@@ -147,7 +147,7 @@ def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, stream
 
 
 def read_constraint(given: Merged) -> Constraint | None:
-    """What the answers of a request must match."""
+    """The constraint of the answers of a request; None if it has none."""
     ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
     if len(ways) > 1:
         raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
@@ -179,7 +179,7 @@ def read_echo(given: Merged) -> bool:
 
 
 def check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> None:
-    """For a request whose reply is to begin with its prompt."""
+    """Checks that a reply which begins with the prompt is possible."""
     spelling = "echo" if "echo" in given else "exclude_input_in_output"
     if streaming:
         raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")

@@ -15,7 +15,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class OutputItem(ABC):
-    """One item while it grows. ``index``: its place in the output. Messages bear no ``sequence_number`` yet."""
+    """One item while it grows. ``index``: its place in the output. Messages have no ``sequence_number`` yet."""
 
     prefix: str  # of its id
 
@@ -35,7 +35,7 @@ class OutputItem(ABC):
 
     @abstractmethod
     def shown(self, status: str) -> JsonObject:
-        """The item as it stands."""
+        """The item with its content so far."""
 
     @abstractmethod
     def _begun(self) -> JsonObject: ...
@@ -113,7 +113,7 @@ class MessageItem(_TextualItem):
 
 
 class ReasoningItem(_TextualItem):
-    """Its summary is empty: none is made."""
+    """Reasoning. Its summary is always empty."""
 
     prefix = "rs"
     part_kind = "reasoning_text"

@@ -37,13 +37,13 @@ _FIXED: Mapping[str, Any] = {
 
 
 def repeated_values(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the response to a body repeats of it."""
+    """The parameters of a body that its response repeats."""
     return {key: body[key] if body.get(key) is not None else default for key, default in _REPEATED.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """What all the states of one response have in common. ``created`` is in seconds since the epoch."""
+    """The values that all states of one response have in common. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str
@@ -59,7 +59,7 @@ class ResponseObject:
         incomplete: str | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> JsonObject:
-        """``usage`` None: the answer has not ended. ``incomplete``: why it is not whole."""
+        """``usage`` None: the answer has not ended. ``incomplete``: the reason why it is not complete."""
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",

@@ -45,7 +45,7 @@ _OWN_NAMES = (
 
 
 def own_name(field: str) -> str:
-    """The name under which the client gave what a chat's decoder knows as ``field``."""
+    """The client's name of the parameter that a chat's decoder calls ``field``."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]
@@ -152,7 +152,7 @@ class _Conversation:
         return self._begin() if self._answer is None else self._answer
 
     def _answer_with(self, text: str) -> None:
-        """Behind a text or calls another text is an answer of its own."""
+        """A text after another text or after calls begins a new answer."""
         current = self._current()
         if current["content"] or "tool_calls" in current:
             current = self._begin()
@@ -182,7 +182,7 @@ def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = parse_json(item["arguments"] or "{}")
     except ValueError as error:
-        raise InvalidInput(place, f"is no JSON: {error}") from None
+        raise InvalidInput(place, f"is not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidInput(place, f"must be a JSON object, got {shown(arguments)}")
     return {

@@ -1,4 +1,4 @@
-"""The table of what a body of OpenAI's Responses API may hold.
+"""The table of the parameters of bodies of OpenAI's Responses API.
 
 Knows nothing of what an input comes to mean. What means the same in a chat is the chat's row.
 """

@@ -56,7 +56,7 @@ class ResponsesStream:
         return self._numbered(messages)
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
-        """A response that has failed with what was generated before; behind it the error, at which SDKs raise."""
+        """A failed response with the text so far, then the error event, at which SDKs raise an exception."""
         if not self._usage.unfinished:
             return ()
         _, described = describe(as_request_error(error))
@@ -148,7 +148,7 @@ class ResponsesStream:
 
 
 class ResponsesWhole:
-    """The one response of a request that is not streamed: the last that its stream would have shown."""
+    """The response of a request that is not streamed: the last one that a stream would have sent."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._stream = ResponsesStream(request, context)

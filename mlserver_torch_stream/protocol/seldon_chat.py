@@ -68,7 +68,7 @@ def _message(role: str, row: Columns) -> dict[str, Any]:
 
 
 def read_json(name: str, text: str) -> Any:
-    """The element of a tensor of this name."""
+    """Parses the JSON element of a tensor. ``name``: the tensor's name, for errors."""
     try:
         return parse_json(text)
     except ValueError as err:

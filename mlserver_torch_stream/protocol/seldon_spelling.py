@@ -27,7 +27,7 @@ from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOp
 
 
 class SeldonChat(V2Tensors):
-    """V2 tensors, the conversation's among them, and the reply's ``role``, ``content``, ``type`` and ``output_all``."""
+    """Seldon's spelling: a chat in V2 tensors; the reply has ``role``, ``content``, ``type`` and ``output_all``."""
 
     comments = False  # the proxy reads every block of a stream as JSON
     outputs = frozenset({*V2Tensors.outputs, *names.CHAT_OUTPUT_DATATYPES})
@@ -44,7 +44,8 @@ class SeldonChat(V2Tensors):
         return SeldonUnaryReply(request, context)
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """V2's ``error``, and OpenAI's in ``output_all``: the proxy makes a bare 500 of a body without ``outputs``."""
+        """V2's ``error``, and OpenAI's in ``output_all``: the proxy answers a body without ``outputs`` with an empty
+        500."""
         status, body = super().refusal(error)
         message, field = error.message, error.field
         if field in names.PROMPT_TENSORS:  # OpenAI's client has sent none of them
@@ -98,7 +99,8 @@ class SeldonStreamReply(StreamReply):
         return bodies
 
     def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """The event, or what it says and then its end: a message has room for one chunk or the usage."""
+        """The event, or its content and then its end in a second message: a message has room for one chunk or the
+        usage."""
         last = event.finish_reason is not None and len(self._progress.usage.unfinished) == 1
         if not (last and self._usage_message and event.error is None):
             return (event,)

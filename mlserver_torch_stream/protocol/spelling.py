@@ -1,4 +1,4 @@
-"""Declares what a spelling is: how a request is read, and how its replies, its errors and its end are written.
+"""Declares the interface of spellings: how a request is read, and how its replies, its errors and its end are written.
 
 Knows no transport: nothing of HTTP, gRPC, MLServer or asyncio. A new spelling is one file that derives from
 ``Spelling`` and one row of the table in ``spellings``.

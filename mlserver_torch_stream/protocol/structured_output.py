@@ -1,4 +1,4 @@
-"""Reads what a request says of the form of its answers: a schema, an expression, a list of choices, or a grammar.
+"""Reads the constraint of a request's answers: a schema, an expression, a list of choices, or a grammar.
 
 Knows nothing of tokens. Whether a constraint can be kept to is found out later, by the engine's compiler; what is
 looked for here is a schema that no finite answer matches.
@@ -66,7 +66,8 @@ guide_type = values.one_of("json", "json_schema", *_GUIDE_KINDS)
 
 
 def response_format(value: Any, info: ModelInfo) -> Constraint | None:
-    """OpenAI's; None for text of any form. Raises InvalidInput, or ValueError if the value is no object."""
+    """Reads OpenAI's ``response_format``; None for free text. Raises InvalidInput, or ValueError if the value is no
+    object."""
     field = "response_format"
     said = values.json_object(value, info)
     check(field, said, RESPONSE_FORMAT)
@@ -80,7 +81,8 @@ def response_format(value: Any, info: ModelInfo) -> Constraint | None:
 
 
 def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
-    """vLLM's; None if it says nothing. Raises InvalidInput, or ValueError if the value is no object."""
+    """Reads vLLM's ``structured_outputs``; None if it is empty. Raises InvalidInput, or ValueError if the value is no
+    object."""
     field = "structured_outputs"
     said = values.json_object(value, info)
     check(field, said, STRUCTURED_OUTPUTS, ElementBudget(_MOST_CHOICES))
@@ -99,7 +101,7 @@ def text(value: Any, info: ModelInfo) -> str:
 
 
 def of_guide(kind: str, guide: str | None) -> Constraint:
-    """TensorRT-LLM's guide of a kind, which ``guide_type`` has read. Raises InvalidInput."""
+    """Reads TensorRT-LLM's guide of the kind that ``guide_type`` has read. Raises InvalidInput."""
     if kind == "json":
         return Constraint(ConstraintKind.JSON_OBJECT, "", GUIDE_TYPE)
     if guide is None:

@@ -24,7 +24,7 @@ from mlserver_torch_stream.types import TokenLogprob
 
 
 def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-    """The object of an answer that has no id and no time yet, and does not depend on what a cache had of its prompt."""
+    """The object of an answer without its id, its time and the number of cached tokens."""
     whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
     whole["usage"].pop("prompt_tokens_details", None)
     return whole
@@ -32,7 +32,7 @@ def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: To
 
 @dataclass(frozen=True, slots=True)
 class TextCompletion:
-    """What all the objects of one request have in common. ``created`` is in seconds since the epoch."""
+    """The values that all objects of one request have in common. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str
@@ -46,7 +46,7 @@ class TextCompletion:
         return {**self._head(), "choices": [_choice(choice, offset)]}
 
     def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """The chunk behind all choices of a stream that is to tell its usage."""
+        """The chunk with the usage, after all choices of a stream."""
         return {**self._head(), "choices": [], "usage": usage_of(usage)}
 
     def _head(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class TextCompletion:
 
 
 def shown_length(entries: Sequence[TokenLogprob]) -> int:
-    """The characters of these tokens, by which ``text_offset`` counts."""
+    """The number of characters of these tokens, which ``text_offset`` counts."""
     return sum(len(_name(entry)) for entry in entries)
 
 

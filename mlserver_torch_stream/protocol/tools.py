@@ -47,7 +47,8 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 def check_tools(field: str, value: Any, most: int) -> Tools:
-    """Functions of different names; none of them as none. ``most``: elements that are looked at."""
+    """Checks that the tools are functions with different names; an empty list counts as no tools. ``most``: elements
+    that are looked at."""
     check(field, value, TOOLS, ElementBudget(most))
     names: set[str] = set()
     for position, tool in enumerate(value):
@@ -66,7 +67,7 @@ def check_tools(field: str, value: Any, most: int) -> Tools:
 
 
 def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[Tools | None, ToolChoice]:
-    """The tools that the template is to get, and which of them the answer may call. Raises InvalidInput."""
+    """The tools for the chat template, and those of them that the answer may call. Raises InvalidInput."""
     choice = given["tool_choice"].value if "tool_choice" in given else "auto"
     if not tools or choice == "none":
         if choice not in ("auto", "none"):
@@ -113,7 +114,7 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     try:
         arguments = parse_json(function["arguments"] or "{}")
     except ValueError as error:
-        raise InvalidInput(field, f"the arguments of {place} are no JSON: {error}") from None
+        raise InvalidInput(field, f"the arguments of {place} are not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidInput(field, f"the arguments of {place} must be a JSON object, got {shown(arguments)}")
     return {**call, "function": {**function, "arguments": arguments}}

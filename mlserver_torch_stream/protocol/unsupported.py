@@ -32,12 +32,12 @@ _UNIMPLEMENTED_PREFIXES = ("guided_", "sequence_", "shared_memory_")
 
 
 def harmless_values(key: str) -> tuple[Any, ...]:
-    """The values of a key that is not implemented with which it asks for nothing; beside null, which never does."""
+    """The values, besides null, with which a key that is not implemented asks for nothing."""
     return _UNIMPLEMENTED.get(key, ())
 
 
 def refuse_unless_harmless(key: str, value: Any, harmless: Collection[Any]) -> None:
-    """For a key that is not implemented. Raises InvalidInput."""
+    """Refuses a key that is not implemented, unless its value asks for nothing. Raises InvalidInput."""
     if value is not None and not any(_same(value, each) for each in harmless):
         raise InvalidInput(printable(key), "is not implemented by this runtime")
 

@@ -1,4 +1,4 @@
-"""Counts what a request's sequences have used, and knows when the last of them has ended.
+"""Counts the tokens of a request's sequences, and knows when the last sequence has ended.
 
 Knows nothing of how the counts are spelled in a reply.
 """
@@ -33,13 +33,13 @@ class UsageCounter:
 
     @property
     def prompt_tokens_each(self) -> list[int]:
-        """For each prompt; 0 for one none of whose sequences was counted."""
+        """The number of tokens of each prompt; 0 if none of its sequences was counted."""
         sizes = [usage.num_input_tokens if usage is not None else 0 for usage in self._usages]
         return [max(sizes[start : start + self._per_prompt]) for start in range(0, len(sizes), self._per_prompt)]
 
     @property
     def completion_tokens_each(self) -> list[int]:
-        """For each sequence, prompt-major."""
+        """The number of tokens of each sequence, in the order of the prompts."""
         return [usage.num_output_tokens if usage is not None else 0 for usage in self._usages]
 
     @property
@@ -52,7 +52,7 @@ class UsageCounter:
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts: tokens that came from the prefix cache."""
+        """The number of prompt tokens, of all prompts, that came from the prefix cache."""
         cached = [usage.num_cached_tokens if usage is not None else 0 for usage in self._usages]
         return sum(max(cached[start : start + self._per_prompt]) for start in range(0, len(cached), self._per_prompt))
 
@@ -62,12 +62,12 @@ class UsageCounter:
 
     @property
     def ttft_ms(self) -> int:
-        """Until the request's first token, of whichever sequence."""
+        """Milliseconds until the first token of any sequence of the request."""
         return self._earliest([usage.ttft_s for usage in self._usages if usage is not None])
 
     @property
     def queue_ms(self) -> int:
-        """Until the first of the request's sequences began."""
+        """Milliseconds until the first sequence of the request began."""
         return self._earliest([usage.queue_s for usage in self._usages if usage is not None])
 
     @staticmethod

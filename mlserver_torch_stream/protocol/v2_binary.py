@@ -62,7 +62,7 @@ def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str
 def refuse_left_over(count: int) -> None:
     """Raises InvalidInput if bytes are left behind the JSON object that are no input's elements."""
     if count:
-        raise InvalidInput("body", f"{count} bytes belong to no input: none has a {SIZE} for them")
+        raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class StreamReply:
         self._headers = dict(context.headers)  # until the first response has taken them
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The final response of a request in which a sequence failed has ``error`` beside its outputs."""
+        """The responses of one event. The final response has ``error`` beside its outputs if a sequence failed."""
         parameters: JsonObject = {"request_id": self._request_id}
         final = self._progress.describe(event, parameters)
         if self._headers:
@@ -53,7 +53,7 @@ class StreamReply:
         return [body for ending in self._progress.endings(error) for body in self.event(ending)]
 
     def end(self) -> None:
-        """The last response is the end."""
+        """None: the last response is the end of the stream."""
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
         return [output(name, _elements(name, value)) for name, value in event_values(event, self._shown).items()]

@@ -59,7 +59,7 @@ def validated(body: Mapping[str, Any]) -> InferenceRequest:
 
 
 def first_complaint(error: ValidationError) -> InvalidInput:
-    """The first field that pydantic complains about."""
+    """The first field that pydantic finds wrong, with its message."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return InvalidInput(".".join(str(part) for part in first["loc"]) or "body", first["msg"])
 

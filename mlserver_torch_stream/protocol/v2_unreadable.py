@@ -12,7 +12,7 @@ from mlserver_torch_stream.errors import InvalidInput
 
 
 class Unreadable(InferenceRequest):  # type: ignore[misc]
-    """Raises its error when it is decoded."""
+    """A request that cannot be read: decoding it raises the error."""
 
     _error: InvalidInput = PrivateAttr()
 

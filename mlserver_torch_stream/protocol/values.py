@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def printable(key: str) -> str:
-    """The start of a key that a client made up, fit for any reply: lone surrogates cannot be sent."""
+    """The beginning of a client's key, without lone surrogates, which a reply cannot contain."""
     return key[:100].encode("utf-8", "backslashreplace").decode() or '""'
 
 
@@ -115,7 +115,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Reader:
 
 
 def top_k(value: Any, info: ModelInfo) -> int:
-    """0 and, as vLLM spells it, -1 mean off."""
+    """Reads ``top_k``; 0, and -1 as in vLLM, mean off."""
     result = to_integer(value)
     if result < -1:
         raise ValueError(f"must be at least 0, or -1 for off, got {shown(value)}")
@@ -123,7 +123,7 @@ def top_k(value: Any, info: ModelInfo) -> int:
 
 
 def seed(value: Any, info: ModelInfo) -> int:
-    """Any signed or unsigned 64-bit integer, modulo what a generator takes."""
+    """Any signed or unsigned 64-bit integer, taken modulo the range of the random generator."""
     result = to_integer(value)
     if not -(2**63) <= result < 2**64:
         raise ValueError(f"must fit 64 bits, got {shown(value)}")
@@ -197,7 +197,7 @@ def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
 
 
 def tool_choice(value: Any, info: ModelInfo) -> Any:
-    """``auto``, ``none``, ``required``, or the name of a function in an object of its own. Raises ValueError."""
+    """``auto``, ``none``, ``required``, or an object that names a function. Raises ValueError."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse_json(value)
     if isinstance(value, str) and value in ("auto", "none", "required"):

@@ -83,7 +83,7 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
 
 
 def add_routes(server: RESTServer, options: ServerOptions) -> None:
-    """All routes of ours that need no model. Called once for a server."""
+    """Adds all routes of this package that need no model. Called once for a server."""
     telemetry.install(server, options)
     openai_unknown.add_routes(server)
     health.add_routes(server, LIFECYCLE)

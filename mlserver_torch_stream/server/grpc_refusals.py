@@ -43,7 +43,7 @@ Stream = Callable[
 
 
 def install() -> None:
-    """Wraps what MLServer's methods do inside their own handling of errors. Called once."""
+    """Wraps MLServer's gRPC methods, below MLServer's own handling of errors. Called once."""
     for method, response in (
         (InferenceServicer.ModelInfer, pb.ModelInferResponse),
         (InferenceServicer.ModelMetadata, pb.ModelMetadataResponse),
@@ -105,7 +105,7 @@ async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInfer
 
 
 def read_message(kind: type[M], raw: bytes) -> M:
-    """The message of these bytes. Raises MLServerError where they are none."""
+    """Parses a message. Raises MLServerError if the bytes are not a message."""
     message: M = kind()
     try:
         message.ParseFromString(raw)

@@ -16,7 +16,7 @@ from mlserver_torch_stream.server.rest.routes import find_model
 
 
 def find_ours(registry: MultiModelRegistry, name: str, version: str | None) -> Any:
-    """The model of ours. Raises NoSuchModel, also for another runtime's model, and NoSuchVersion."""
+    """Returns the handler's model. Raises NoSuchModel, also for another runtime's model, and NoSuchVersion."""
     model = find_model(registry, name, version)
     if is_ours(model):
         return model

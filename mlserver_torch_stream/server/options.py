@@ -30,21 +30,21 @@ class ServerOptions(BaseModel):
     """Time after SIGTERM or SIGHUP in which the server reports that it is not ready and still takes requests, so that
     routers stop sending to it."""
     drain_grace: float = Field(30.0, ge=0)
-    """Time after that for streams in flight; the rest ends with `abort`."""
+    """Time after the delay in which streams in flight may finish; the remaining ones end with `abort`."""
     max_body_bytes: int = Field(16 * 2**20, gt=0)
     """Largest body of a REST request, after decompression."""
     sse_ping_interval: float = Field(15.0, ge=0)
-    """Time between comments on a silent REST stream; 0: no comments."""
+    """Time between comments on a REST stream that has nothing to send; 0: no comments."""
     stalled_reader_timeout: float = Field(60.0, ge=0)
     """Time after which a client that reads nothing is disconnected; 0: never."""
     piece_timeout: float = Field(60.0, ge=0)
     """Longest time between the pieces of a prompt (`stream_mode` `prompt`) or of a file; 0: no bound."""
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)
-    """Port of [Triton's gRPC service](triton.md), over which its clients stream; 0: no such port."""
+    """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0: no such port."""
     grpc_port_torchserve: int = Field(0, ge=0, le=65535)
-    """Port of [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service) beside MLServer's gRPC port, which
-    has it in any case; TorchServe's own is 7070; 0: no such port."""
+    """A further port for [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service), which is always on
+    MLServer's gRPC port too. TorchServe itself uses 7070. 0: no such port."""
     management_port_torchserve: int = Field(0, ge=0, le=65535)
     """Port of [TorchServe's management API](torchserve.md#the-management-api); 0: no such port."""
     grpc_management_port_torchserve: int = Field(0, ge=0, le=65535)
@@ -52,38 +52,39 @@ class ServerOptions(BaseModel):
     management_address: str = "127.0.0.1"
     """Address of the two ports of the management API."""
     management_token: str = ""
-    """Token that requests of the management API have in `Authorization: Bearer`."""
+    """Token that requests to the management API must send in `Authorization: Bearer`."""
     management_token_file: str = ""
-    """File that has the token."""
+    """File that contains this token."""
     disable_token_authorization: bool = False
-    """The management API's requests need no token."""
+    """True: requests to the management API need no token."""
     enable_model_api: bool = True
     """False: the management API neither registers nor unregisters a model."""
     model_store: str = ""
     """Folder of the archives that the management API registers; empty: none."""
     torchserve_config: str = ""
-    """File config.properties, whose [defaults of all models](torchserve.md#the-management-api) a model takes that the
-    management API registers; empty: TorchServe's own."""
+    """A config.properties whose [defaults for models](torchserve.md#the-management-api) hold for models that the
+    management API registers; empty: TorchServe's defaults."""
     allowed_urls: str = ""
-    """Regular expressions, with commas between them, of the whole URLs that it downloads archives from; empty: none."""
+    """Regular expressions, separated by commas. The management API downloads archives only from URLs that one of them
+    matches as a whole; empty: none."""
     batch_store: str = ""
     """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
     page: bool = False
-    """Serve [a page](page.md) at `/`, on which a person talks to the models; `mlserver-torch-stream serve` and `make
-    run` set it to true."""
+    """Serve [a page](page.md) at `/`, on which you chat with the models; `mlserver-torch-stream serve` and `make run`
+    set it to true."""
     log_requests: bool = True
     """Log one line per request, without its prompt."""
     log_prompts: bool = False
     """Log the prompt and the answer too."""
     api_keys_file: str = ""
-    """File of keys, of which every request must send one ([security.md](security.md#keys)); empty: no key is asked for.
+    """File of API keys; every request must send one of them ([security.md](security.md#keys)); empty: no key is needed.
     """
     metrics_without_key: bool = False
-    """The metrics need no key."""
+    """True: the metrics need no key."""
     repository_without_key: bool = False
-    """The list of models, their load and unload need no key."""
+    """True: listing, loading and unloading models needs no key."""
     model_roots: str = ""
     """Folders, separated as in `PATH`, in one of which every local model, tokenizer, template and archive must lie;
     empty: any folder."""
@@ -92,7 +93,7 @@ class ServerOptions(BaseModel):
     tls_key_file: str = ""
     """The certificate's key, as PEM without a password."""
     tls_client_ca_file: str = ""
-    """Authority of the certificates that clients must show; empty: they need none."""
+    """Certificate of the authority that must have signed the clients' certificates; empty: clients need none."""
     vllm_metric_names: bool = False
     """Show the metrics under vLLM's names too."""
     torchserve_metric_names: bool = False

@@ -33,7 +33,7 @@ class StreamStatus(int):
 
 
 class ModelNotLoaded(MLServerError):  # type: ignore[misc]
-    """The load of a model of ours failed, and the log says why. MLServer returns it to the client that asked."""
+    """A model of this package failed to load, and the log says why. MLServer returns this error to the client."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, 500)
@@ -56,7 +56,7 @@ def extend_grpc_codes() -> None:
 
 
 class RefusedCall(MLServerError):  # type: ignore[misc]
-    """The error that a model of ours raises to MLServer. The request has its line in the log already."""
+    """The error that a model of this package raises to MLServer. The request has its line in the log already."""
 
 
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
@@ -65,7 +65,7 @@ def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
 
 
 def details_that_fit(text: str) -> str:
-    """The text, or its beginning: metadata carry what is not printable ASCII as three bytes for each byte of UTF-8."""
+    """The text, or its beginning: in metadata, each byte that is not printable ASCII takes three bytes."""
     left = _MOST_DETAILS
     for place, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"

@@ -72,7 +72,7 @@ def open_archive(
 ) -> Archive:
     """``wanted``: the members that are unpacked; ``manifest_and_yaml`` is enough to describe a model.
 
-    Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is no model archive of TorchServe.
+    Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is not a model archive of TorchServe.
     """
     plain = uri.removeprefix("file://")
     match = _HANDLER_URI.fullmatch(plain)
@@ -86,7 +86,7 @@ def open_archive(
         return _bare_handler(path, path.name + function)
     if path.suffix == ".mar" or path.name.endswith((".tar.gz", ".tgz")):
         return _unpack(path, bounds, wanted)
-    raise SettingsError(f"parameters.uri: {path} is no .mar, .tar.gz, folder or handler.py[:function]")
+    raise SettingsError(f"parameters.uri: {path} is not a .mar, .tar.gz, folder or handler.py[:function]")
 
 
 def _bare_handler(path: Path, handler: str) -> Archive:
@@ -125,7 +125,7 @@ def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise LoadFailed(f"no {MANIFEST} in {folder}: it is no model archive of TorchServe")
+        raise LoadFailed(f"no {MANIFEST} in {folder}: it is not a model archive of TorchServe")
     if path.stat().st_size > _MOST_MANIFEST_BYTES:
         raise LoadFailed(f"{MANIFEST}: larger than {_MOST_MANIFEST_BYTES} bytes")
     try:

@@ -22,7 +22,7 @@ def model_name(archive: Archive, given: str | None, file_name: str) -> str:
     """The given name, else the archive's, else that of its file. Raises SettingsError."""
     chosen = given or str(archive.model.get("modelName") or _ENDING.sub("", file_name))
     if not NAME.fullmatch(chosen):
-        raise SettingsError(f"{chosen!r} is no name for a model: give another one with --name")
+        raise SettingsError(f"{chosen!r} is not a valid name for a model: give another one with --name")
     return chosen
 
 

@@ -142,7 +142,7 @@ class HandlerJob:
         if self._bytes - len(self._pieces[-1].value) > _MOST_BYTES or len(self._pieces) > _MOST_PIECES:
             self._pieces.clear()
             self.over = False  # also where the last piece is there: the reader does not get it
-            self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is cut"))
+            self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is closed"))
             self.close()
 
     def fail(self, error: RequestError) -> None:

@@ -34,7 +34,7 @@ def find_interpreter(given: str, folder: str | None) -> str:
         )
         version = tuple(map(int, run.stdout.split()))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise SettingsError(f"{key}: {path} is no Python that runs: {error}") from None
+        raise SettingsError(f"{key}: {path} is not a Python interpreter that runs: {error}") from None
     if run.returncode or version < OLDEST:
         problem = run.stderr.strip()[-500:] or f"it is Python {'.'.join(map(str, version))}"
         raise SettingsError(f"{key}: {path}: handlers need Python {OLDEST[0]}.{OLDEST[1]} or later: {problem}")

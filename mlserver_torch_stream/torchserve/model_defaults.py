@@ -1,4 +1,4 @@
-"""What every model takes from the configuration of a whole TorchServe, at the server's start and when it is registered.
+"""The settings that every model takes from TorchServe's configuration, at the start and when it is registered.
 
 Knows nothing of archives, nor of what is said of a model alone, except by the key ``models``.
 """

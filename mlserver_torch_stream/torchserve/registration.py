@@ -82,7 +82,7 @@ def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults
             name = model_name(archive, asked.name, path.name)
             version = model_version(archive) or USUAL_VERSION
             if not NAME.fullmatch(version):
-                raise SettingsError(f"{version!r} is no version of a model")
+                raise SettingsError(f"{version!r} is not a version of a model")
             extra = {**_NO_WORKERS, **defaults.extra(name, version, archive.yaml), **asked.extra}
             extra |= _workers(archive.yaml, asked.initial_workers)
             read_config(archive.yaml, extra)

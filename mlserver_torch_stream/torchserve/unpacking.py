@@ -138,7 +138,7 @@ class _Target:
         if name.startswith("/") or ".." in parts or _DRIVE.match(name):
             raise LoadFailed(f"{self._archive}: {member.name!r} leads out of the archive")
         if member.content is not None and not parts:
-            raise LoadFailed(f"{self._archive}: {member.name!r} is no name for a file")
+            raise LoadFailed(f"{self._archive}: {member.name!r} is not a valid name for a file")
         return self._folder.joinpath(*parts)
 
     def _make(self, folder: Path) -> None:

@@ -70,7 +70,7 @@ def _pattern(extra: Mapping[str, Any], key: str) -> re.Pattern[str] | None:
     try:
         return None if value is None else re.compile(value)
     except re.error as error:
-        raise SettingsError(f"parameters.extra.{key}: {value!r} is no regular expression: {error}") from None
+        raise SettingsError(f"parameters.extra.{key}: {value!r} is not a regular expression: {error}") from None
 
 
 def _text(extra: Mapping[str, Any], key: str, what: str) -> str | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 
+from tests import plain_http
 from tests.batches.api import Api, row
 from tests.server.harness import Server
 
@@ -27,7 +28,7 @@ def _long_batch(api: Api) -> Iterator[str]:
 
 def _ask(server: Server, model: str = "tiny", **body: object) -> httpx.Response:
     asked = {"text_input": "hello", "max_tokens": 1, "ignore_eos": True, **body}
-    return httpx.post(f"{server.url}/v2/models/{model}/generate", json=asked, timeout=60)
+    return plain_http.post(f"{server.url}/v2/models/{model}/generate", json=asked, timeout=60)
 
 
 def test_a_batch_leaves_one_slot_free_and_a_client_is_answered_before_any_row_ends(

@@ -53,7 +53,7 @@ def test_a_client_that_reads_nothing_of_a_file_is_cut_off(api: Api, batch_server
         connection.connect((HOST, batch_server.http_port))
         connection.sendall(b"GET /v1/files/%b/content HTTP/1.1\r\nHost: x\r\n\r\n" % file["id"].encode())
         assert connection.recv(12) == b"HTTP/1.1 200"
-        wait_until(lambda: "A client has read nothing of a file for 3 s: its download is cut" in batch_server.log)
+        wait_until(lambda: "A client has read nothing of a file for 3 s: its download is closed" in batch_server.log)
     assert "Exception in ASGI application" not in batch_server.log
     api.client.delete(f"/files/{file['id']}")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.batches.api import error
 from tests.batches.conftest import serve_batches
 from tests.server.harness import Model
@@ -39,7 +39,7 @@ def test_a_server_without_batches_says_why_and_serves_its_models(
     environment = _without_obstore(tmp_path) if hidden else {}
     with serve_batches(tmp_path / "off", [Model("tiny", str(tiny_model))], place, environment) as server:
         for method, path in _PATHS:
-            status, _, message = error(httpx.request(method, f"{server.url}{path}", timeout=20))
+            status, _, message = error(plain_http.request(method, f"{server.url}{path}", timeout=20))
             assert status == 404 and said in message and "MLSERVER_TORCH_STREAM_BATCH_STORE" in message
         body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert plain_http.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200

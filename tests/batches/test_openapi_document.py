@@ -6,9 +6,9 @@ import os
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.batches.conftest import serve_batches
 from tests.clients.environments import make_environment
 from tests.server.harness import Model
@@ -24,7 +24,7 @@ def test_the_server_keeps_to_its_document_of_files_and_batches(tiny_model: Path,
     python = make_environment(tmp_path / "environments", "schemathesis")
     with serve_batches(tmp_path / "models", [Model("tiny", str(tiny_model))], tmp_path / "store") as server:
         document = tmp_path / "openapi.json"
-        document.write_bytes(httpx.get(f"{server.url}/v1/openapi.json").raise_for_status().content)
+        document.write_bytes(plain_http.get(f"{server.url}/v1/openapi.json").raise_for_status().content)
         options = ["--phases=coverage,fuzzing", f"--max-examples={_EXAMPLES}", "--generation-deterministic"]
         options += ["--exclude-checks=positive_data_acceptance", "--continue-on-failure", "--no-color"]
         options += ["--request-timeout=60", "--include-path-regex=^/v1/(files|batches)"]

@@ -132,7 +132,7 @@ def test_a_list_of_models_that_is_none_is_an_error() -> None:
         ({"url": "http://h?a=b"}, "url: is a scheme, a host, a port"),
         ({"url": "http://xn--ü"}, "url: "),
         ({"url": "http://h", "api": "v3"}, "api: must be one of v2, openai"),
-        ({"url": "http://h", "headers": {"a b": "x"}}, "is no name of a header"),
+        ({"url": "http://h", "headers": {"a b": "x"}}, "is not a valid name of a header"),
         ({"url": "http://h", "headers": {"a": "secret\n"}}, "the value of a has characters"),
         ({"url": "http://h", "headers": {"a": "secret "}}, "the value of a has characters"),
         ({"url": "http://h", "headers": {"Content-Length": "5"}}, "headers: Content-Length cannot be chosen"),

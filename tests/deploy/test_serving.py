@@ -203,6 +203,7 @@ def test_two_nodes_are_one_server(tiny_model: Path, tmp_path: Path, kernel_cache
         follower.wait(60)
 
 
+@pytest.mark.slow
 def test_kserve_asks_for_the_keys_of_its_secret(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
     service = manifests.load("kserve/inference-service-keys.yaml")
     secret = tmp_path / "secret"

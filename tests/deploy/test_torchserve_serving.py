@@ -14,7 +14,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from tests import plain_http
 from tests.deploy import manifests
 from tests.server.harness import Server, serve
-from tests.torchserve.workshop import write_mar
+from tests.torchserve.workshop import without_torchserve, write_mar
 
 _TIMEOUT_S = 60.0
 # As KServe's mnist_handler.py does it, under both envelopes: each row is an instance, or a V2 tensor, with its data.
@@ -41,7 +41,7 @@ model_snapshot={"name":"startup.cfg","modelCount":1,"models":{"mnist":{"1.0":{"d
 """
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """What the storage initializer has left is in another folder than /mnt/models; the ports are the harness's."""
     folder = tmp_path_factory.mktemp("kserve")
@@ -58,6 +58,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     command = [word.replace("/mnt/models", str(mounted)) for word in typed]
     environment = manifests.torchserve_environment(request.param)
     kept = {name: value for name, value in environment.items() if not name.endswith(("_PORT", "_HOST"))}
+    kept |= without_torchserve(folder)
     with serve(folder / "work", [], environment=kept, command=command) as running:
         yield running
         running.process.kill()  # it would wait for routers

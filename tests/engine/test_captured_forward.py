@@ -85,7 +85,9 @@ async def one_after_the_other(engine: EngineCore) -> list[list[int]]:
     return [await each for each in sequences]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt_oss"))]
+)
 def test_sequences_that_join_and_leave_with_prompts_in_between(family: str) -> None:
     model, recorders = tiny_model(family), Recorders()
     expected = [reference(model, *request) for request in REQUESTS]

@@ -38,6 +38,12 @@ def recorded(model: PreTrainedModel, **options: Any) -> tuple[GraphForward, Tape
     return forward, recorder
 
 
+@pytest.fixture(scope="module")
+def llama() -> tuple[GraphForward, TapeRecorder]:
+    with torch.inference_mode():
+        return recorded(tiny_model("llama"))
+
+
 @contextmanager
 def refused(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture, says: str, **options: Any
@@ -52,7 +58,11 @@ def refused(
 # Windows that are shorter than the answers, in all layers and in some, and by chunks; experts; biases; learned
 # positions; a ceiling on the scores and sinks, which are eager; a model that looks for padding among its ids.
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "gemma3_text", "mixtral", "opt", "gemma2", "gpt_oss", "llama4_text", "gpt2"]
+    "family",
+    [
+        *("gemma3_text", "mixtral", "gpt_oss", "llama4_text", "gpt2"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "mistral", "opt", "gemma2")),
+    ],
 )
 def test_the_tokens_of_the_model(family: str) -> None:
     model = tiny_model(family, **({"attention_chunk_size": 6} if family == "llama4_text" else {}))
@@ -63,7 +73,9 @@ def test_the_tokens_of_the_model(family: str) -> None:
     assert recorder.replays > before
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt_oss"))]
+)
 def test_other_tokens_positions_lengths_and_tables_give_the_logits_of_the_plain_forward(family: str) -> None:
     forward, recorder = recorded(tiny_model(family))
     filled(forward.cache)
@@ -75,8 +87,10 @@ def test_other_tokens_positions_lengths_and_tables_give_the_logits_of_the_plain_
         torch.testing.assert_close(got, forward.forward(batch, forward.cache), rtol=1e-4, atol=1e-4)
 
 
-def test_rows_that_stand_for_no_sequence_write_to_no_page_of_a_sequence() -> None:
-    forward, recorder = recorded(tiny_model("llama"))
+def test_rows_that_stand_for_no_sequence_write_to_no_page_of_a_sequence(
+    llama: tuple[GraphForward, TapeRecorder],
+) -> None:
+    forward, recorder = llama
     pools = filled(forward.cache)
     batch = decode_batch(forward.cache, [5, 9, 2])
     before = recorder.replays
@@ -91,8 +105,8 @@ def test_rows_that_stand_for_no_sequence_write_to_no_page_of_a_sequence() -> Non
         assert {tuple(place) for place in changed} == written
 
 
-def test_unused_rows_have_no_positions_of_earlier_steps() -> None:
-    forward, _ = recorded(tiny_model("llama"))
+def test_unused_rows_have_no_positions_of_earlier_steps(llama: tuple[GraphForward, TapeRecorder]) -> None:
+    forward, _ = llama
     numbers = next(step.segments[0].numbers for step in forward._steps if step.shape.rows == 4)
     for starts, expected in (([5, 9, 3, 12], [5, 9, 3, 12]), ([5, 9, 3], [5, 9, 3, 0])):
         forward(decode_batch(forward.cache, starts), forward.cache)
@@ -113,8 +127,10 @@ def part(tokens: int, start: int, wanted: int = 1, pages: int = 40) -> BatchSequ
         Batch((part(1, WIDTHS[-1] * PAGE_SIZE),)),  # longer than any that was recorded
     ],
 )
-def test_what_a_recording_cannot_hold_runs_the_plain_forward(batch: Batch) -> None:
-    forward, recorder = recorded(tiny_model("llama"))
+def test_what_a_recording_cannot_hold_runs_the_plain_forward(
+    llama: tuple[GraphForward, TapeRecorder], batch: Batch
+) -> None:
+    forward, recorder = llama
     filled(forward.cache)
     before = recorder.replays
     got = forward(batch, forward.cache)
@@ -130,8 +146,8 @@ def test_pages_of_another_cache_are_not_in_a_recording() -> None:
     assert recorder.replays == before
 
 
-def test_a_token_whose_logits_nobody_wants_has_none() -> None:
-    forward, recorder = recorded(tiny_model("llama"))
+def test_a_token_whose_logits_nobody_wants_has_none(llama: tuple[GraphForward, TapeRecorder]) -> None:
+    forward, recorder = llama
     filled(forward.cache)
     first, second, third = decode_batch(forward.cache, [5, 9, 2]).sequences
     silent = BatchSequence(second.token_ids, second.start, second.tables, wanted=0)
@@ -142,8 +158,8 @@ def test_a_token_whose_logits_nobody_wants_has_none() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_copies_of_pages_are_made_before_a_replay() -> None:
-    forward, _ = recorded(tiny_model("llama"))
+def test_copies_of_pages_are_made_before_a_replay(llama: tuple[GraphForward, TapeRecorder]) -> None:
+    forward, _ = llama
     filled(forward.cache)
     (sequence,) = decode_batch(forward.cache, [2]).sequences
     target = next(page for page in range(PAGE_SIZE) if page != sequence.tables[0][0])
@@ -153,8 +169,8 @@ def test_copies_of_pages_are_made_before_a_replay() -> None:
     assert torch.equal(forward(batch, forward.cache), expected)
 
 
-def test_logits_outlive_the_next_step() -> None:
-    forward, _ = recorded(tiny_model("llama"))
+def test_logits_outlive_the_next_step(llama: tuple[GraphForward, TapeRecorder]) -> None:
+    forward, _ = llama
     filled(forward.cache)
     logits = forward(decode_batch(forward.cache, [5, 9], seed=1), forward.cache)
     kept = logits.clone()
@@ -271,7 +287,7 @@ def test_models_on_the_cpu_are_not_recorded() -> None:
     assert take_graphs(ModelForward(model), cache_of(model), 8, 64, capture_on) is None
 
 
-def test_a_step_has_logits_of_the_whole_vocabulary() -> None:
-    forward, _ = recorded(tiny_model("llama"))
+def test_a_step_has_logits_of_the_whole_vocabulary(llama: tuple[GraphForward, TapeRecorder]) -> None:
+    forward, _ = llama
     filled(forward.cache)
     assert forward(decode_batch(forward.cache, [5, 9, 2]), forward.cache).shape == (3, VOCAB)

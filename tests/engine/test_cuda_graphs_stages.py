@@ -37,7 +37,10 @@ def recorded(model: PreTrainedModel, pipeline: Pipeline) -> GraphForward:
     return forward
 
 
-@pytest.mark.parametrize(("family", "stages"), [("llama", 3), ("gemma3_text", 3), ("mixtral", 2)])
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [("gemma3_text", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", 3), ("mixtral", 2)))],
+)
 def test_the_tokens_of_one_device(family: str, stages: int) -> None:
     model = laid_out(tiny_model(family), stages)
     expected = [reference(model, *request) for request in REQUESTS]

@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine import tiny_tokenizers
+from tests.examples import examples
 
 _BUILDERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "byte_level": tiny_tokenizers.byte_level,
@@ -59,14 +60,14 @@ _ids = st.lists(st.integers(min_value=0, max_value=10**6), max_size=120)
 
 @pytest.mark.parametrize("kind", _BUILDERS)
 @given(text=st.text(max_size=80), skip=st.booleans())
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_encoded_text_comes_back_whole(kind: str, text: str, skip: bool) -> None:
     _assert_whole(_codec(kind), _tokenizer(kind)(text)["input_ids"], skip)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "word_piece"])
 @given(ids=_ids, skip=st.booleans())
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_any_ids_join_to_the_whole_decode(kind: str, ids: list[int], skip: bool) -> None:
     codec = _codec(kind)
     _assert_whole(codec, [token_id % codec.vocab_size for token_id in ids], skip)
@@ -78,7 +79,7 @@ def test_any_ids_join_to_the_whole_decode(kind: str, ids: list[int], skip: bool)
     ),
     skip=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_byte_fallback_joins_to_the_whole_decode_if_the_bytes_are_characters(
     parts: list[int | str], skip: bool
 ) -> None:
@@ -92,7 +93,7 @@ def test_byte_fallback_joins_to_the_whole_decode_if_the_bytes_are_characters(
 
 
 @given(ids=_ids, skip=st.booleans())
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_byte_fallback_keeps_all_other_text_whatever_the_bytes(ids: list[int], skip: bool) -> None:
     codec = _codec("byte_fallback")
     ids = [token_id % codec.vocab_size for token_id in ids]

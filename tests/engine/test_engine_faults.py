@@ -128,7 +128,9 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "bloom"))]
+)
 def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
     requests = [(prompt_of(4 + 3 * i, i), 80 + i) for i in range(5)]
@@ -151,7 +153,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
         run(scenario(engine, watch))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "lfm2", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) -> None:
     model = tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():

@@ -53,8 +53,11 @@ def alone(model: PreTrainedModel, params: SamplingParameters, **options: Any) ->
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"min_p": 0.02, "repetition_penalty": 1.2}],
-    ids=["plain", "filtered", "penalised"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, id="filtered", marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.02, "repetition_penalty": 1.2}, id="penalised"),
+    ],
 )
 def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, changes: dict[str, Any]) -> None:
     params = sampled(**changes)

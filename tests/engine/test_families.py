@@ -11,8 +11,8 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from tests.engine.fast_families import fast
 from tests.engine.tiny import (
-    FAMILIES,
     SERIAL_FAMILIES,
     VOCAB,
     byte_tokenizer,
@@ -23,9 +23,11 @@ from tests.engine.tiny import (
     tokens_of,
 )
 from tests.engine.tiny import tiny_model as make
+from tests.engine.tiny_models import KINDS
 
 # (prompt length, answer length): short and long prompts, some longer than any window, answers that end in turn.
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (2, 5)]
+# tests/engine/test_pages_families.py has every family in the fast tests, without an engine.
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -45,7 +47,7 @@ async def staggered(engine: EngineCore) -> list[list[int]]:
     return await asyncio.gather(*(one(number, *request) for number, request in enumerate(REQUESTS)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@fast(*KINDS)
 def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> None:
     model = make(family)
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
@@ -63,7 +65,7 @@ async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: i
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt in prompts)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba")
 def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
     """Six prompts of up to 34 tokens that begin alike, and later again: pages for two sequences of 60, three states."""
     model = make(family)
@@ -82,7 +84,10 @@ def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(fa
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 256])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "gpt_oss", "bloom", "qwen3_next"))],
+)
 def test_pages_of_any_size_give_the_same_tokens(family: str, page_size: int) -> None:
     model = make(family)
     prompts = [[*SHARED[:length], 7, 250 - length] for length in (15, 16, 17, 32)]

@@ -59,6 +59,7 @@ def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(kern
         assert asked == [True] * (question + 1), "each rank is asked as often as the others"
 
 
+@pytest.mark.slow
 def test_ranks_on_cpus_attend_by_kernels(tmp_path: Path, kernel_cache: Path) -> None:
     model = tiny_model("gemma3_text")
     model.save_pretrained(tmp_path)

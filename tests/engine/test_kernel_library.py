@@ -61,7 +61,7 @@ def test_without_libraries_and_without_a_compiler_there_are_no_kernels(tmp_path:
 
 
 def test_a_name_that_this_cpu_does_not_run_is_refused(wheel: Path) -> None:
-    with pytest.raises(LoadFailed, match=f"{VARIABLE}: 'avx22' is no variant of the kernels; did you mean 'avx2'"):
+    with pytest.raises(LoadFailed, match=f"{VARIABLE}: 'avx22' is not a variant of the kernels; did you mean 'avx2'"):
         open_kernels(wheel, opened, {VARIABLE: "avx22"}, wheel)
     foreign = next(variant.name for variant in VARIANTS if variant not in runnable())
     with pytest.raises(LoadFailed, match=f"{VARIABLE}: this CPU does not run the variant '{foreign}'"):

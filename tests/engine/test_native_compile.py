@@ -175,7 +175,11 @@ def test_without_a_compiler_transformers_runs_and_a_warning_says_why(
     with torch.inference_mode():
         assert kernels_of(make_tiny_model(), tmp_path) == "no C++ compiler"
     (warning,) = caplog.records
-    assert warning.levelname == "WARNING" and "no fast path" in warning.message and "no C++ compiler" in warning.message
+    assert (
+        warning.levelname == "WARNING"
+        and "our own kernels are not used" in warning.message
+        and "no C++ compiler" in warning.message
+    )
 
 
 def test_the_summary_of_a_load_names_the_forward_and_why(
@@ -220,7 +224,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_warning(
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert compiled_library(blocked, open_library).native_step
-    assert "for this start alone" in caplog.text and "cannot be written" in caplog.text
+    assert "for this start only" in caplog.text and "cannot be written" in caplog.text
 
 
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.model_step import Way
+from tests.engine.fast_families import fast
 from tests.engine.page_driver import Driven, PageDriver
 from tests.engine.tiny_models import FAMILIES, SERIAL_FAMILIES, prompt_of, reference, tiny_model
 
@@ -82,19 +83,36 @@ def test_the_page_has_a_row_for_each_family_that_is_tried() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gets_its_tokens_over_pages_of_any_size(family: str) -> None:
+def test_every_family_gets_its_tokens_over_pages_in_the_way_that_the_page_says(family: str) -> None:
+    check_as_the_page_says(family, 16)
+
+
+def check_as_the_page_says(family: str, *page_sizes: int) -> None:
     model = tiny_model(family)
-    answers = Answers(model)
-    found = way_of(model, answers)
+    answers, (way, prompts) = Answers(model), table()[family]
+    for page_size in page_sizes:
+        check(model, Way(way), page_size, answers, prompts == "in chunks")
+
+
+@fast("bloom", "jamba")
+def test_that_way_is_the_first_that_gives_them(family: str) -> None:
+    model = tiny_model(family)
+    found = way_of(model, Answers(model))
     assert found is not None
     way, chunked = found
     assert table()[family] == (way.value, "in chunks" if chunked else "whole")
-    for page_size in (1, 256):
-        check(model, way, page_size, answers, chunked)
+
+
+@fast("llama", "gemma3_text", "llama4_chunked", "bloom", "qwen3_next")
+def test_pages_may_be_of_any_size(family: str) -> None:
+    check_as_the_page_says(family, 1, 256)
 
 
 @pytest.mark.parametrize("way", [Way.ROWS, Way.MASKED_ROWS])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_chunked", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "llama4_chunked", "gpt_oss"))],
+)
 def test_models_that_can_be_packed_take_rows_too(family: str, way: Way) -> None:
     """Windows and chunks are those of masks here, over pages that have been given back."""
     model = tiny_model(family)

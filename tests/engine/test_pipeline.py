@@ -48,7 +48,14 @@ from tests.engine.tiny import (
 REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3_text",
+        "lfm2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "mixtral", "qwen3_next")),
+    ],
+)
 def test_the_tokens_of_one_device(family: str) -> None:
     model = laid_out(tiny_model(family), 3)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
@@ -56,7 +63,7 @@ def test_the_tokens_of_one_device(family: str) -> None:
         assert run(together(engine, REQUESTS)) == expected
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
     model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
@@ -207,7 +214,9 @@ def test_prompts_with_the_same_beginning_compute_it_once() -> None:
         run(scenario(engine))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "lfm2"))]
+)
 def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family: str) -> None:
     model = laid_out(tiny_model(family), 3)
     requests = [(prompt_of(20, i), 40) for i in range(4)]

@@ -28,6 +28,7 @@ from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice, join_calls
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
 from tests.engine.tiny_tokenizers import byte_level
+from tests.examples import examples
 
 _FUNCTION = {"type": "function", "function": "{content}"}
 _CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -238,7 +239,7 @@ _noise = st.lists(_fragments, max_size=25).map("".join)
 _parsers = st.sampled_from(sorted([*_TEMPLATES, *_XML]))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(_parsers, _noise, _cuts, st.booleans(), st.booleans(), st.sampled_from([None, _TOOLS]))
 def test_any_text_is_divided_alike_whatever_the_cuts(
     name: str, text: str, cuts: list[int], parallel: bool, reasoning: bool, tools: Any
@@ -250,7 +251,7 @@ def test_any_text_is_divided_alike_whatever_the_cuts(
     assert read(_cut(text, cuts)) == read([text])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(_parsers, _noise)
 def test_words_are_never_lost(name: str, text: str) -> None:
     """Every word is in the reasoning, the text or a call's arguments, except those of a message's beginning."""

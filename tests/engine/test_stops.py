@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.text.stops import StopMatcher
+from tests.examples import examples
 
 
 def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -64,13 +65,13 @@ _alphabet = st.text(alphabet="ab€", max_size=40)
     stops=st.lists(st.text(alphabet="ab€", max_size=6), max_size=5),
     include=st.booleans(),
 )
-@settings(deadline=None, max_examples=1000)
+@examples(1000)
 def test_it_agrees_with_the_reference(chunks: list[str], stops: list[str], include: bool) -> None:
     assert _run(chunks, stops, include) == _reference("".join(chunks), stops, include)
 
 
 @given(text=_alphabet, stops=st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=500)
+@examples(500)
 def test_it_holds_back_no_more_than_could_become_a_stop(text: str, stops: list[str]) -> None:
     matcher, released, seen = StopMatcher(stops, False), "", ""
     for char in text:

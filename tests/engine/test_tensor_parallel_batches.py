@@ -56,6 +56,7 @@ def last_logits(model: PreTrainedModel, *sequences: tuple[int, ...]) -> torch.Te
     return torch.cat([model(torch.tensor([list(ids)])).logits[0, -1:] for ids in sequences])
 
 
+@pytest.mark.slow
 def test_a_step_of_unlike_sequences_has_the_logits_of_one_process(ranks: LaunchedModel, model: PreTrainedModel) -> None:
     cache = new_cache(ranks)
     first = ranks.forward(Batch((part(ONE[:7], 0, 5, 2), part(TWO, 0, 9, 0))), cache)
@@ -64,6 +65,7 @@ def test_a_step_of_unlike_sequences_has_the_logits_of_one_process(ranks: Launche
     close(second, last_logits(model, ONE, (*TWO, 3)))
 
 
+@pytest.mark.slow
 def test_pages_are_copied_on_every_rank(ranks: LaunchedModel, model: PreTrainedModel) -> None:
     """As where the answers of a request with n > 1 part."""
     cache = new_cache(ranks)
@@ -73,6 +75,7 @@ def test_pages_are_copied_on_every_rank(ranks: LaunchedModel, model: PreTrainedM
     close(ranks.forward(both, cache), last_logits(model, *answers))
 
 
+@pytest.mark.slow
 def test_what_every_rank_fails_at_ends_none_and_can_be_tried_again(
     ranks: LaunchedModel, model: PreTrainedModel
 ) -> None:

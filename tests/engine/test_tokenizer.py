@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,6 +15,7 @@ from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, TextPrompt, TokensPrompt
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level, word_piece
+from tests.examples import examples
 
 _TEMPLATE = (
     "{% if tools %}tools:{{ tools | length }}\n{% endif %}"
@@ -149,7 +150,7 @@ def test_the_stable_prefix_of_words_is_a_prefix_of_the_whole(build: Callable[[],
 
 
 @given(text=st.text(max_size=200))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_the_stable_prefix_holds_back_some_tokens_but_not_all_for_ever(text: str) -> None:
     codec = _STABLE
     ids = codec.encode(TextPrompt(text))

@@ -129,6 +129,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
     "diffllama": {},
 }
+# One for each kind of cache and each way to take a batch; what sets the others apart is in their layers.
+KINDS = (
+    *("llama", "mistral", "gemma3_text", "llama4_chunked", "gpt_oss", "deepseek_v3", "gemma4_text"),  # packed
+    *("bloom", "qwen3_next", "mamba2", "jamba"),  # rows with masks, rows with states and pages, states alone, whole
+)
 # Families that the check at load must hand to the serial engine.
 SERIAL_FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "head_dim": 8},

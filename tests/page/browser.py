@@ -469,7 +469,7 @@ def the_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:
         expect(dialog).to_be_visible()
         assert GIVEN["key"] not in page.evaluate("() => Object.values(sessionStorage)")
         page.keyboard.press("Escape")
-        expect(page.locator("#empty-text")).to_contain_text("asks for a key")
+        expect(page.locator("#empty-text")).to_contain_text("needs an API key")
         page.get_by_role("button", name="Try again").click()
         expect(dialog).to_be_visible()
 
@@ -517,7 +517,7 @@ def a_full_queue_is_said_with_the_seconds_to_wait(browser: Browser) -> None:
         expect(page.locator("#waiting")).to_have_text("1")
         setting(page, "max_tokens", "4")
         ask(page, "Hello?")
-        expect(page.locator(".problem")).to_have_text(re.compile(r"as many requests as it takes.*wait \d+ s"))
+        expect(page.locator(".problem")).to_have_text(re.compile(r"its queue of requests is full.*wait \d+ s"))
         for other in others:
             other.join(120)
         page.locator(".problem button").click()

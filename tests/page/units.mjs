@@ -204,7 +204,7 @@ test("the blocks of a text that grows lose no line, and those before the last tw
 
 test("errors are said in plain words, with what the server says of a wrong request", () => {
   assert.equal(failure(429, "queue full", "7").retryAfter, 7);
-  assert.match(failure(429, "queue full", null).message, /as many requests/);
+  assert.match(failure(429, "queue full", null).message, /busy/);
   assert.match(failure(503, "", "1").message, /not ready/);
   assert.match(failure(400, "temperature: wrong", null).message, /refused.*temperature: wrong/);
   assert.match(failure(500, "", null).message, /failed/);

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
@@ -32,6 +32,7 @@ from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMET
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests import markdown
+from tests.examples import examples
 from tests.protocol.test_v2_fuzz import any_text, json_value
 
 _INFO = ModelInfo(
@@ -86,7 +87,7 @@ def _refusal(body: Mapping[str, Any], table: Table) -> InvalidInput | None:
 
 
 @_endpoints
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(data=st.data())
 def test_the_document_accepts_a_body_exactly_where_the_table_does(endpoint: str, data: st.DataObject) -> None:
     body = data.draw(_bodies(endpoint))
@@ -125,7 +126,7 @@ def test_they_agree_at_the_bounds(given: dict[str, Any], accepted: bool) -> None
 
 
 @_endpoints
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(data=st.data(), value=json_value | _value, streaming=st.booleans())
 def test_any_value_of_any_parameter_is_understood_or_refused_by_its_name(
     endpoint: str, data: st.DataObject, value: Any, streaming: bool
@@ -137,7 +138,7 @@ def test_any_value_of_any_parameter_is_understood_or_refused_by_its_name(
 
 
 @_endpoints
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     body=json_value.filter(lambda value: isinstance(value, dict)) | st.dictionaries(any_text, json_value, max_size=3)
 )

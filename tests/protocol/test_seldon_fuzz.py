@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
@@ -18,6 +18,7 @@ from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS
 from mlserver_torch_stream.protocol.values import printable
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest
+from tests.examples import examples
 from tests.protocol.seldon_translator import NOT_PARAMETERS, Untranslatable, v2_request
 from tests.protocol.test_v2_fuzz import INFO, any_text, json_value, scalar
 
@@ -75,7 +76,7 @@ def _expected(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": text, **kept}
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(messages=st.lists(message, min_size=1, max_size=4))
 def test_a_conversation_survives_the_translator(messages: list[dict[str, Any]]) -> None:
     request = _decode({"messages": messages}, False)
@@ -85,7 +86,7 @@ def test_a_conversation_survives_the_translator(messages: list[dict[str, Any]]) 
     assert list(prompt.messages) == [_expected(each) for each in messages]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     messages=json_value | st.lists(message | st.dictionaries(st.sampled_from(["role", "content", "type"]), json_value))
 )
@@ -97,7 +98,7 @@ def test_any_messages_are_understood_or_refused_as_messages(messages: Any) -> No
     assert isinstance(outcome, GenerationRequest) or _param(outcome) == "messages"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     tools=json_value | st.lists(json_value),
     more=st.dictionaries(st.sampled_from(["tool_choice", "parallel_tool_calls"]), json_value),
@@ -112,7 +113,7 @@ def test_any_tools_are_understood_or_refused_by_name(tools: Any, more: dict[str,
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_bad_value_of_any_field_is_refused_by_its_name(field: str) -> None:
-    @settings(max_examples=40, deadline=None)
+    @examples(40, fast=8)
     @given(value=json_value, streaming=st.booleans())
     def check(value: Any, streaming: bool) -> None:
         outcome = _decode({"messages": _HELLO, field: value}, streaming)
@@ -141,7 +142,7 @@ def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str)
         assert isinstance(_decode({"messages": _HELLO, **more, name: value}, True), GenerationRequest), value
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(body=st.dictionaries(st.sampled_from(FIELDS) | any_text, json_value, max_size=5), streaming=st.booleans())
 def test_any_fields_together_are_understood_or_refused(body: dict[str, Any], streaming: bool) -> None:
     outcome = _decode({**body, "model": "chat", "messages": _HELLO}, streaming)
@@ -162,7 +163,7 @@ tensor = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(inputs=st.lists(tensor, min_size=1, max_size=5), parameters=st.dictionaries(any_text, json_value, max_size=2))
 def test_any_tensors_of_a_conversation_are_understood_or_refused(
     inputs: list[dict[str, Any]], parameters: dict[str, Any]

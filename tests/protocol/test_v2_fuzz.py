@@ -18,6 +18,7 @@ from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, PROMPT_TENSORS
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from tests.examples import examples
 
 INFO = ModelInfo(
     vocab_size=100,
@@ -79,14 +80,14 @@ def outcome(body: dict[str, Any], streaming: bool) -> GenerationRequest | Invali
         return refusal
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(parameters=parameters, streaming=st.booleans())
 def test_any_parameters_are_understood_or_refused(parameters: dict[str, Any], streaming: bool) -> None:
     body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
     outcome({**body, "parameters": parameters}, streaming)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(inputs=st.lists(tensor | prompt, max_size=4), streaming=st.booleans())
 def test_any_tensors_are_understood_or_refused(inputs: list[dict[str, Any]], streaming: bool) -> None:
     outcome({"inputs": inputs}, streaming)
@@ -129,7 +130,7 @@ def _flat(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidI
         return refusal
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     body=st.dictionaries(st.sampled_from(["id", "parameters", "details", *PARAMETER_NAMES]) | any_text, json_value),
     text=json_value | any_text,
@@ -155,7 +156,7 @@ def test_any_contents_of_any_tensor_are_understood_or_refused_by_its_name(name: 
     check()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     outputs=st.lists(st.fixed_dictionaries({"name": any_text}, optional={"parameters": parameters}), max_size=3),
     id=any_text,

@@ -198,7 +198,13 @@ def test_shutdown(shutdown: Shutdown, endpoint: Endpoint) -> None:
 # --- slow reader ---
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        each if each in (Endpoint.REST_STREAM, Endpoint.GRPC_STREAM) else pytest.param(each, marks=pytest.mark.slow)
+        for each in ENDPOINTS
+    ],
+)
 def test_slow_reader(plain: Server, endpoint: Endpoint) -> None:
     """The engine does not wait for a reader that pauses, and the reader misses nothing."""
     before = counts(plain, "recite")

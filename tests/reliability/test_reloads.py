@@ -109,6 +109,7 @@ def _check(server: Server, times: int, engines: int = 2) -> None:
     assert after.rss - before.rss < 64 * MIB
 
 
+@pytest.mark.slow
 def test_thirty_reloads_unloads_and_loads(server: Server) -> None:
     _check(server, _FAST)
 

@@ -24,7 +24,9 @@ _STREAMS = [endpoint for endpoint in ENDPOINTS if endpoint.streams]
 _HEAVY: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "return_logprobs": True, "top_logprobs": 20}
 
 
-@pytest.mark.parametrize("endpoint", _STREAMS)
+@pytest.mark.parametrize(
+    "endpoint", [Endpoint.REST_STREAM, *(pytest.param(each, marks=pytest.mark.slow) for each in _STREAMS[1:])]
+)
 def test_others_go_on_beside_a_reader_that_stalls(plain: Server, endpoint: Endpoint) -> None:
     before, memory = idle(plain, "recite"), rss_of(plain)
     with wired(plain) as (far, rest, grpc_wire), calling(endpoint, far, "recite", **_HEAVY) as stalled:

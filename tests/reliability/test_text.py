@@ -16,6 +16,13 @@ from tests.server.harness import Server
 
 _WHOLE = recital(2 * LOOP)
 _LENGTHS = (1, 2, 3, 7)
+_FAST = (Endpoint.REST_STREAM, Endpoint.REST_UNARY, Endpoint.GRPC_UNARY)
+
+
+def _each(*endpoints: Endpoint) -> pytest.MarkDecorator:
+    """One stream and both replies at once in the fast tests."""
+    given = [each if each in _FAST else pytest.param(each, marks=pytest.mark.slow) for each in endpoints]
+    return pytest.mark.parametrize("endpoint", given)
 
 
 def _ask(server: Server, endpoint: Endpoint, **parameters: Any) -> Result:
@@ -26,7 +33,7 @@ def _ask(server: Server, endpoint: Endpoint, **parameters: Any) -> Result:
     return result
 
 
-@pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
+@_each(*PLAIN_ENDPOINTS)
 def test_an_answer_may_end_inside_any_character(plain: Server, endpoint: Endpoint) -> None:
     for tokens in range(1, LOOP + 1):
         result = _ask(plain, endpoint, max_tokens=tokens)
@@ -34,7 +41,7 @@ def test_an_answer_may_end_inside_any_character(plain: Server, endpoint: Endpoin
         assert result.replies[-1].outputs["num_output_tokens"] == [tokens]
 
 
-@pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
+@_each(*PLAIN_ENDPOINTS)
 def test_an_answer_may_begin_after_any_character(plain: Server, endpoint: Endpoint) -> None:
     for character in TEXT:
         result = ask(endpoint, plain, "recite", character, max_tokens=LOOP, ignore_eos=True)
@@ -42,7 +49,7 @@ def test_an_answer_may_begin_after_any_character(plain: Server, endpoint: Endpoi
 
 
 @pytest.mark.parametrize("length", _LENGTHS)
-@pytest.mark.parametrize("endpoint", [Endpoint.REST_STREAM, Endpoint.GRPC_STREAM])
+@_each(Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 def test_a_stop_string_anywhere_ends_the_answer_before_it(plain: Server, endpoint: Endpoint, length: int) -> None:
     for begin in range(len(TEXT)):
         stop = _WHOLE[begin : begin + length]
@@ -50,7 +57,7 @@ def test_a_stop_string_anywhere_ends_the_answer_before_it(plain: Server, endpoin
         assert (result.text, result.reasons) == (_WHOLE[: _WHOLE.index(stop)], ["stop"]), stop
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.REST_UNARY, Endpoint.GRPC_UNARY])
+@_each(Endpoint.REST_UNARY, Endpoint.GRPC_UNARY)
 def test_a_stop_string_ends_an_answer_at_once_too(plain: Server, endpoint: Endpoint) -> None:
     for begin in range(len(TEXT)):
         stop = _WHOLE[begin : begin + 3]
@@ -58,7 +65,7 @@ def test_a_stop_string_ends_an_answer_at_once_too(plain: Server, endpoint: Endpo
         assert (result.text, result.reasons) == (_WHOLE[: _WHOLE.index(stop)], ["stop"]), stop
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.REST_STREAM, Endpoint.GRPC_STREAM])
+@_each(Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 def test_what_only_begins_like_a_stop_string_is_said(plain: Server, endpoint: Endpoint) -> None:
     for begin, length in itertools.product(range(0, len(TEXT), 3), (2, 5)):
         near = _WHOLE[begin : begin + length] + "≠"  # shares the lead byte of € too
@@ -66,7 +73,7 @@ def test_what_only_begins_like_a_stop_string_is_said(plain: Server, endpoint: En
         assert (result.text, result.reasons) == (recital(LOOP), ["length"]), near
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.REST_STREAM, Endpoint.GRPC_STREAM])
+@_each(Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 def test_a_stop_string_may_be_said_if_asked_for(plain: Server, endpoint: Endpoint) -> None:
     for begin in range(0, len(TEXT), 4):
         stop = _WHOLE[begin : begin + 2]

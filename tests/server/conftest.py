@@ -24,6 +24,7 @@ SMALL_BODY = 20_000  # bytes that ``slow`` takes
 TRITON_MESSAGE_BYTES = 100_000  # that ``triton`` takes
 FOREIGN = Model("foreign", None, implementation="foreign.Foreign", version="v1")
 _TRIAL = "tests.server.trial_spelling.TrialRuntime"
+_SHIM = {"ts": "shim"}
 _HANDLER = "def handle(data, context):\n    return None if data is None else ['x']\n"
 
 
@@ -120,7 +121,7 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     models += [
         Model("trial", str(tiny_model), implementation=_TRIAL),
         Model("broken", str(tiny_model), implementation=_TRIAL, extra={"max_model_len": 1003}),
-        Model("handler", f"{folder / 'handler.py'}:handle", implementation="mlserver_torch_stream.TorchServeRuntime"),
+        Model("handler", f"{folder / 'handler.py'}:handle", "mlserver_torch_stream.TorchServeRuntime", extra=_SHIM),
     ]
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[2]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -35,7 +36,7 @@ _IMPORTED = (
 # Variables that no import reads. The child puts PYTHONPATH into sys.path. The last two are in the tests' own process as
 # soon as it has loaded a model.
 _READ_LATE = (
-    *("MLSERVER_", "OTEL_BSP_", "PYTEST_", "PYTHONPATH"),
+    *("AWS_", "MLSERVER_", "OTEL_BSP_", "PROTOCOL_VERSION", "PYTEST_", "PYTHONPATH", "TS_SERVICE_ENVELOPE"),
     *("DISABLE_SAFETENSORS_CONVERSION", "TORCHINDUCTOR_CACHE_DIR"),
 )
 _MESSAGE_BYTES = 2**17
@@ -172,8 +173,12 @@ def _become(command: list[str], folder: str, environment: dict[str, str], output
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests' process stops its servers
+    gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # as the package does where it imports them itself
+    gc.enable()
     command = _serve(socket.socket(fileno=int(sys.argv[1])))
     if command is not None:
         sys.argv = command

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -27,7 +28,7 @@ def prompt(text: Any = "Hello", **more: Any) -> dict[str, Any]:
 
 
 def post(server: Server, path: str, body: Any, **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=v2.TIMEOUT_S)
+    return plain_http.post(f"{server.url}{path}", json=body, headers=headers, timeout=v2.TIMEOUT_S)
 
 
 def whole(server: Server, path: str, body: Any) -> dict[str, Any]:

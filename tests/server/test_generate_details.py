@@ -8,13 +8,14 @@ from typing import Any
 import httpx
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 
 
 def _post(server: Server, door: str, **body: Any) -> httpx.Response:
     asked = {"text_input": "Hello fox", "max_tokens": 12, "ignore_eos": True, **body}
-    return httpx.post(f"{server.url}/v2/models/tiny/{door}", json=asked, timeout=v2.TIMEOUT_S)
+    return plain_http.post(f"{server.url}/v2/models/tiny/{door}", json=asked, timeout=v2.TIMEOUT_S)
 
 
 def test_details_are_the_same_whole_and_streamed(server: Server) -> None:
@@ -30,6 +31,6 @@ def test_details_are_the_same_whole_and_streamed(server: Server) -> None:
 
 def test_only_the_flat_spelling_has_details(server: Server) -> None:
     body = v2.rest_body("Hello", details=True)
-    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S)
+    response = plain_http.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=v2.TIMEOUT_S)
     assert response.status_code == 422 and response.json()["error"].startswith("details: ")
     assert "details" not in _post(server, "generate").json()

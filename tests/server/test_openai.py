@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
+from tests import plain_http
 from tests.server import openai
 from tests.server.harness import Server
 from tests.server.openai import CHAT, TEXT, joined, post, prompt, refused, stream, talk, texts, whole
@@ -121,13 +121,13 @@ def test_what_a_request_asks_for_happens(server: Server) -> None:
 
 def test_models_are_those_that_generate_tokens(server: Server) -> None:
     for prefix in ("/v1", "/openai/v1"):
-        listed = httpx.get(f"{server.url}{prefix}/models").json()
+        listed = plain_http.get(f"{server.url}{prefix}/models").json()
         assert listed["object"] == "list"
         assert [model["id"] for model in listed["data"]] == ["narrow", "other", "tight", "tiny"]
-        one = httpx.get(f"{server.url}{prefix}/models/tiny").json()
+        one = plain_http.get(f"{server.url}{prefix}/models/tiny").json()
         assert one in listed["data"] and one["object"] == "model" and one["max_model_len"] == 1024
         assert one["has_chat_template"] is True
-    unknown = httpx.get(f"{server.url}/v1/models/nobody", headers={"x-request-id": "mine"})
+    unknown = plain_http.get(f"{server.url}/v1/models/nobody", headers={"x-request-id": "mine"})
     assert unknown.status_code == 404 and unknown.headers["x-request-id"] == "mine"
     assert refused(unknown)["code"] == "model_not_found"
 
@@ -155,7 +155,7 @@ def test_every_reply_has_the_clients_request_id_or_one_of_its_own(
 
 
 def test_answers_and_errors_are_as_the_document_describes_them(server: Server) -> None:
-    document = httpx.get(f"{server.url}/v1/openapi.json").json()
+    document = plain_http.get(f"{server.url}/v1/openapi.json").json()
 
     def fits(name: str, value: Any) -> None:
         jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", **document}).validate(value)
@@ -167,12 +167,12 @@ def test_answers_and_errors_are_as_the_document_describes_them(server: Server) -
         for chunk in stream(server, path, {**body, "stream_options": {"include_usage": True}}):
             fits(f"{name}Chunk", chunk)
         fits("Error", post(server, path, {**body, "n": 0}).json())
-    fits("ModelList", httpx.get(f"{server.url}/v1/models").json())
+    fits("ModelList", plain_http.get(f"{server.url}/v1/models").json())
 
 
 def test_the_endpoints_take_no_other_method(server: Server) -> None:
-    assert httpx.get(f"{server.url}{CHAT}").status_code == 405
-    assert httpx.post(f"{server.url}/v1/models").status_code == 405
+    assert plain_http.get(f"{server.url}{CHAT}").status_code == 405
+    assert plain_http.post(f"{server.url}/v1/models").status_code == 405
 
 
 def test_a_chunk_of_a_slow_reader_is_no_longer_than_48_kib(server: Server) -> None:

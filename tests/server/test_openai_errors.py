@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.server import raw
 from tests.server.harness import Server
 from tests.server.openai import CHAT, DONE, TEXT, events, post, prompt, refused, talk
@@ -87,7 +87,7 @@ def test_stream_options_need_a_stream(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/openai/v1/embeddings", "/v1/embeddings", "/v1/a/b"])
 def test_a_path_that_is_not_there_is_named(server: Server, path: str) -> None:
-    for response in (post(server, path, {"model": "tiny"}), httpx.get(f"{server.url}{path}")):
+    for response in (post(server, path, {"model": "tiny"}), plain_http.get(f"{server.url}{path}")):
         error = refused(response)
         assert response.status_code == 404 and f"{path} is not implemented" in error["message"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
@@ -105,7 +105,7 @@ def test_a_path_that_is_not_there_is_named(server: Server, path: str) -> None:
     ],
 )
 def test_a_method_that_a_path_does_not_take_is_405(server: Server, method: str, path: str, allowed: str) -> None:
-    response = httpx.request(method, f"{server.url}{path}")
+    response = plain_http.request(method, f"{server.url}{path}")
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
     error = refused(response)
     assert (error["type"], error["code"]) == ("invalid_request_error", "method_not_supported")

@@ -28,6 +28,7 @@ def split(folder: Path, name: str = "split") -> Model:
     return Model(name, str(folder), extra={"tensor_parallel_size": 2, "threads": 1})
 
 
+@pytest.mark.slow
 def test_a_killed_rank_gives_every_stream_an_error_and_the_process_fails(tiny_model: Path, tmp_path: Path) -> None:
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         running = [start.rest_stream("split", **_LONG), start.grpc_stream("split", **_LONG)]

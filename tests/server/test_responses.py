@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 
+from tests import plain_http
 from tests.server import v2
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
@@ -322,7 +322,7 @@ def test_a_failure_in_a_stream_is_a_failed_response_and_an_error(slow: Server) -
 
 
 def test_responses_and_events_are_as_the_document_describes_them(served: Server) -> None:
-    document = httpx.get(f"{served.url}/v1/openapi.json", timeout=v2.TIMEOUT_S).json()
+    document = plain_http.get(f"{served.url}/v1/openapi.json", timeout=v2.TIMEOUT_S).json()
     assert PATH in document["paths"]
 
     def fits(name: str, value: Any) -> None:

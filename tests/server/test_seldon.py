@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.client import EventParser
+from tests import plain_http
+from tests.examples import examples
 from tests.protocol.test_seldon_fuzz import FIELDS, message
 from tests.protocol.test_v2_fuzz import json_value
 from tests.server import v2
@@ -83,7 +85,7 @@ class _Streamed:
 def _ask(url: str, endpoint: str, model: str = "tiny", **body: Any) -> httpx.Response:
     path = f"/v2/models/{model}/{endpoint}/chat/completions"
     raw = json.dumps({"model": model, "messages": _HELLO, **body})  # NaN and lone surrogates are sent, too
-    return httpx.post(url + path, content=raw, headers={"Content-Type": "application/json"}, timeout=v2.TIMEOUT_S)
+    return plain_http.post(url + path, content=raw, headers={"Content-Type": "application/json"}, timeout=v2.TIMEOUT_S)
 
 
 def _whole(url: str, **body: Any) -> dict[str, Any]:
@@ -299,15 +301,15 @@ def test_an_error_has_v2s_field_too(server: Server) -> None:
     """For V2's own clients, which may send these tensors as well; their other requests get nothing more."""
     conversation = [v2.bytes_tensor("role", "user"), v2.bytes_tensor("content", "Hi")]
     url = f"{server.url}/v2/models/tiny/infer"
-    body = httpx.post(url, json=v2.rest_body(inputs=conversation, max_tokenz=1)).json()
+    body = plain_http.post(url, json=v2.rest_body(inputs=conversation, max_tokenz=1)).json()
     assert set(body) == {"error", "outputs"} and "max_tokenz" in body["error"]
     [tensor] = body["outputs"]
     assert (tensor["name"], tensor["datatype"], tensor["shape"]) == ("output_all", "BYTES", [1])
     assert json.loads(tensor["data"][0])["error"]["message"] == body["error"]
-    assert set(httpx.post(url, json=v2.rest_body("Hi", max_tokenz=1)).json()) == {"error"}
+    assert set(plain_http.post(url, json=v2.rest_body("Hi", max_tokenz=1)).json()) == {"error"}
 
 
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(examples(60, fast=20), database=None, suppress_health_check=list(HealthCheck))
 @given(
     body=st.dictionaries(st.sampled_from(FIELDS), json_value, max_size=3),
     messages=st.just(_HELLO) | st.lists(message, min_size=1, max_size=3),
@@ -348,7 +350,7 @@ def test_a_failure_behind_the_first_token_is_an_error_event(versioned_proxy: str
 def test_a_client_that_leaves_ends_the_generation(slow: Server, slow_proxy: str) -> None:
     body = {"model": "tiny", "messages": _HELLO, "stream": True, "max_tokens": 900, "ignore_eos": True}
     path = f"{slow_proxy}/v2/models/tiny/{_STREAM}/chat/completions"
-    with httpx.stream("POST", path, json=body, timeout=v2.TIMEOUT_S) as response:
+    with plain_http.stream("POST", path, json=body, timeout=v2.TIMEOUT_S) as response:
         next(response.iter_lines())
     slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
 
@@ -369,7 +371,7 @@ def test_a_name_with_an_underscore_is_warned_about_in_one_line(versioned: Server
 def test_a_draining_server_says_when_to_come_again(versioned: Server, versioned_proxy: str) -> None:
     body = {"model": "a", "messages": _HELLO, "stream": True, "max_tokens": 900, "ignore_eos": True}
     path = f"{versioned_proxy}/v2/models/a/{_STREAM}/chat/completions"
-    with httpx.stream("POST", path, json=body, timeout=v2.TIMEOUT_S) as running:
+    with plain_http.stream("POST", path, json=body, timeout=v2.TIMEOUT_S) as running:
         lines = running.iter_lines()
         next(lines)
         versioned.process.terminate()
@@ -381,6 +383,6 @@ def test_a_draining_server_says_when_to_come_again(versioned: Server, versioned_
 
 def _until_draining(server: Server) -> None:
     end = time.monotonic() + 20
-    while httpx.get(f"{server.url}/v2/health/ready", timeout=5).status_code != 503:
+    while plain_http.get(f"{server.url}/v2/health/ready", timeout=5).status_code != 503:
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -50,7 +50,7 @@ def test_a_model_of_ours_that_cannot_load_ends_the_server_with_an_error(
 ) -> None:
     models = [Model("tiny", str(tiny_model), extra=extra), Model("fine", None, "foreign_models.Fine")]
     place, environment = tmp_path / "models", foreign(tmp_path)
-    with serve(place, models, settings=QUIET, environment=environment, ready=False, forked=False) as server:
+    with serve(place, models, settings=QUIET, environment=environment, ready=False) as server:
         status, log = ended(server)
     assert status == 1
     lines = [line for line in log.splitlines() if reason in line]

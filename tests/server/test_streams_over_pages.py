@@ -46,7 +46,9 @@ def said(paged: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [whole(paged, TEXT, {**body, "model": "alone"}) for body in bodies]
 
 
-@pytest.mark.parametrize("name", _SETTINGS)
+@pytest.mark.parametrize(
+    "name", [each if each == "preempting" else pytest.param(each, marks=pytest.mark.slow) for each in _SETTINGS]
+)
 def test_each_of_many_streams_says_what_it_says_alone(
     paged: Server, bodies: list[dict[str, Any]], said: list[dict[str, Any]], name: str
 ) -> None:

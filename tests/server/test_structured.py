@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 from tests.server.openai import CHAT, TEXT, joined, post, prompt, refused, stream, talk, texts, whole
@@ -89,7 +89,7 @@ def test_v2_and_flat_generate_keep_to_it_too(server: Server) -> None:
     for more in (_FORMAT, guide):
         reply = v2.rest_unary(server.url, "/v2/models/tiny/infer", v2.rest_body("Hello", **_SAMPLED, **more))
         _valid(reply.text)
-        response = httpx.post(
+        response = plain_http.post(
             f"{server.url}/v2/models/tiny/generate",
             json={"text_input": "Hello", "parameters": {**_SAMPLED, **more}},
             timeout=v2.TIMEOUT_S,

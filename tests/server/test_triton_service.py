@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from google.protobuf.json_format import MessageToDict
 from mlserver.grpc import dataplane_pb2 as pb
 
 from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
+from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
 from tests.server.triton_wire import infer, unary
@@ -88,7 +88,7 @@ def test_the_configuration_names_tensors_and_says_that_a_model_streams(triton: S
     }
     assert {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": ["-1"]} in config["output"]
     for path in ("tiny", "tiny/versions/v1"):
-        rest = httpx.get(f"{triton.url}/v2/models/{path}/config", timeout=v2.TIMEOUT_S).json()
+        rest = plain_http.get(f"{triton.url}/v2/models/{path}/config", timeout=v2.TIMEOUT_S).json()
         assert rest["input"][0]["dims"] == [-1] and len(rest["input"]) == len(config["input"])
 
 
@@ -119,14 +119,14 @@ def test_statistics_count_what_was_answered_and_what_failed(triton: Server, chan
     assert grown("inference_stats", "fail", "count") == 1
     assert grown("inference_stats", "success", "ns") >= grown("inference_stats", "compute_infer", "ns") > 50e6
     assert int(after["last_inference"]) >= int(before.get("last_inference", 0))
-    rest = httpx.get(f"{triton.url}/v2/models/other/stats", timeout=v2.TIMEOUT_S).json()["model_stats"]
+    rest = plain_http.get(f"{triton.url}/v2/models/other/stats", timeout=v2.TIMEOUT_S).json()["model_stats"]
     assert [each["inference_count"] for each in rest] == [int(after["inference_count"])]
 
 
 def test_statistics_of_all_are_those_of_our_models(triton: Server, channel: grpc.Channel) -> None:
     names = {"tiny", "other", "narrow"}
     assert _statistics(channel).keys() == names
-    rest = httpx.get(f"{triton.url}/v2/models/stats", timeout=v2.TIMEOUT_S).json()
+    rest = plain_http.get(f"{triton.url}/v2/models/stats", timeout=v2.TIMEOUT_S).json()
     assert {each["name"] for each in rest["model_stats"]} == names
 
 
@@ -157,15 +157,15 @@ def test_what_a_model_does_not_have_is_refused(
     ],
 )
 def test_over_rest_too(triton: Server, path: str, status: int) -> None:
-    assert httpx.get(f"{triton.url}/v2/models/{path}", timeout=v2.TIMEOUT_S).status_code == status
+    assert plain_http.get(f"{triton.url}/v2/models/{path}", timeout=v2.TIMEOUT_S).status_code == status
 
 
 def test_the_index_over_rest_needs_no_body(triton: Server) -> None:
     url = f"{triton.url}/v2/repository/index"
-    index = httpx.post(url, timeout=v2.TIMEOUT_S).json()
-    assert index == httpx.post(url, json={}, timeout=v2.TIMEOUT_S).json()
+    index = plain_http.post(url, timeout=v2.TIMEOUT_S).json()
+    assert index == plain_http.post(url, json={}, timeout=v2.TIMEOUT_S).json()
     assert {each["name"]: each["state"] for each in index}["tiny"] == "READY"
-    in_chunks = httpx.post(url, content=iter([b"[]"]), timeout=v2.TIMEOUT_S)
+    in_chunks = plain_http.post(url, content=iter([b"[]"]), timeout=v2.TIMEOUT_S)
     assert in_chunks.status_code == 422, "a body is read by MLServer"
 
 

@@ -59,8 +59,8 @@ def test_relative_paths_start_at_the_settings_then_at_the_working_directory(
         ("./nowhere", "no such file or folder"),
         ("models/missing.gguf", "no such file or folder"),
         ("s3://bucket/model", "unknown scheme"),
-        ("hf://", "no hub id"),
-        ("hf://a/b/c", "no hub id"),
+        ("hf://", "not a hub id"),
+        ("hf://a/b/c", "not a hub id"),
     ],
 )
 def test_what_names_nothing_says_so(uri: str, says: str) -> None:

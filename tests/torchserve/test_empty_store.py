@@ -21,7 +21,7 @@ from mlserver_torch_stream.torchserve.registration import read_registration, reg
 from tests import plain_http
 from tests.server.harness import HOST, Server, exit_code, free_ports, get_ready, serve
 from tests.torchserve.inference_client import Stub
-from tests.torchserve.workshop import write_mar
+from tests.torchserve.workshop import without_torchserve, write_mar
 from tests.waiting import wait_until
 
 _TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ class _Empty:
 
     def ask(self, method: str, path: str) -> httpx.Response:
         url = f"http://{HOST}:{self.ports[0]}/models{path}"
-        return httpx.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
+        return plain_http.request(method, url, timeout=_TIMEOUT_S, trust_env=False)
 
     def managed(self, method: str, path: str = "") -> Any:
         response = self.ask(method, path)
@@ -72,6 +72,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Empty]:
         "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": str(inference),
         "MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON": str(triton),
         "MLSERVER_TORCH_STREAM_DRAIN_DELAY": "15",
+        **without_torchserve(folder),
     }
     with serve(folder, [], command=command, environment=environment, ready=False) as server:
         wait_until(lambda: _listens(server.http_port), "started", _START_S)

@@ -330,7 +330,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(served: Served, garba
             call = channel.unary_stream(f"/org.pytorch.serve.grpc.inference.InferenceAPIsService/{method}")
             code, details = _error(lambda call=call: list(call(garbage, timeout=_TIMEOUT_S)))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert details.startswith("request: its bytes are no PredictionsRequest")
+            assert details.startswith("request: its bytes are not a PredictionsRequest")
 
 
 def test_a_full_queue_refuses_a_request(one: Stub) -> None:
@@ -478,7 +478,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(served: Ser
         stub = Stub(channel)
         call = stub.StreamPredictions(_ask(b"flood"), timeout=_TIMEOUT_S)
         next(call)
-        wait_until(lambda: "has read nothing for 2 s: its stream is cut" in served.server.log)
+        wait_until(lambda: "has read nothing for 2 s: its stream is closed" in served.server.log)
         with grpc.insecure_channel(served.targets["own"], options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             assert _unary(Stub(other), _ask(b"bytes")) == b"\xff\x00"
         call.cancel()

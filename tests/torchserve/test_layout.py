@@ -307,7 +307,7 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("load_models=none.mar", "load_models: no none.mar in the model store"),
         ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
         ("load_models=a=https://x.org/a.mar", "load_models: https://x.org/a.mar: nothing is downloaded"),
-        ("load_models=a/b=dog.mar", "'a/b' is no name for a model"),
+        ("load_models=a/b=dog.mar", "'a/b' is not a valid name for a model"),
         ("load_models=x=dog.mar,x=dog.mar", "are both version 1.0 of x"),
         ("model_snapshot={", "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),

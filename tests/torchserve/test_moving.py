@@ -17,7 +17,7 @@ from tests import markdown
 from tests.clients.environments import make_environment
 from tests.markdown import Block
 from tests.server.harness import Server, free_ports, serve
-from tests.torchserve.workshop import write_mar
+from tests.torchserve.workshop import without_torchserve, write_mar
 
 _PAGE = "docs/moving-from-torchserve.md"
 _BLOCKS = markdown.blocks(_PAGE)
@@ -38,6 +38,8 @@ class _Reader:
         self._server: Server | None = None
         (self._management,) = free_ports(1)
         self.typed: list[str] = []  # of TorchServe's
+        (folder.parent / "path").mkdir()
+        self._environment = without_torchserve(folder.parent / "path")
 
     def close(self) -> None:
         self._servers.close()
@@ -68,7 +70,7 @@ class _Reader:
 
     def _start(self, line: str) -> None:
         assert line == f"{_OURS}{self.typed[-1]}", "the command is TorchServe's own"
-        environment = {_MANAGEMENT: str(self._management)}
+        environment = {_MANAGEMENT: str(self._management), **self._environment}
         running = serve(self.folder, [], command=shlex.split(line), environment=environment)
         self._server = self._servers.enter_context(running)
 
@@ -78,7 +80,8 @@ class _Reader:
         if "mlserver start " in code:
             code, _, folder = code.partition("mlserver start ")
             self._finish(block, code)
-            with serve(self.folder / folder.strip(), []) as server:
+            environment = {"MLSERVER_PARALLEL_WORKERS": "0", **self._environment}
+            with serve(self.folder / folder.strip(), [], environment=environment) as server:
                 self._check_prediction(server)
             return
         self._finish(block, code)

@@ -302,7 +302,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(server: Ser
         connection.sendall(b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nflood")
         assert connection.recv(12) == b"HTTP/1.1 200"
         assert _post(server, content=b"").status_code == 200
-    assert "A client of model 'echo' has read nothing for 2 s: its stream is cut" in server.log
+    assert "A client of model 'echo' has read nothing for 2 s: its stream is closed" in server.log
 
 
 @pytest.mark.slow

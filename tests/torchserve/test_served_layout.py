@@ -22,7 +22,7 @@ from mlserver_torch_stream.torchserve.worker_settings import read_worker_setting
 from tests import plain_http
 from tests.server.harness import HOST, TORCHSERVE_PORT, Server, free_ports, serve
 from tests.torchserve.inference_client import PredictionsRequest, Stub
-from tests.torchserve.workshop import write_handler, write_mar
+from tests.torchserve.workshop import without_torchserve, write_handler, write_mar
 
 _TIMEOUT_S = 60.0
 _PROPERTIES = """
@@ -68,6 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, torchserve_port: str) -> It
     (folder / "config/config.properties").write_text(_PROPERTIES)
     command = ["mlserver-torch-stream", "serve-torchserve", str(folder)]
     own = {"AWS_SECRET_KEY": "hidden", "AWS_REGION": "shown", TORCHSERVE_PORT: torchserve_port}
+    own |= without_torchserve(folder.parent)
     with serve(folder.parent / "work", [], command=command, environment=own) as found:
         yield found
 
@@ -156,7 +157,7 @@ def test_requirements_are_installed_into_no_folder_of_the_users_own(tmp_path: Pa
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"blacklist_env_vars": "("}, r"blacklist_env_vars: '\(' is no regular expression"),
+        ({"blacklist_env_vars": "("}, r"blacklist_env_vars: '\(' is not a regular expression"),
         ({"install_py_dep_per_model": "yes"}, "install_py_dep_per_model: must be true or false, got 'yes'"),
         ({"service_envelope": 1}, "service_envelope: must be the name of an envelope, got 1"),
     ],

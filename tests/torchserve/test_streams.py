@@ -17,6 +17,7 @@ from mlserver_torch_stream.torchserve.v2_output import Reply
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])
+package_is_slow = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 
 
 @both
@@ -30,7 +31,7 @@ def test_three_times_hello_then_hello_world_are_four_pieces(tmp_path: Path, whic
     run(scenario())
 
 
-@both
+@package_is_slow
 def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) -> None:
     source = """
         import json
@@ -100,7 +101,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
     run(scenario())
 
 
-@both
+@package_is_slow
 def test_a_client_that_leaves_stops_the_handler(tmp_path: Path, which: str) -> None:
     """No ``except Exception`` of the handler's holds it up, and the next request is served."""
     source = """

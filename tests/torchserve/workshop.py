@@ -79,6 +79,12 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
     return str(path)
 
 
+def without_torchserve(folder: Path) -> dict[str, str]:
+    """Variables of a server whose handlers do not find torchserve's package, which imports torch in each worker."""
+    (folder / "ts.py").touch()
+    return {"PYTHONPATH": str(folder)}
+
+
 @asynccontextmanager
 async def running(
     uri: str,

@@ -56,7 +56,7 @@ class CudaAttention:
     """
 
     def __init__(self, candidates: Iterable[tuple[str, Candidate]] | None = None) -> None:
-        """``candidates``: by name, the last of which takes every layer."""
+        """``candidates``: attentions with their names, in the order of trial; the last one must take every layer."""
         self._candidates = list(candidates) if candidates is not None else _candidates()
         self._chosen: dict[_Kind, tuple[str, Candidate, str]] = {}
 

@@ -28,7 +28,7 @@ class NativeAttention:
     """A ``PagedAttention``. Several threads may call it at once, each on as many threads as torch has for it."""
 
     def __init__(self, cache_dir: Path, otherwise: PagedAttention) -> None:
-        """``otherwise`` attends on other devices, and to other types. Raises NoKernels or LoadFailed."""
+        """``otherwise``: the attention for other devices and other types. Raises NoKernels or LoadFailed."""
         library, self.variant = open_kernels(cache_dir, open_attention_library)
         self._attend = library.native_attend_pages
         self._write = library.native_write_pages

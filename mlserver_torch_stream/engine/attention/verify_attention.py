@@ -40,7 +40,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """``name`` is for the summary of a load: what attends, and on which threads or for which reason."""
+    """``name`` names the attention in the load summary, with its threads or the reason for it."""
 
     attention: PagedAttention
     write: PageWriter
@@ -66,7 +66,7 @@ def take_attention_kernels(
     except Exception as error:  # a model's code can raise any error
         problem = in_a_line(error)
     if problem is not None:
-        logger.warning("no attention kernels, torch attends: %s", problem)
+        logger.warning("the attention kernels are not used, torch computes attention: %s", problem)
         return AttentionChoice(plain, LayerPages.write, f"torch's attention ({problem})")
     return AttentionChoice(kernels, kernels.write, f"attention kernels ({kernels.variant}, {kernels.threads})")
 

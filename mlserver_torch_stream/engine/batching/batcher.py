@@ -1,4 +1,4 @@
-"""Defines what a batcher does, which the engine's thread steps, and replaces the batcher of an engine that died.
+"""Defines the interface of batchers, which the engine's thread steps, and replaces the batcher of an engine that died.
 
 Knows nothing of threads or event loops.
 """

@@ -1,4 +1,4 @@
-"""Says what came of the forward of one step: the logits of each of its sequences, or why there are none.
+"""Holds the result of a step's forward: the logits of each of its sequences, or the reason why there are none.
 
 A forward that raises is tried again for each sequence alone. The pages of a batch make that safe: a sequence writes the
 same keys and values to the same pages. A copy is not made again, as its source may be somebody else's by then. Knows

@@ -1,1 +1,1 @@
-"""Keeps answers to a schema, an expression or a grammar, token by token."""
+"""Makes answers match a schema, an expression or a grammar, token by token."""

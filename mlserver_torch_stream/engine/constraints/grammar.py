@@ -31,7 +31,7 @@ _MOST_GBNF_RULES = 1000  # the time to translate them grows with their square: 6
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
-    """Returns one grammar of llguidance's JSON format. Raises ValueError if the source is not what its kind says."""
+    """Returns one grammar of llguidance's JSON format. Raises ValueError if the source does not fit its kind."""
     source = constraint.source
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return _only(LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON))

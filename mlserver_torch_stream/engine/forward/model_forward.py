@@ -63,7 +63,7 @@ class ModelForward:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the model's weights are."""
+        """The devices of the model's weights."""
         return {parameter.device for parameter in self._model.parameters()}
 
     @property

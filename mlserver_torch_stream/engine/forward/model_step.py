@@ -51,7 +51,7 @@ class ModelStep:
         write: PageWriter,
         on: TensorsOn | None = None,
     ) -> None:
-        """``on``: the batch's tensors, where they are there already."""
+        """``on``: the batch's tensors by device, if they have been made already."""
         self.batch = batch
         self._pages = cache
         self._way = way

@@ -1,4 +1,4 @@
-"""Lays the weights of linear layers out once, as oneDNN needs them, for models in bfloat16 on CPUs.
+"""Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
 It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of the time of
 ``F.linear``, which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones,
@@ -57,7 +57,7 @@ def pack_linears(model: PreTrainedModel) -> int:
 
 def _refused(packed: _Packed, why: str) -> int:
     packed.undo()
-    logger.info("linear layers stay as they are: %s", why)
+    logger.info("linear layers are not repacked: %s", why)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Computes how large a KV cache an engine gets, and the part of it for prefixes of ended sequences.
+"""Computes the size of an engine's KV cache, and the part of it for prefixes of ended sequences.
 
 Knows nothing of models: its callers say what a token takes on each device.
 """
@@ -63,7 +63,8 @@ def cache_budget(
 
 
 def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
-    """Returns the bytes of the pages of nobody in a device's pools. On a host nobody writes to them: they take none."""
+    """Returns the bytes of the pages that belong to no sequence. On a host they are never written, so they take no
+    memory."""
     return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
 
 

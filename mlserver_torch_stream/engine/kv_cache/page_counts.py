@@ -16,7 +16,7 @@ _MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """``pages`` are those of each group of layers; they stand on every device that has one of its layers."""
+    """``pages``: the number for each group of layers, on every device that has a layer of the group."""
 
     pages: tuple[int, ...]
     state_slots: int
@@ -64,7 +64,7 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Returns how many pages of each group ``budget`` bytes can be.
 
-    A page in a host's memory takes none before somebody writes to it. So any group may come to take all of it, and the
+    A page in a host's memory takes no memory before it is written to. So any group may come to take all of it, and the
     scheduler keeps account of their sum.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))

@@ -1,4 +1,4 @@
-"""Hands out the pages of a KV cache, counts who holds them, and finds full pages by their tokens.
+"""Hands out the pages of a KV cache, counts the sequences that hold each, and finds full pages by their tokens.
 
 Knows nothing of sequences or tensors: a page is a number, and a group of layers is the place of its pool.
 """
@@ -116,7 +116,7 @@ class PagePool:
             pool.found[digest] = page
 
     def forget(self, group: int, page: int) -> None:
-        """Lets nobody find a page any more."""
+        """Makes a page impossible to find by its tokens."""
         self._groups[group].forget(page)
         if page in self._groups[group].cached:
             self._free(group, page)

@@ -144,7 +144,7 @@ class SequencePages:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is nothing to do for the next token: it goes to begun pages that nobody else holds.
+        """Whether the next token needs no new page and no copy: it goes to pages that no other sequence holds.
 
         False where it fills them, as others may find them then, and where a window may pass others.
         """

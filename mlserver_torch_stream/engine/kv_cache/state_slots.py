@@ -101,7 +101,7 @@ def _tensors(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]
 
 
 def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:
-    """Returns a layer with dictionaries of its own, and ``change`` applied to each tensor."""
+    """Returns a copy of the layer with new dictionaries, in which ``change`` is applied to each tensor."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):

@@ -28,7 +28,7 @@ class ExpectedLogits:
     """The logits of one model. Its weights must not change in between."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        """``dtype``: what the forwards to be compared round to; None: what the model does."""
+        """``dtype``: the type to which the compared forwards round; None: the model's type."""
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.dtype = dtype or rounding_dtype(model)

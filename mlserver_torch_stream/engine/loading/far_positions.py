@@ -48,7 +48,7 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
     spec, most = in_all(specs.values()), min(weights, room) // _PART
     lengths = [length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most]
     if left := sorted(set(wanted) - set(lengths)):
-        logger.info("not compared at load, for the size of its cache: positions from %d on", left[0])
+        logger.info("positions from %d on are not compared at load: their cache would be too large", left[0])
     return lengths
 
 

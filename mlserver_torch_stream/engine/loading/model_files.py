@@ -69,7 +69,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
 
 def no_packed_weights(why: str) -> LoadFailed:
     """The error of a model whose weights were to stay packed."""
-    return LoadFailed(f"parameters.extra.weights: packed is not to be had here: {why}")
+    return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
 
 
 def _on_our_kernels(settings: EngineSettings) -> bool:

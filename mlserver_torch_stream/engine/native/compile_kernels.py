@@ -125,7 +125,7 @@ def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
         place = tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-")
     except OSError:
         raise NoKernels(why) from None
-    logger.warning("The kernels are compiled for this start alone: %s", why)
+    logger.warning("The kernels are compiled for this start only: %s", why)
     return place
 
 

@@ -37,7 +37,7 @@ class GroupedMatrix:
     """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
-        """``rounded``: what dense parts are rounded to."""
+        """``rounded``: the format to which dense parts are rounded."""
         self._parts = parts
         self._rounded = rounded
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])

@@ -58,5 +58,5 @@ def _forced(environ: Mapping[str, str]) -> KernelVariant | None:
         return here[name]
     known = [variant.name for variant in VARIANTS]
     if name not in known:
-        raise LoadFailed(f"{VARIABLE}: {name!r} is no variant of the kernels{did_you_mean_or_known(name, known)}")
+        raise LoadFailed(f"{VARIABLE}: {name!r} is not a variant of the kernels{did_you_mean_or_known(name, known)}")
     raise LoadFailed(f"{VARIABLE}: this CPU does not run the variant {name!r}; it runs {', '.join(here) or 'none'}")

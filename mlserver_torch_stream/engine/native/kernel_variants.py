@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """A set of instructions that the kernels are compiled for.
+    """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
     ``flags``: names of /proc/cpuinfo that a CPU must have. ``options``: those of GCC and clang. ``zig_cpu``: the same
     in the terms of zig, which compiles the libraries of wheels.

@@ -139,7 +139,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """Of each 32 bytes the low halves, and then the high ones."""
+    """Returns the low halves of each 32 bytes, and then the high halves."""
     parts = packed.view(len(packed), -1, GROUP)
     return torch.stack((parts & 15, parts >> 4), 2).flatten(1)
 

@@ -36,7 +36,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``[outputs, inputs]`` and perhaps a bias, as parts to be stacked."""
+    """A matrix ``[outputs, inputs]``, and a bias if there is one, as parts to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
@@ -90,7 +90,7 @@ class Decoder:
 
     @property
     def packed(self) -> bool:
-        """Whether a projection's weights are packed; what is dense is in float32 then."""
+        """Whether a projection's weights are packed; if so, the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 

@@ -39,17 +39,20 @@ def take_fast_path(
     if isinstance(taken, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
         level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
-        logger.log(level, "no fast path, transformers' forward runs: %s", taken)
+        logger.log(level, "our own kernels are not used, transformers' forward runs: %s", taken)
     return taken
 
 
 def take_rounded(
     expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, weights: str
 ) -> NativeForward:
-    """Does the same with weights in int8 or int4. Raises LoadFailed, as there is no other forward for them."""
+    """Returns the verified forward with the weights rounded to int8 or int4, and frees the model's own weights.
+
+    Raises LoadFailed if there is none: no other forward can use such weights.
+    """
     taken = findings.problem or _verified(expected, findings, threads, cache_dir, ROUNDED[weights])
     if isinstance(taken, str):
-        raise LoadFailed(f"parameters.extra.weights: {weights} is not to be had for this model here: {taken}")
+        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {taken}")
     return taken
 
 

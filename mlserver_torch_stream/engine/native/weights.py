@@ -29,7 +29,8 @@ class PackedWeights:
     """
 
     def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: Rounding | None = None) -> None:
-        """``rounded``: what dense weights are rounded to; None: they stay as they are. Raises UnsupportedLayout."""
+        """``rounded``: the format to which dense weights are rounded; None: they are not rounded. Raises
+        UnsupportedLayout."""
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
                 f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"

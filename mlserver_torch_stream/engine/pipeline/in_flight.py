@@ -1,4 +1,4 @@
-"""Runs forwards in threads of their own and returns those that complete.
+"""Runs each forward in a separate thread, and returns the forwards that are complete.
 
 Knows nothing of stages. Each forward has a key and a batch; it waits for the forwards whose pages its batch reads.
 """
@@ -34,7 +34,7 @@ class InFlightForwards(Generic[K, T]):
     overlap = True
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads`` is the number of torch's threads in each of ours; a new thread would use all cores."""
+        """``threads``: the number of torch's threads in each forward's thread; without it, each would use all cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []

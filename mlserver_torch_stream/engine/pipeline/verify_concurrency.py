@@ -46,7 +46,7 @@ def take_pipeline(model: PreTrainedModel, threads: int, forward: Forward) -> Pip
     problem = check_pipeline(model, pipeline, forward)
     if problem is None:
         return pipeline
-    logger.warning("the devices work one after another: %s", problem)
+    logger.warning("the devices of the map work one after another: %s", problem)
     return None
 
 
@@ -55,7 +55,7 @@ def waits_midway(model: PreTrainedModel, forward: Forward) -> bool:
     try:
         return _decode_waits(model, forward) > _MOST_WAITS
     except Exception as error:  # then threads run Python at the same time, which is slower at worst
-        logger.info("whether this model waits for its devices midway is not known: %s", error)
+        logger.info("cannot find out whether this model's forward waits for its devices: %s", error)
         return True
 
 
@@ -103,7 +103,7 @@ def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache
 
 
 class _Trials:
-    """Sequences of unlike lengths over one cache, each with pages and a slot of its own."""
+    """Sequences of different lengths over one cache; each has its own pages and slot."""
 
     def __init__(self, model: PreTrainedModel, forward: Forward, count: int, cache: PagedCache | None = None) -> None:
         self._forward = forward

@@ -41,7 +41,7 @@ def plan_model(
 ) -> list[CapacityPlan]:
     """Returns a plan for each number of ranks up to ``most_devices`` that can share the model.
 
-    ``on_host``: the device is this machine's CPU. Its ranks would share one memory, so there is one of them.
+    ``on_host``: the device is this machine's CPU. Several ranks would share its memory, so only one rank is planned.
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else most_devices)]

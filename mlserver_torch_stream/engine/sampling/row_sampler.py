@@ -36,7 +36,7 @@ class RowSampler:
 
     @property
     def matcher(self) -> TokenMatcher | None:
-        """Of a sequence whose answer has a constraint."""
+        """The matcher of the sequence's constraint; None without a constraint."""
         return self.adjuster.matcher
 
     @property

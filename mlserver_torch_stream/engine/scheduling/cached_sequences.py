@@ -39,12 +39,12 @@ class CachedSequences:
 
     @property
     def used_bytes(self) -> int:
-        """Of the pages and states of sequences; a page that several share counts once."""
+        """Bytes of the pages and states of sequences; a page that several sequences share counts once."""
         return self._pool.used_bytes
 
     @property
     def cached_bytes(self) -> int:
-        """Of the pages that only the prefix cache holds."""
+        """Bytes of the pages that only the prefix cache holds."""
         return self._pool.cached_bytes
 
     def is_void(self, part: ScheduledSequence) -> bool:

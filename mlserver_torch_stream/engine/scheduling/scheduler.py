@@ -99,8 +99,8 @@ class Scheduler(CachedSequences):
     def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
 
-        With ``forget`` nobody finds their pages afterwards: they may hold NaN. Returns the sequences that are computed
-        again, as they share pages that were not written: the result of their part is void.
+        With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
+        computed again, as they share pages that were not written: the result of their part is void.
         """
         leaving = [self._accounts.pop(each) for each in sequences if each in self._accounts]
         void = self._void(leaving)
@@ -250,7 +250,7 @@ class Scheduler(CachedSequences):
         insort(self._admitted, account, key=lambda each: each.order)
 
     def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
-        """Returns the account if the pages of its whole prompt are there, less those that it shares."""
+        """Returns the account if there are enough pages for its whole prompt, not counting the pages that it shares."""
         account.look_up(account.sequence.length - 1)
         needed = self._needed(account, account.sequence.length)
         needed = [count + more + len(account.forks) for count, more in zip(needed, reserved, strict=True)]
@@ -286,7 +286,7 @@ class Scheduler(CachedSequences):
     # --- pages ---
 
     def _fitting(self, account: SequenceAccount, tokens: int, fits: Callable[[Sequence[int]], bool]) -> int:
-        """Returns how many of the next ``tokens`` have pages: ``fits`` says whether so many pages can be had."""
+        """Returns how many of the next ``tokens`` can have pages. ``fits`` says whether so many pages are available."""
         size, start = self.spec.page_size, account.computed
         while tokens > 0:
             if fits(account.pages.missing(start + tokens)):

@@ -77,6 +77,6 @@ class SequenceAccount:
             self.found += gained
 
     def cut(self, kept: int) -> None:
-        """Keeps what is computed of the first ``kept`` tokens of a prompt, and leaves one to compute."""
+        """Keeps the computed ones of a prompt's first ``kept`` tokens, but leaves at least one token to compute."""
         self.pages.cut(min(kept, self.sequence.length - 1))
         self.found = min(self.found, self.pages.computed)

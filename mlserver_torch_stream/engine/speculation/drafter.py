@@ -1,4 +1,4 @@
-"""Drafts what a constraint forces, else what prompt lookup finds and the constraint allows.
+"""Drafts the tokens that a constraint forces, or else those that prompt lookup finds and the constraint allows.
 
 Knows nothing of schedulers or tensors.
 """

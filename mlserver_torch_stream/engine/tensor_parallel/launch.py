@@ -50,7 +50,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
         other_ranks.end(0)
         group.leave()
         if isinstance(error, RuntimeError):
-            raise LoadFailed(f"{KEY}: the ranks lost each other while loading: {fate or error}") from error
+            raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
         raise
     leader = Leader(group, other_ranks)
     return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader))

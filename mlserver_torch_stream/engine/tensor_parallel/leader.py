@@ -87,7 +87,7 @@ class Leader:
     def check(self) -> None:
         """Raises RanksLost if a rank is lost."""
         if self.lost is not None:
-            raise RanksLost(f"the ranks have lost each other: {self.lost}")
+            raise RanksLost(f"the ranks have lost their connection: {self.lost}")
 
     def watch_loss(self, on_loss: OnLoss) -> None:
         """Calls ``on_loss`` once, on any thread, if its object still lives; at once if the ranks are lost already."""
@@ -106,7 +106,7 @@ class Leader:
             self._over.set()
             self.lost = self._other_ranks.fate(_FATE_SECONDS) or why
             listeners = self._listeners
-        logger.error("The ranks have lost each other: %s", self.lost)
+        logger.error("The ranks have lost their connection: %s", self.lost)
         self._other_ranks.kill()
         for listener in listeners:
             if (on_loss := listener()) is not None:

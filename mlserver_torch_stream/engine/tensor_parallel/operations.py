@@ -1,4 +1,4 @@
-"""Spells what rank 0 tells the other ranks as 32-bit numbers: operations, and the batch of a forward.
+"""Encodes the messages of rank 0 to the other ranks as 32-bit numbers: operations, and the batch of a forward.
 
 Knows nothing of how bytes travel. An operation's numbers come after its kind and their count; a batch is its token ids,
 block tables and copies, after the counts of each.

@@ -28,7 +28,7 @@ _FRAME = 16384
 
 
 class RankGroup:
-    """``size`` ranks, of which this is number ``rank``. Blocks until all are connected."""
+    """Connects ``size`` ranks; this process is number ``rank``. Blocks until all are connected."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank

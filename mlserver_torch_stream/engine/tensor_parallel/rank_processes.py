@@ -16,13 +16,13 @@ from collections.abc import Callable
 MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
 
 OnEnd = Callable[[str], None]
-"""Gets a text such as ``rank 1 was killed by SIGKILL``, on a thread of its own."""
+"""Is called with a text such as ``rank 1 was killed by SIGKILL``, on a separate thread."""
 
 
 class RankProcesses:
     """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    ``size`` is 1 if a launcher has started the other ranks: then the launcher watches and ends them.
+    ``size`` is 1 if a launcher such as torchrun has started the other ranks: then the launcher watches and ends them.
     Raises OSError if a process cannot be started.
     """
 

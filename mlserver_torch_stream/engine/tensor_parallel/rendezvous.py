@@ -64,7 +64,7 @@ def _form_launched(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, Ra
     if started != size:
         raise LoadFailed(f"{KEY}: {size} ranks are wanted and {started} were started")
     if _GROUP_USED.is_set():
-        raise LoadFailed(f"{KEY}: these ranks have had their model: start all processes anew")
+        raise LoadFailed(f"{KEY}: these ranks have loaded a model before: start all processes again")
     group = find_launched(environ)
     _GROUP_USED.set()
     return group, RankProcesses(1, 0)

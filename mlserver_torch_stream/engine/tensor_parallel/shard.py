@@ -109,7 +109,7 @@ def _has_kernels(findings: SelfCheckResult, cache_dir: Path) -> bool:
     try:
         open_kernels(cache_dir, open_attention_library)
     except NoKernels as error:
-        logger.warning("no attention kernels, torch attends: %s", error)
+        logger.warning("the attention kernels are not used, torch computes attention: %s", error)
         return False
     return True
 

@@ -71,7 +71,7 @@ class AnswerParser:
         return parts + self._answer(text)
 
     def flush(self) -> list[Part]:
-        """Returns what is held back, when the answer ends."""
+        """Returns the text that is still held back, when the answer ends."""
         parts: list[Part] = []
         if self._reasoning is not None and not self._reasoning.over:
             parts, text = self._reasoning.flush()

@@ -1,4 +1,4 @@
-"""Names what a parser finds in an answer: pieces of reasoning, of text, and of tool calls.
+"""Defines the parts that a parser finds in an answer: pieces of reasoning, of text, and of tool calls.
 
 Knows nothing of tokens or events.
 """
@@ -45,7 +45,7 @@ class CallParser(Protocol):
     def push(self, text: str) -> list[Part]: ...
 
     def flush(self) -> list[Part]:
-        """Returns what is held back, when the answer ends."""
+        """Returns the text that is still held back, when the answer ends."""
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

@@ -1,7 +1,7 @@
 """Finds out how a model writes reasoning and tool calls: from the settings, from what its tokenizer declares, or from
 its chat template's text.
 
-Knows nothing of what is done with what an answer says.
+Knows nothing of answers.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str |
     except (ValueError, TypeError, KeyError) as error:
         if tool_parser == TEMPLATE:
             raise SettingsError(f"tool_parser: no response_template: {error}") from error
-        logger.warning("the tokenizer's response_template is left out: %s", error)
+        logger.warning("the tokenizer's response_template is not used: %s", error)
         return None
     return None if template.calls is None and shown is not None and tool_parser == AUTO else template
 

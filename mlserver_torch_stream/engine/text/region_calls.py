@@ -163,7 +163,7 @@ class RegionCalls(MarkedCalls):
 
 
 class NamelessReader(ArgumentsReader):
-    """Reads the arguments of a function whose name stands before them."""
+    """Reads the arguments of a function whose name is written before them."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -13,14 +13,14 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 
 class RegionSink(Protocol):
-    """Is told of the regions in the order of the text. ``raw`` is what begins or ends a region in the text."""
+    """Receives the regions in the order of the text. ``raw`` is what begins or ends a region in the text."""
 
     def opened(self, field: str, raw: str, captures: Mapping[str, str]) -> None: ...
 
     def said(self, field: str, text: str) -> None: ...
 
     def closed(self, field: str, raw: str) -> None:
-        """``raw`` is empty where the answer ends within the region."""
+        """A region has ended. ``raw`` is empty if the answer ended within the region."""
 
 
 class RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has no types

@@ -40,7 +40,8 @@ class AnswerTemplate:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
-        """None if the answer's text has a mark too, or those of the reasoning are patterns or several."""
+        """The marks of the reasoning; None if the text has a mark too, or if the marks are patterns or more than
+        one."""
         regions = {self.meanings[name]: region for name, region in self.fields.items()}
         region = regions.get(_REASONING, {})
         begin, end = region.get("open"), region.get("close")
@@ -151,7 +152,8 @@ class TemplateParser:
 
 
 def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """With a field for the text between regions, where it has none. The start of a message does not belong to it."""
+    """Returns the template with a field for the text between regions, if it has none. The start of a message does not
+    belong to it."""
     fields = dict(declared["fields"])
     if all("open" in region or "open_pattern" in region for region in fields.values()):
         anchor = {"close": declared["start_anchor"]} if "start_anchor" in declared else {}

@@ -1,4 +1,4 @@
-"""Finds the bytes that each token of a tokenizer stands for, as log-probabilities show them.
+"""Finds the bytes of each token of a tokenizer, which replies with log-probabilities show.
 
 Knows nothing of texts: a token may be a part of a character, and text that joins tokens may drop a leading space.
 """

@@ -128,7 +128,7 @@ class MarkedCalls:
         self._reader, self._state = reader, state
 
     def _call(self, char: str) -> bool:
-        """Within a call: gives what is certain of it."""
+        """Within a call: returns the part of it that is certain."""
         reader = self._reader
         assert reader is not None
         if not reader.push(char):

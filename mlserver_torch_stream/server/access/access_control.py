@@ -36,7 +36,7 @@ class AccessControl:
             raise SettingsError(f"{PREFIX}API_KEYS_FILE: {error}") from None
 
     def without_keys(self) -> AccessControl:
-        """For a port with a token of its own: the certificate alone."""
+        """For a port that checks its own token: only the certificate is checked."""
         other = AccessControl()
         other.tls = self.tls
         return other

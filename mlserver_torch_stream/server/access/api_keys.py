@@ -32,7 +32,7 @@ class ApiKeys:
             raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
     def accept(self, authorizations: Sequence[str]) -> bool:
-        """Whether these values of ``Authorization`` are one, and that is the bearer of a key."""
+        """Whether there is exactly one value of ``Authorization``, and it is ``Bearer`` and a valid key."""
         self._follow_the_file()
         if len(authorizations) != 1:
             return False
@@ -55,7 +55,7 @@ class ApiKeys:
             logger.info(f"The keys in {self._path} were read again: there are {len(self._digests)}")
         except (OSError, SettingsError) as error:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
-            logger.error(f"The keys in {self._path} cannot be read again, the last ones count: {reason}")
+            logger.error(f"The keys in {self._path} cannot be read again, so the keys read last stay valid: {reason}")
 
     def _file_version(self) -> tuple[int, int, int, int]:
         """What differs when the file has been written, or another one, perhaps of the same age, has taken its place."""

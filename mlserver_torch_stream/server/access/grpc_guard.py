@@ -22,7 +22,8 @@ async def _refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerCont
 
 
 def _asks_each_time(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
-    """Reads no further message once the key counts no longer: what is being answered is answered, then it refuses."""
+    """Stops reading messages when the key is no longer valid. Requests in flight are answered; then the call is
+    refused."""
 
     async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         refused = False
@@ -69,7 +70,7 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class GuardedAio:
-    """The part of ``grpc.aio`` that MLServer creates its server with."""
+    """Stands in for ``grpc.aio``, from which MLServer takes the function that creates its server."""
 
     def __init__(self, access: AccessControl) -> None:
         self._access = access

@@ -30,7 +30,7 @@ class OpenEndpoints:
     page: Set[str] = frozenset()  # the paths of its files
 
     def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
-        """``path`` as the routes are matched with: decoded, without the server's root path."""
+        """Whether a REST path needs no key. ``path``: decoded, without the server's root path."""
         if method in _READING and (path in self.page or _REST_HEALTH.fullmatch(path)):
             return True
         if method in _READING and self.metrics and path == metrics_endpoint:

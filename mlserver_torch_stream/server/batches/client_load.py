@@ -45,7 +45,7 @@ class ClientLoad:
         self._tell()
 
     def ended(self, model: str, sequences: int, *, answered: bool) -> None:
-        """``answered``: its first token was told of."""
+        """A request has ended. ``answered``: it had got its first token."""
         self.waiting_prompts -= not answered
         self._sequences[model] -= sequences
         if not any(self._sequences.values()):

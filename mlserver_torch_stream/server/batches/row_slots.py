@@ -35,14 +35,14 @@ class RowSlots:
         self._timer: asyncio.TimerHandle | None = None  # until the first of those that wait is overdue
 
     def ask(self, sequences: int) -> RowTurn:
-        """A turn for a row of so many sequences."""
+        """Returns the turn of a row of so many sequences."""
         turn = RowTurn(self, sequences)
         self._waiting.append(turn)
         self.look()
         return turn
 
     def look(self) -> None:
-        """Lets rows in as far as they may."""
+        """Gives slots to waiting rows, as many as clients leave free."""
         while self._waiting and self._may_start(self._waiting[0].sequences):
             self._let_in()
         if self._waiting and self._timer is None:
@@ -96,7 +96,7 @@ class RowTurn(RequestObservers, RequestObserver):
         self.overdue = False  # it stands in the engine's queue as a client's request does
 
     def close(self) -> None:
-        """The row has left. Idempotent."""
+        """Frees the row's slots. Idempotent."""
         self.admitted.cancel()
         self._slots.release(self)
 

@@ -21,7 +21,7 @@ _UNSET = f"{SETTING} is not set: files and batches need a folder or a bucket, su
 
 
 class BatchService:
-    """``why_off``: why there are no files and batches; None if there are."""
+    """``why_off``: the reason why there are no files and batches; None if there are."""
 
     def __init__(self, url: str, models: RowModels, lifecycle: Lifecycle) -> None:
         self.why_off: str | None = None if url else _UNSET

@@ -73,7 +73,7 @@ class BaseRuntime(MLModel, ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Why the model is not ready."""
+        """The reason why the model is not ready."""
         return self._slot.trouble or (None if self._loaded else "it is loading")
 
     @property

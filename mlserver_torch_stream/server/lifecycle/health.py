@@ -37,7 +37,7 @@ def add_routes(server: RESTServer, lifecycle: Lifecycle) -> None:
 
 
 class _HealthRoute(Route):
-    """Answers for the whole server and for models of ours; MLServer's own route answers for other models."""
+    """Answers for the whole server and for models of this package; MLServer's own route answers for other models."""
 
     def __init__(self, path: str, data_plane: DataPlane, lifecycle: Lifecycle) -> None:
         super().__init__(path, self._answer, name=_NAME)

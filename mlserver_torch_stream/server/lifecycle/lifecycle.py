@@ -22,11 +22,11 @@ _ENGINE_STOP_TIMEOUT = 0.5
 
 
 class Drainable(Protocol):
-    """An engine or a pool of workers, as far as the lifecycle uses it."""
+    """The part of an engine, or of a pool of workers, that the lifecycle uses."""
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not ready; None if it is ready."""
+        """The reason why it is not ready; None if it is ready."""
 
     def drain(self, why: str) -> None:
         """Refuses new requests with this reason; running requests continue."""
@@ -39,7 +39,7 @@ class Drainable(Protocol):
 
 
 class Member:
-    """One model of ours, from before its load until its last request has ended."""
+    """One model of this package, from before its load until its last request has ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class Lifecycle:
 
     @property
     def shutdown_reason(self) -> str | None:
-        """Why the process takes no more requests; None while it takes them."""
+        """The reason why the process accepts no more requests; None while it accepts them."""
         return self._shutdown_reason
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
@@ -90,7 +90,7 @@ class Lifecycle:
         self._shutdown_begun.set()
 
     def skip_grace(self) -> None:
-        """Ends the waiting for routers and for streams that still run."""
+        """Ends the waits for routers and for running streams."""
         self._grace_skipped.set()
 
     async def unless_shutdown(self, work: Awaitable[Any]) -> None:

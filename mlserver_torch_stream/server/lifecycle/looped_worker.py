@@ -24,10 +24,10 @@ class LoopedWorker(Worker):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Makes the workers that start from now on looped ones. Idempotent."""
+    """Makes MLServer start looped workers from now on. Idempotent."""
     pool.Worker = _create
 
 
 def _create(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
-    """A worker with an environment of its own is MLServer's: this package may be missing there."""
+    """A worker with another Python environment stays MLServer's: this package may be missing there."""
     return (LoopedWorker if env is None else Worker)(settings, responses, env)

@@ -50,7 +50,7 @@ class ModelSlot(Member, Generic[B]):
 
     @property
     def trouble(self) -> str | None:
-        """Why the model is not ready; None if it is ready."""
+        """The reason why the model is not ready; None if it is ready."""
         if LIFECYCLE.shutdown_reason is not None:
             return LIFECYCLE.shutdown_reason
         if self.retired:

@@ -41,7 +41,7 @@ class RegistryLock:
             mine.set()
 
     def covers(self, subject: ModelSettings | str) -> bool:
-        """Whether these settings, or this name, are those of a model of ours."""
+        """Whether these settings, or this name, belong to a model of this package."""
         if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
             return True
         name = _name_of(subject)

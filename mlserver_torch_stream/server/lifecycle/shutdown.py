@@ -1,4 +1,4 @@
-"""Shuts an MLServer with models of ours down: not ready, then no new work, then aborts, then MLServer's own stop.
+"""Shuts down an MLServer with models of this package: not ready, no new work, aborts, and then MLServer's own stop.
 
 Knows nothing of engines. A server without our models and without a port of ours ends as stock MLServer does.
 """

@@ -1,1 +1,1 @@
-"""TorchServe's management API on a port of its own."""
+"""TorchServe's management API, on its own ports."""

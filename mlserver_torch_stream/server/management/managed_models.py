@@ -50,7 +50,7 @@ class ManagedModels:
     # --- what there is ---
 
     def urls(self) -> dict[str, str]:
-        """The names of all models, and of the default version of each where its archive comes from."""
+        """The names of all models, each with the place of its default version's archive."""
         defaults = (find_model(self._registry, name, None) for name in sorted(self._registry._models))
         return {model.name: self._url(model) for model in defaults if model is not None}
 
@@ -117,7 +117,7 @@ class ManagedModels:
             ) from None
 
     def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
-        """Returns at once. A failure is in the log."""
+        """Scales in the background and returns at once. A failure is logged."""
         self._find_scalable(name, version)
         self._run(self.scale(name, version, least, most, grace))
 
@@ -136,7 +136,7 @@ class ManagedModels:
         default_version.mark(registry, model)
 
     async def unregister(self, name: str, version: str | None) -> None:
-        """Returns after the requests in flight, or after the server's grace for them."""
+        """Unregisters a model. Returns when its requests in flight have ended, or after the server's grace for them."""
         model = self.find(name, version)
         if model is find_model(self._registry, name, None) and len(self.versions(name)) > 1:
             raise ManagementRefusal(

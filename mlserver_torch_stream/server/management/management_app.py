@@ -1,4 +1,4 @@
-"""TorchServe's management API over HTTP: paths and their parameters in, JSON out.
+"""Answers the HTTP requests of TorchServe's management API with JSON.
 
 Knows nothing of how models are loaded or scaled.
 """

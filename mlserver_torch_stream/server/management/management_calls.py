@@ -48,7 +48,8 @@ class ManagementCalls:
     async def describe(
         self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]
     ) -> Descriptions:
-        """``customized``: with what the handler says of itself. ``headers``: those that it sees."""
+        """``customized``: include the handler's description of itself. ``headers``: the headers that the handler
+        sees."""
         if version == _ALL:
             return [self.models.describe(model) for model in self.models.versions(name)]
         model = self.models.find(name, version)

@@ -17,7 +17,7 @@ _BEARER = re.compile(r"Bearer\s+(\S+)")
 
 
 def read_token(options: ServerOptions) -> str | None:
-    """None where no request needs a token. Raises SettingsError where there is none and none is said to be needed."""
+    """None if no request needs a token. Raises SettingsError if there is no token and tokens are not switched off."""
     if options.disable_token_authorization:
         return None
     token = options.management_token

@@ -55,7 +55,7 @@ _ENGINE_COUNTERS = {
     "steadily, raise `kv_cache_memory` or lower `max_num_seqs`",
     "draft_tokens": "Tokens that prompt lookup drafted (the setting `speculative`)",
     "accepted_draft_tokens": "Drafted tokens that were right; divided by `draft_tokens`, the acceptance rate",
-    "forced_tokens": "Tokens that the form of an answer left no choice about, which took no step of their own",
+    "forced_tokens": "Tokens that a constraint left no choice about; they take no step of their own",
     "cancelled_sequences": "Sequences whose client disconnected",
     "timed_out_sequences": "Sequences that timed out, in the queue or later",
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",

@@ -28,7 +28,7 @@ _REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 3
 
 
 class Duration:
-    """How often something happened, and how long it took in all."""
+    """The number of times that something happened, and the seconds that it took in all."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -75,7 +75,7 @@ class ModelRequests:
 
 
 class RequestMetrics:
-    """By model and version of loaded models; a client cannot add one."""
+    """The counts of requests, by model and version of loaded models; a client cannot add a model."""
 
     def __init__(self) -> None:
         self._models: dict[Labels, ModelRequests] = {}

@@ -94,7 +94,7 @@ class TimedRequest(ABC):
 
 
 class ServerRequestObserver(TimedRequest, RequestObserver):
-    """Observes one request. ``streaming``: events before an error were sent already, so the error does not fail it."""
+    """Observes one request. ``streaming``: after the first event, an error does not change the status."""
 
     def __init__(self, record: RequestRecord, *, streaming: bool) -> None:
         super().__init__(record)

@@ -14,7 +14,7 @@ from mlserver_torch_stream.server.observability.request_log import RequestLog
 
 @dataclass
 class RequestSinks:
-    """None stands for a sink that is switched off."""
+    """A sink that is None is switched off."""
 
     log: RequestLog | None = None
     tracer: Tracer | None = None

@@ -1,1 +1,1 @@
-"""The page at ``/``: what it consists of, and its routes. Its files are those of ``files/``."""
+"""The page at ``/``: its files, which are in ``files/``, and its routes."""

@@ -171,6 +171,6 @@ class _Download(Response):
         self._left = True
 
     def _stalled(self, scope: Scope) -> None:
-        logger.warning(f"A client has read nothing of a file for {self._stalled_after:g} s: its download is cut")
+        logger.warning(f"A client has read nothing of a file for {self._stalled_after:g} s: its download is closed")
         self._leave()
         abort(scope)

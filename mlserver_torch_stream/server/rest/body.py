@@ -35,7 +35,7 @@ class UnknownCoding(RequestError):
 
 
 class ClientLeft(Exception):
-    """The client was gone before its request was complete: nobody to answer."""
+    """The client disconnected before its request was complete, so there is nothing to answer."""
 
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
@@ -69,7 +69,7 @@ def _json_length(declared: str, size: int) -> int:
 
 
 def _as_length(declared: str) -> int | None:
-    """None for what is no number of bytes. Python converts no number of thousands of digits."""
+    """None if the text is not a number of bytes. Python cannot convert numbers of thousands of digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
 
@@ -125,7 +125,7 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Collects what a gzip body unpacks to, in pieces no larger than one byte over the bound.
+    """Decompresses a gzip body, in pieces no larger than one byte over the bound.
 
     The packed body has the same bound, as many empty members unpack to nothing.
     """
@@ -151,5 +151,5 @@ class _Gzip(_Plain):
         except Damaged as error:
             raise InvalidInput("content-encoding", f"the body {error}") from None
         if not self._packed:
-            raise InvalidInput("content-encoding", "the body is empty, which is no gzip")
+            raise InvalidInput("content-encoding", "the body is empty, which is not gzip")
         return super().whole()

@@ -168,14 +168,14 @@ class _EndpointRequest:
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def _find(self, name: str, version: str | None) -> None:
-        """Only a name that a model of ours has becomes the label of a metric."""
+        """Only the name of a model of this package becomes the label of a metric."""
         model = await self._endpoint.data_plane._model_registry.get_model(name, version)
         if getattr(model, "streams_tokens", False):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
             raise ModelNotFound(name, version)
         if "model_name" not in self._path and not hasattr(self._model, "generator"):
-            raise InvalidInput("model", f"{name} generates no tokens, it takes no request on this path")
+            raise InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
 
     async def _choose(self, body: JsonObject) -> None:
         """Finds the spelling, the model and the kind of reply that the body asks for."""
@@ -188,7 +188,7 @@ class _EndpointRequest:
             await self._find(*self._spelling.model(self._path, body))
 
     def _posted(self, whole: bytes) -> PostedBody:
-        """A JSON object, or what a model that reads bodies itself makes of it. Raises RequestError."""
+        """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
         spelled, raw = split_binary(self._headers, whole)
         if hasattr(self._model, "open_reply") and JSON_LENGTH not in self._headers:
             content_type = self._headers.get("content-type", "")
@@ -275,7 +275,7 @@ class _EndpointRequest:
 
     def _stalled(self, reply: EndpointReply) -> None:
         seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is closed")
         self._leave(reply)
         abort(self._scope)
 

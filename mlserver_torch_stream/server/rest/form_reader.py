@@ -39,7 +39,7 @@ FormEvent = PartBegan | PartPiece | PartEnded
 
 
 class FormReader:
-    """``complete``: the last boundary was read. Raises InvalidInput for what is no form."""
+    """``complete``: the last boundary was read. Raises InvalidInput if the body is not a form."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)

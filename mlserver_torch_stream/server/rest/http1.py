@@ -1,4 +1,4 @@
-"""What uvicorn does not do for two kinds of HTTP/1 clients: those that offer another protocol, and those of HTTP/1.0.
+"""Extends uvicorn for two kinds of HTTP/1 clients: those that offer another protocol, and those of HTTP/1.0.
 
 Knows nothing of what is asked or answered. It holds for every request of the REST port, as uvicorn has one protocol
 class for all of them.

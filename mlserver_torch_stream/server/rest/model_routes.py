@@ -48,7 +48,7 @@ def add_routes(server: RESTServer) -> None:
 
 
 class _ModelRoute(Route):
-    """Answers for models of ours, and for names that no model has."""
+    """Answers for models of this package, and for names that no model has."""
 
     def __init__(self, path: str, data_plane: DataPlane, read: Read) -> None:
         super().__init__(path, self._answer, name=f"torch_stream:{path}")

@@ -27,7 +27,8 @@ _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
 
 
 def add_routes(server: RESTServer) -> None:
-    """Called once for a server, before all other routes of ours: each stands before those that were added earlier."""
+    """Called once for a server, before any other route of this package is added: later routes come before earlier
+    ones."""
     router, registry = server._app.router, server._data_plane._model_registry
     router.routes[:0] = [_UnknownRoute(prefix, router, registry) for prefix in OPENAI_PREFIXES]
 

@@ -47,7 +47,7 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def first_headers(scope: Scope) -> dict[str, str]:
-    """A request's headers by their names in lower case; the first of those that come several times."""
+    """A request's headers by their names in lower case; of a header that comes several times, the first value."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))

@@ -216,6 +216,6 @@ class _Prediction:
 
     def _stalled(self, reply: PieceReply) -> None:
         seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.path.name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self.path.name}' has read nothing for {seconds:g} s: its stream is closed")
         self._leave(reply)
         abort(self._scope)

@@ -29,7 +29,7 @@ def install(server: RESTServer) -> None:
 
 
 def add(server: RESTServer, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
-    """Adds the rows whose paths the server does not have; called for each model of ours."""
+    """Adds the rows whose paths the server does not have yet. Called for each model of this package."""
     router, data_plane = server._app.router, server._data_plane
     known = {route.path for route in router.routes if isinstance(route, _OurRoute)}
     router.routes[:0] = [

@@ -1,4 +1,4 @@
-"""One gRPC call on which every message is a request of its own, and all are answered at the same time.
+"""One gRPC call on which every message is a separate request, and all are answered at the same time.
 
 Knows nothing of how a message is answered, nor of how the call ends for its client.
 """
@@ -60,7 +60,7 @@ class MessageStream(Generic[Body]):
         self._replies.close()
 
     def _stalled(self) -> None:
-        logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is cut")
+        logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is closed")
         self._replies.close()
 
     async def _until_shutdown(self) -> AsyncIterator[bytes]:

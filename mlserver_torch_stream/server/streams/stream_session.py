@@ -100,7 +100,7 @@ class StreamSession:
             self._replies.close()
 
     async def _messages(self, *, only_first: bool) -> AsyncIterator[InferenceRequest | None]:
-        """None stands for the first message, which has been read."""
+        """None means the first message, which has been read already."""
         yield None
         if not only_first:
             async for payload in until(self._inflight.refusing, self._payloads):
@@ -116,7 +116,7 @@ class StreamSession:
 
     def _stalled(self) -> None:
         seconds = self._stalled_after
-        logger.warning(f"A client of model '{self._name}' has read nothing for {seconds:g} s: its stream is cut")
+        logger.warning(f"A client of model '{self._name}' has read nothing for {seconds:g} s: its stream is closed")
         self.close()
 
 

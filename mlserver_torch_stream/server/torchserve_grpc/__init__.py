@@ -1,1 +1,1 @@
-"""TorchServe's gRPC service of inference, on MLServer's port and on one of its own."""
+"""TorchServe's gRPC service for inference, on MLServer's port and on its own port."""

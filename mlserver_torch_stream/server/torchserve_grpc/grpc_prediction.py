@@ -114,7 +114,7 @@ class GrpcPrediction:
         try:
             self._request.ParseFromString(self._message)
         except DecodeError as error:
-            raise InvalidInput("request", f"its bytes are no PredictionsRequest: {error}") from None
+            raise InvalidInput("request", f"its bytes are not a PredictionsRequest: {error}") from None
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")

@@ -63,7 +63,7 @@ class InferenceService:
     async def _stream(
         self, in_sequence: bool, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Every message is a request of its own. An error ends the call; where requests are of sequences, it is a
+        """Every message is a separate request. An error ends the call; where requests are of sequences, it is a
         response like any other."""
         metadata = _metadata(context)
 

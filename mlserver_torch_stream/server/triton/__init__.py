@@ -1,1 +1,1 @@
-"""Triton's gRPC service on a port of its own."""
+"""Triton's gRPC service, on its own port."""

@@ -19,8 +19,8 @@ from mlserver_torch_stream.server.rest.routes import all_models
 
 
 async def read_statistics(registry: MultiModelRegistry, name: str, version: str | None) -> JsonObject:
-    """Of one model, or of all of ours if no name is given. Raises MLServerError if there is no such model, and
-    InvalidInput if its requests are not counted here."""
+    """Statistics of one model, or of all models of this package if no name is given. Raises MLServerError if there is
+    no such model, and InvalidInput if its requests are not counted here."""
     if not name:
         return _all_statistics(filter(is_ours, all_models(registry)))
     model = await registry.get_model(name, version)

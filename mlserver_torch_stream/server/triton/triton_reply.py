@@ -1,4 +1,4 @@
-"""The replies to one message of a Triton stream: a request of its own, whose error is a message like any other.
+"""The replies to one message of a Triton stream. Each message is a separate request; an error is a message too.
 
 Knows nothing of the other messages on the stream, nor of how replies are merged.
 """
@@ -35,7 +35,7 @@ _MOST_ID_CHARACTERS = 256  # of an id that a message of an error repeats
 
 
 class OpensReplies(Protocol):
-    """A model of ours, as far as a stream uses it."""
+    """The part of a model that a stream uses."""
 
     def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
         """Raises NotServing."""
@@ -56,7 +56,7 @@ class Framed:
 
 
 class TritonReply:
-    """Reads one message and answers it. Every response bears the request's own id."""
+    """Reads one message and answers it. Every response has the id of its request."""
 
     def __init__(self, servicer: InferenceServicer, context: grpc.ServicerContext, message: bytes, index: int) -> None:
         self._servicer = servicer

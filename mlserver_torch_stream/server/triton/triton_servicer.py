@@ -1,4 +1,4 @@
-"""Triton's gRPC service: what MLServer's has too is answered by that, the rest here.
+"""Triton's gRPC service: MLServer's servicer answers the methods that it has too, and this module the others.
 
 Knows nothing of the port. Methods take and return the bytes of messages, so that bytes which are no message are refused
 like any other bad input.

@@ -1,4 +1,4 @@
-"""One ModelStreamInfer call in Triton's framing: every message is a request of its own, and all run at the same time.
+"""One ModelStreamInfer call in Triton's framing: every message is a separate request, and all run at the same time.
 
 Knows nothing of how a message is answered.
 """

@@ -72,7 +72,7 @@ class HandlerReply:
         return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
 
     def end(self) -> None:
-        """The last response is the end."""
+        """None: the last response is the end of the stream."""
 
     def _spelled(self, body: JsonObject) -> JsonObject:
         return body if self._binary is None else as_rest(body)

@@ -1,4 +1,4 @@
-"""Runs each request as a task of its own on the handler's event loop, for asyncCommunication.
+"""Runs each request as a separate task on the handler's event loop, where the model sets ``asyncCommunication``.
 
 Knows nothing of batches. A task is cancelled as soon as its client disconnects, and a task that fails fails alone.
 """

@@ -10,18 +10,18 @@ export class CallFailed extends Error {
 }
 
 const WORDS = {
-  401: "The server asks for a key, and this request had none that it takes.",
+  401: "The server needs an API key, and this request had no valid one.",
   404: "The server does not know this model.",
-  413: "The message is larger than the server takes.",
-  429: "The server has as many requests as it takes at a time.",
+  413: "The message is larger than the server accepts.",
+  429: "The server is busy: its queue of requests is full.",
   503: "The server is not ready: it is loading a model, or shutting down.",
-  504: "The server did not get to it in time.",
+  504: "The server did not answer within its time limit.",
 };
 // The server's own message says which field is wrong, or what broke; ours says what the status means.
 const OURS_FIRST = new Set([401, 429, 503, 504]);
 
 export function unreachable() {
-  return new CallFailed(0, "The server cannot be reached. Is it running, and is the network there?");
+  return new CallFailed(0, "The server cannot be reached. Check that it is running, and that the network works.");
 }
 
 export function brokenOff() {

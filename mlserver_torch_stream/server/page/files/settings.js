@@ -96,7 +96,7 @@ function readObject(text) {
   try {
     value = JSON.parse(text);
   } catch (error) {
-    throw new WrongSetting("more", `The further parameters are no JSON: ${error.message}.`);
+    throw new WrongSetting("more", `The further parameters are not JSON: ${error.message}.`);
   }
   if (value === null || typeof value !== "object" || Array.isArray(value)) {
     throw new WrongSetting("more", "The further parameters are no JSON object.");
