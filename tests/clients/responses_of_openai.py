@@ -6,28 +6,12 @@ Knows nothing of the server beyond its address. A random model answers: what has
 from __future__ import annotations
 
 import asyncio
-import enum
 import sys
 from typing import Any
 
 import openai
-import pydantic
 from openai.types import responses as types
-
-
-class Place(enum.Enum):
-    HOME = "home"
-    WORK = "work"
-
-
-class Look(pydantic.BaseModel):
-    """Looks at a place."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    place: Place
-    far: bool
-
+from typed_answers import Look
 
 _ASKED: dict[str, Any] = {"model": "tiny", "max_output_tokens": 300, "temperature": 1.0}
 _SEED: dict[str, Any] = {"extra_body": {"seed": 4}}

@@ -5,27 +5,11 @@ Knows nothing of the server beyond its address.
 
 from __future__ import annotations
 
-import enum
 import sys
 from typing import Any
 
 import openai
-import pydantic
-
-
-class Place(enum.Enum):
-    HOME = "home"
-    WORK = "work"
-
-
-class Look(pydantic.BaseModel):
-    """Looks at a place."""
-
-    model_config = pydantic.ConfigDict(extra="forbid")
-
-    place: Place
-    far: bool
-
+from typed_answers import Look
 
 _ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 1.0, "seed": 4}
 _TOOLS: Any = [openai.pydantic_function_tool(Look)]

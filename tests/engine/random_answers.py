@@ -16,7 +16,7 @@ def random_answer(compiled: CompiledConstraint, end_id: int, seed: int, most: in
     """The tokens of an answer without its end token; None if it is not over after ``most`` of them."""
     draw, matcher, tokens = random.Random(seed), compiled.matcher([end_id]), list[int]()
     while not matcher.complete and len(tokens) < most:
-        allowed = matcher.forced[:1] or np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist()
+        allowed = np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist()
         if end_id in allowed and (len(allowed) == 1 or draw.random() < _ENDS):
             return tokens
         chosen = draw.choice([token_id for token_id in allowed if token_id != end_id])

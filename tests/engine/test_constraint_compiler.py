@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, give_way
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
@@ -42,14 +43,36 @@ def test_a_constraint_is_compiled_once_and_the_oldest_are_given_up() -> None:
     assert compiler.compile(_regex("a+")) is not first
 
 
+def test_what_is_asked_for_at_the_same_time_is_compiled_once() -> None:
+    compiler = ConstraintCompiler(byte_tokenizer())
+    slow = {"type": "object", "properties": {f"a{number}": {"type": "string"} for number in range(300)}}
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(slow), "f")
+    first, *others = [each.result(30) for each in [compiler.submit(constraint) for _ in range(8)]]
+    assert all(each is first for each in others)
+    assert compiler.submit(constraint).done(), "it is known, so that no thread is needed"
+    wrong = [compiler.submit(_regex("(" * 300)) for _ in range(4)]
+    assert all(isinstance(each.exception(30), InvalidInput) for each in wrong)
+
+
 def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
     compiled = ConstraintCompiler(byte_tokenizer()).compile(_regex("(ab|cd){2}"))
     one, other = compiled.matcher([EOS]), compiled.matcher([EOS])
     letters = byte_tokenizer().convert_tokens_to_ids(list("abcd"))
     one.accept(letters[0])
-    assert one.forced == [letters[1]] and not other.forced
+    assert list(one.forced) == [letters[1]] and not other.forced
     other.accept(letters[2])
-    assert other.forced == [letters[3]] and one.forced == [letters[1]]
+    assert list(other.forced) == [letters[3]] and list(one.forced) == [letters[1]]
+
+
+@pytest.mark.parametrize("added", [0, 29])
+def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
+    """The library gives a mask of 288 bits another word, where it writes none."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(added)])
+    matcher = ConstraintCompiler(tokenizer).compile(_regex("[ab]{9}")).matcher([EOS])
+    first = matcher.mask()
+    matcher.accept(tokenizer.convert_tokens_to_ids("a"))
+    assert len(tokenizer) == 259 + added and len(matcher.mask()) == len(first) == 36
 
 
 def test_thousands_of_choices_are_kept_to() -> None:
@@ -136,6 +159,22 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> No
     assert later[1].result(30) == 2 and [each.result(30) for each in first] == [1, 1]
     assert sorted(began) == [0, 0, 2]
     assert threads.submit(lambda: 3).result(30) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
+def test_what_is_compiled_gives_way_and_what_is_compiled_next_does_not_yet() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    threads: CompileThreads[tuple[int, int]] = CompileThreads()
+    found = [
+        each.result(30) for each in [threads.submit(lambda: (priority(), give_way() or priority())) for _ in range(5)]
+    ]
+    assert found == [(priority(), priority() + 10)] * 5
+    source = Constraint(ConstraintKind.REGEX, "a{1,300}", "f")
+    compiler = ConstraintCompiler(byte_tokenizer())
+    before = priority()
+    assert compiler.compile(source) and priority() == before
 
 
 def test_a_process_ends_while_something_is_compiled() -> None:

@@ -112,6 +112,19 @@ def test_forced_tokens_take_no_step_of_their_own_and_change_no_token(
             assert after.decode_steps - before.decode_steps == len(tokens) - forced
 
 
+def test_forced_tokens_have_the_log_probabilities_that_the_model_gives_them(
+    model: PreTrainedModel, schema: CompiledConstraint, expected: list[tuple[int, ...]]
+) -> None:
+    alike = []
+    for forced in (True, False):
+        with running(model, eos_token_ids=(EOS,), drafts_forced=forced) as engine:
+            answers = _answers(engine, _asked(schema, logprobs=True))
+            assert _tokens(answers) == expected and (engine.stats().forced_tokens > 0) is forced
+            alike.append([each.logprob for answer in answers for each in answer.logprobs])
+    assert alike[0] == pytest.approx(alike[1], abs=1e-3) and len(alike[0]) == sum(map(len, expected))
+    assert len(set(alike[0])) > 30
+
+
 @pytest.mark.parametrize(
     "more",
     [

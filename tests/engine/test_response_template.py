@@ -305,10 +305,36 @@ def test_xml_arguments_have_the_types_of_the_schema(name: str) -> None:
     _, said, calls = _parse(parser, ["Wait.\n", _XML[name], "\n", _XML[name], " Done"])
     assert said == "Wait.Done" and [call[0] for call in calls] == ["look", "look"] and parser.called
     assert json.loads(calls[0][1]) == {"at": "7\n", "far": True, "n": 7}
-    broken = _XML[name].replace("</tool_call>", "and so on</tool_call>")
-    assert _parse(_parser(name), [broken]) == ("", broken, [])
     only = _parser(name, parallel=False)
     assert len(_parse(only, [_XML[name] * 2])[2]) == 1 and only.ended
+
+
+@pytest.mark.parametrize("name", _XML)
+def test_xml_arguments_come_one_by_one(name: str) -> None:
+    """Each when its end has been read. A call that breaks behind some of them is given as text too."""
+    parser = _parser(name)
+    pieces = [each for char in _XML[name] for each in parser.push(char) if isinstance(each, ToolCallDelta)]
+    assert [piece.arguments for piece in pieces if piece.arguments] == [
+        '{"at": "7\\n"',
+        ', "far": true',
+        ', "n": 7',
+        "}",
+    ]
+    broken = _XML[name].replace("</tool_call>", "and so on</tool_call>")
+    parser = _parser(name)
+    assert _parse(parser, [broken]) == ("", broken, [("look", '{"at": "7\\n", "far": true, "n": 7')])
+    assert not parser.called
+    cut, _, _ = _XML[name].partition("true")
+    parser = _parser(name)
+    assert _parse(parser, [cut]) == ("", "", [("look", '{"at": "7\\n"')]) and not parser.called
+    early = _XML[name].replace("look", "look at")
+    assert _parse(_parser(name), [early]) == ("", early, [])
+
+
+@pytest.mark.parametrize("name", _XML)
+def test_an_xml_argument_that_comes_twice_breaks_its_call(name: str) -> None:
+    twice = _XML[name].replace("far", "at")
+    assert _parse(_parser(name), [twice])[1] == twice
 
 
 def _tokenizer(folder: Path, template: dict[str, Any], chat_template: str = "{{ tools }}") -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -17,12 +18,15 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling import candidates
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.types import SamplingParameters
+from mlserver_torch_stream.types import Constraint, ConstraintKind, SamplingParameters
+from tests.engine.tiny import byte_tokenizer
 
 _SETTINGS: list[dict[str, float]] = [
     {"temperature": 1.0},
@@ -50,10 +54,16 @@ _SETTINGS: list[dict[str, float]] = [
 
 
 def _row(
-    *, seed: int = 0, vocab_size: int = 1500, sample_index: int = 0, end_ids: tuple[int, ...] = (2,), **params: Any
+    *,
+    seed: int = 0,
+    vocab_size: int = 1500,
+    sample_index: int = 0,
+    end_ids: tuple[int, ...] = (2,),
+    matcher: TokenMatcher | None = None,
+    **params: Any,
 ) -> RowSampler:
     given = SamplingParameters(**params)
-    adjuster = LogitAdjuster(given, prompt_ids=(1, 2, 3), vocab_size=vocab_size, end_ids=end_ids)
+    adjuster = LogitAdjuster(given, prompt_ids=(1, 2, 3), vocab_size=vocab_size, end_ids=end_ids, matcher=matcher)
     return RowSampler(given, adjuster, vocab_size, seed, sample_index)
 
 
@@ -288,6 +298,37 @@ def test_ends_are_held_off_until_min_tokens() -> None:
         assert set(_ids(sample(logits, [row]))) == expected
         row.accept(0)
         assert _ids(sample(logits, [row])) == [2]
+
+
+def _allowing(ids: torch.Tensor, vocab_size: int, start: Any) -> TokenMatcher:
+    """At the start of a constraint, as if these were the tokens that it allows."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[ids] = 1
+    return TokenMatcher(start.deep_copy(), (), np.packbits(bits, bitorder="little"), vocab_size, (), ())
+
+
+def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() -> None:
+    """Few of them have a table of their own: the tokens are those of a whole row whose other logits are -inf."""
+    vocab_size = 1500
+    start = ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).start
+    settings = [*_SETTINGS, {"temperature": 0.0}]
+    counts = [1, 2, 60, 127, 128, 129, 500, 1400] * len(settings)
+    logits, expected_logits = _logits(len(counts), vocab_size), torch.full((len(counts), vocab_size), -torch.inf)
+    constrained, free = [], []
+    for number, count in enumerate(counts):
+        ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(number))[:count]
+        expected_logits[number, ids] = logits[number, ids]
+        setting = settings[number % len(settings)]
+        free.append(_row(seed=number, vocab_size=vocab_size, **setting))
+        constrained.append(
+            _row(seed=number, vocab_size=vocab_size, matcher=_allowing(ids, vocab_size, start), **setting)
+        )
+    expected = _ids(sample(expected_logits, free))
+    assert _ids(sample(logits, constrained)) == expected
+    order = random.Random(0).sample(range(len(counts)), 100)
+    mixed = [constrained[i] if i % 3 else free[i] for i in order]
+    both = torch.where(torch.tensor([i % 3 > 0 for i in range(len(counts))])[:, None], logits, expected_logits)
+    assert _ids(sample(both, mixed, order)) == [expected[i] for i in order]
 
 
 def test_no_rows_no_choices() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
 from mlserver_torch_stream.protocol.parameters import check_defaults, read_defaults
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
@@ -206,7 +208,13 @@ def test_a_scalar_tensor_of_the_wrong_type_or_size_is_refused(wire: Wire, info: 
         assert caught.value.field == tensor.name
 
 
-@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "typical_p"])
+# The parameters that the meaning of ``top_p`` names.
+FILTERS = re.findall(
+    r"`(\w+)`", next(each for each in PARAMETERS if each.name == "top_p").meaning.partition("`temperature`, ")[2]
+)
+
+
+@pytest.mark.parametrize("key", FILTERS)
 def test_naming_a_sampling_parameter_means_sampling(info: ModelInfo, key: str) -> None:
     value = 1 if key != "min_p" else 0.5
     assert with_parameters(info, **{key: value}).temperature == 1.0

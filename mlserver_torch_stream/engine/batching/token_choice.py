@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from mlserver_torch_stream.engine.batching.step_results import ComputedPart, StepResult
 from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -52,7 +54,8 @@ class _Turn:
 class TokenChoice:
     """Samples the rows of all sequences at once. If that raises, it samples each sequence's rows alone.
 
-    So only the sequence at fault ends in an error.
+    So only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
+    log-probabilities are wanted.
 
     A draft is accepted where it equals the token that is sampled from the row before it. The noise of sampling depends
     on the position and the token alone, so the tokens are those that the sequence gets without drafts.
@@ -61,6 +64,7 @@ class TokenChoice:
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
         self._samplers = samplers
         self._check_devices = check_devices
+        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends with it
 
     def choose(self, result: StepResult) -> ChosenTokens:
         """Gives the unfinished sequences of a step their tokens."""
@@ -73,7 +77,7 @@ class TokenChoice:
             for sequence in computed.part.samples
             if not sequence.ended
         ]
-        while turns:
+        while turns := [open_turn for turn in turns if (open_turn := _take_forced(turn, chosen))]:
             choices = self._sample(result.logits, turns)
             turns = [
                 again for turn, choice in zip(turns, choices, strict=True) if (again := _take(turn, choice, chosen))
@@ -82,10 +86,13 @@ class TokenChoice:
 
     def prepare(self, plan: StepPlan) -> None:
         """Starts what can be computed while the forward of a plan runs: which tokens the constraints allow."""
-        for part in plan.scheduled:
-            for sequence in part.samples:
-                if sequence.sampler is not None and sequence.sampler.matcher is not None:
-                    sequence.sampler.matcher.start_mask()
+        matchers = [
+            matcher
+            for part in plan.scheduled
+            for sequence in part.samples
+            if (matcher := sequence.matcher) is not None and len(matcher.forced) <= len(part.drafts)
+        ]
+        TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _begin(self, request: RequestState) -> bool:
         """Makes the samplers of a request whose prompt is computed. Returns False if its parameters allow none."""
@@ -103,7 +110,7 @@ class TokenChoice:
         rows = [turn.row for turn in turns]
         samplers = [turn.sequence.sampler for turn in turns if turn.sequence.sampler is not None]
         try:
-            return sample(logits if rows == list(range(len(logits))) else logits[rows], samplers)
+            return sample(logits, samplers, rows)
         except Exception as error:
             if len(turns) > 1:
                 return [self._sample(logits, [turn])[0] for turn in turns]
@@ -112,6 +119,18 @@ class TokenChoice:
             logger.exception("sampling failed")
             self._check_devices()
             return [GenerationFailed(f"sampling failed: {in_short(error)}")]
+
+
+def _take_forced(turn: _Turn, chosen: ChosenTokens) -> _Turn | None:
+    """Gives a sequence the tokens that are forced. Returns the turn behind them, if there is one."""
+    sampler, following = turn.sequence.sampler, turn
+    assert sampler is not None
+    while (token_id := sampler.only_token) is not None:
+        taken = _take(following, SampledToken(token_id), chosen)
+        if taken is None:
+            return None
+        following = taken
+    return following
 
 
 def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> _Turn | None:

@@ -10,17 +10,19 @@ import logging
 import math
 import re
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from fractions import Fraction
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, give_way
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
@@ -38,7 +40,6 @@ _MOST_LEXER_STATES = 20_000
 _MOST_GRAMMAR = 100_000  # symbols
 _MULTIPLE_OF = re.compile(r'"multipleOf":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![0-9])')
 _MOST_MULTIPLE = 10_000  # takes some 0.1 s; 100,000 takes seconds
-_WORKERS = 2  # threads; most masks take less than 0.1 ms
 _MOST_REASON = 300  # characters
 
 _Key = tuple[Constraint, ReasoningMarks | None]
@@ -50,14 +51,15 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._prepared: LLTokenizer | str | None = None  # a str: why there is none
+        self._preparing = Lock()
         self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
-        self._lock = Lock()
-        self._workers = ThreadPoolExecutor(_WORKERS, "token-masks")  # its threads end with it
+        self._compiling: dict[_Key, Future[CompiledConstraint]] = {}
+        self._lock = Lock()  # of the two
         self._threads: CompileThreads[CompiledConstraint] = CompileThreads()
 
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary, which holds all threads up for 0.3 to 1 s: so it is done while the model loads."""
-        with self._lock:
+        with self._preparing:
             if self._prepared is None:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
@@ -67,24 +69,38 @@ class ConstraintCompiler:
 
         The future may raise InvalidInput, which names the constraint's field.
         """
-        return self._threads.submit(lambda: self._known(constraint, behind))
+        key = (constraint, behind)
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+        if kept is None:
+            return self._threads.submit(lambda: self._compiled_once(key))
+        known: Future[CompiledConstraint] = Future()
+        known.set_result(kept)
+        return known
 
     def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
         """Blocks until it is compiled. Raises InvalidInput."""
         return self.submit(constraint, behind).result()
 
-    def _known(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
-        key = (constraint, behind)
+    def _compiled_once(self, key: _Key) -> CompiledConstraint:
+        """Compiles a constraint, unless another thread does so already: then it waits for that one."""
         with self._lock:
             if key in self._kept:
-                self._kept.move_to_end(key)
                 return self._kept[key]
-        compiled = self._compile(constraint, behind)
+            others, mine = self._compiling.get(key), Future[CompiledConstraint]()
+            if others is None:
+                self._compiling[key] = mine
+        if others is not None:
+            return others.result()
+        finish(mine, lambda: self._compile(*key))
         with self._lock:
-            self._kept[key] = compiled
+            del self._compiling[key]
+            if mine.exception() is None:
+                self._kept[key] = mine.result()
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        return compiled
+        return mine.result()
 
     def _compile(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
         tokenizer = self.prepare()
@@ -103,12 +119,15 @@ class ConstraintCompiler:
             grammar = self._grammar(constraint, behind, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
+        give_way()  # up to seconds follow
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        forced = _checked(start, constraint.field)
-        behind_forced = start.deep_copy()
-        behind_forced.consume_tokens(forced)
-        _checked(behind_forced, constraint.field)  # this and the first mask find most of what is too complex
-        return CompiledConstraint(start, forced, tokenizer.vocab_size, tuple(tokenizer.eos_tokens), self._workers)
+        first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
+        if forced := start.compute_ff_tokens():
+            behind_forced = start.deep_copy()
+            behind_forced.consume_tokens(forced)
+            first = _checked_mask(behind_forced, tokenizer.vocab_size, constraint.field)
+        # The two masks find most of what is too complex.
+        return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first, tuple(tokenizer.eos_tokens))
 
     def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
         from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
@@ -150,13 +169,12 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
         return f"is not possible with this model, whose tokenizer is of an unknown kind ({_reason(str(error))})"
 
 
-def _checked(matcher: LLMatcher, field: str) -> list[int]:
-    """Returns the tokens that must come next. Raises InvalidInput if nothing can, or if that is too complex."""
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
+    """Returns which tokens may come next. Raises InvalidInput if none may, or if that is too complex."""
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise InvalidInput(field, _reason(matcher.get_error()))
-    return list(matcher.compute_ff_tokens())
+    return np.frombuffer(mask, dtype=np.uint8, count=mask_bytes(vocab_size))
 
 
 def _least_multiple(source: str) -> int:

@@ -5,8 +5,10 @@ Knows nothing of logits, nor of how the constraint was written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,81 +21,131 @@ if TYPE_CHECKING:
 TokenMask = np.ndarray[Any, np.dtype[np.uint8]]
 """One bit for each token, the lowest bit of a byte first; 1 if the token may come next."""
 
-
 _MOST_REASON = 200  # characters
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """The length of the masks that the library writes; those that it returns may be longer."""
+    return (vocab_size + 31) // 32 * 4
 
 
 class TokenMatcher:
     """What the constraint allows after the tokens that were accepted. All its methods run on the engine's thread.
 
-    ``complete``: nothing can follow, so that the sequence ends. ``forced`` are the tokens that must come next, one
-    after the other; empty where there is a choice.
+    ``forced`` are the tokens that must come next, one after the other; empty where there is a choice. The library's
+    matcher is behind them already, so that the mask of the token behind them can be computed at any time.
     """
 
     def __init__(
         self,
         matcher: LLMatcher,
-        forced: Sequence[int],
+        forced: Iterable[int],
+        first: TokenMask,
         vocab_size: int,
         eos_ids: Collection[int],
         end_ids: Collection[int],
-        workers: Executor,
     ) -> None:
-        """``eos_ids``: the end tokens of the matcher's tokenizer. ``end_ids``: the tokens that end this sequence."""
+        """``matcher`` stands behind ``forced``, where it allows ``first``. ``eos_ids`` are the end tokens of its
+        tokenizer, ``end_ids`` the tokens that end this sequence.
+        """
         self._matcher = matcher
-        self._bytes = (vocab_size + 31) // 32 * 4
+        self._bytes = len(first)
         self._eos_ids = [token_id for token_id in eos_ids if token_id not in end_ids]
         self._end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
-        self._workers = workers
-        self._mask: Future[TokenMask] | None = None
-        self.complete = False
-        self.forced = forced
+        self._mask: TokenMask | None = first
+        self._computing: Future[None] | None = None
+        self._stopped = matcher.is_stopped()
+        self.forced = deque(forced)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow, so that the sequence ends."""
+        return self._stopped and not self.forced
 
     def accept(self, token_id: int) -> None:
         """Follows a token that was chosen. Raises GenerationFailed if the constraint became too complex to follow."""
+        if self.forced:
+            forced = self.forced.popleft()
+            assert token_id == forced, "nothing else was possible"
+        elif token_id not in self._end_ids:
+            self._follow(token_id)
+
+    def _follow(self, token_id: int) -> None:
         self._settle()
         self._mask = None
-        if token_id in self._end_ids:
-            return
-        self._matcher.consume_token(token_id)
-        self._check()
-        self.complete = self._matcher.is_stopped()
-        self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []
-        if not self.forced and not self.complete:
-            self.forced = self._matcher.compute_ff_tokens()
+        self._consume([token_id])
+        if not self._stopped and (forced := self._matcher.compute_ff_tokens()):
+            self.forced.extend(forced)
+            self._consume(forced)
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
         """Returns the drafts up to the first one that the constraint does not allow."""
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, self.forced, strict=False)))
+        if right < len(self.forced):
+            return drafts[:right]
         self._settle()
-        return drafts[: self._matcher.validate_tokens(list(drafts))]
-
-    def start_mask(self) -> None:
-        """Begins to compute the mask of the next token on another thread, unless it is forced."""
-        if self._mask is None and not self.forced:
-            self._mask = self._workers.submit(self._compute_mask)
+        return drafts[: right + self._matcher.validate_tokens(list(drafts[right:]))]
 
     def mask(self) -> TokenMask:
         """Returns which tokens may come next. Raises GenerationFailed if that is too complex to compute."""
-        self.start_mask()
-        return self._compute_mask() if self._mask is None else self._mask.result()
+        mask: TokenMask
+        if self.forced:
+            mask = np.zeros(self._bytes, dtype=np.uint8)
+            _allow(mask, self.forced[0])
+            return mask
+        self._settle()
+        if self._mask is None:
+            self._compute()
+        self._check()
+        assert self._mask is not None
+        if not self._matcher.is_accepting():
+            return self._mask
+        mask = self._mask.copy()
+        for token_id in self._eos_ids:
+            mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        for token_id in self._end_ids:
+            _allow(mask, token_id)
+        return mask
+
+    @property
+    def _lacks_mask(self) -> bool:
+        return self._mask is None and self._computing is None and not self._stopped
 
     def _settle(self) -> None:
         """Waits until no other thread uses the matcher."""
-        if self._mask is not None:
-            self._mask.exception()
+        if self._computing is not None:
+            self._computing.exception()
+            self._computing = None
 
-    def _compute_mask(self) -> TokenMask:
+    def _compute(self) -> None:
         mask = np.zeros(self._bytes, dtype=np.uint8)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._mask = mask
+
+    def _consume(self, token_ids: list[int]) -> None:
+        self._matcher.consume_tokens(token_ids)
         self._check()
-        if self._matcher.is_accepting():
-            for token_id in self._eos_ids:
-                mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
-            for token_id in self._end_ids:
-                mask[token_id // 8] |= np.uint8(1 << token_id % 8)
-        return mask
+        self._stopped = self._matcher.is_stopped()
 
     def _check(self) -> None:
         if self._matcher.is_error():
             why = self._matcher.get_error().partition("\n")[0][:_MOST_REASON]
             raise GenerationFailed(f"the answer cannot be kept to its constraint: {why}")
+
+    @staticmethod
+    def start_masks(matchers: Sequence[TokenMatcher], worker: Executor) -> None:
+        """Begins to compute the masks behind the forced tokens on another thread, one after the other."""
+        lacking = [matcher for matcher in matchers if matcher._lacks_mask]
+        if lacking:
+            computing = worker.submit(_compute_all, lacking)
+            for matcher in lacking:
+                matcher._computing = computing
+
+
+def _compute_all(matchers: Sequence[TokenMatcher]) -> None:
+    for matcher in matchers:
+        matcher._compute()
+
+
+def _allow(mask: TokenMask, token_id: int) -> None:
+    mask[token_id // 8] |= np.uint8(1 << token_id % 8)

@@ -19,6 +19,10 @@ _Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
 NO_IDS: _Ids = np.zeros(0, dtype=np.int64)
 NO_FLOATS: _Floats = np.zeros(0, dtype=np.float32)
+NO_TOKEN = -1
+_FEW = 128  # tokens
+_BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1  # of each byte of a mask
+_CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,26 @@ class RowEdits:
     forced: Sequence[int]
     banned: Sequence[int]
     allowed: TokenMask | None = None
+
+
+def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
+    """Returns the tokens that a row's mask allows, int64 [128], padded with ``NO_TOKEN``.
+
+    None if they are more, or if anything else is done to the row.
+    """
+    if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
+        return None
+    if np.count_nonzero(edits.allowed) > _FEW:
+        return None
+    at = np.flatnonzero(edits.allowed)
+    byte, bit = np.nonzero(_BITS[edits.allowed[at]])
+    known = 8 * at[byte] + bit
+    known = known[known < vocab_size]
+    if len(known) > _FEW:
+        return None
+    ids = np.full(_FEW, NO_TOKEN, dtype=np.int64)
+    ids[: len(known)] = known
+    return ids
 
 
 def adjust_rows(work: torch.Tensor, rows: Sequence[int], edits: Sequence[RowEdits]) -> None:
@@ -70,9 +94,9 @@ def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
         return
     width = work.shape[1]
     if work.device.type == "cpu":
-        for row, mask in allowed.items():  # numpy's unpacking is ten times as fast as shifts
-            impossible = np.unpackbits(~mask, bitorder="little")[:width].view(np.bool_)
-            np.copyto(work[row].numpy(), -np.inf, where=impossible)
+        for row, mask in allowed.items():  # four times as fast as unpacked bits that say where -inf goes
+            logits = work[row].numpy()
+            np.minimum(logits, _CEILINGS.take(mask, axis=0).ravel()[:width], out=logits)
         return
     masks = _sent(work, np.stack(list(allowed.values())))
     bits = (masks[:, :, None] >> torch.arange(8, device=work.device, dtype=torch.uint8)) & 1

@@ -25,29 +25,34 @@ _WIDTHS = (_HEAD, 1024)
 _TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
 
 
-def draw(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
-    """Returns one token id for each row, or ``FAILED``.
+def draw(work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None) -> list[int]:
+    """Returns one column for each row, or ``FAILED``.
 
-    ``work``, float32 [n, V], are the adjusted logits before the temperature. Each filter keeps the same set as that of
-    transformers, but keeps all values tied at a boundary, so that the set depends on the row alone.
+    ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
+    the columns, if those are not the vocabulary. Each filter keeps the same set as that of transformers, but keeps all
+    values tied at a boundary, so that the set depends on the row alone.
     """
     vocab_size = work.shape[1]
     chosen = [_WIDER] * len(rows)
     for width in (*(w for w in _WIDTHS if w < vocab_size), vocab_size):
-        _resolve(work, rows, chosen, width)
+        _resolve(work, rows, chosen, width, ids)
     tail = [i for i, token_id in enumerate(chosen) if token_id == _TAIL]
     if tail:
         _store(chosen, tail, _draw_tail(work[from_host(tail, work.device)], [rows[i] for i in tail]))
     return chosen
 
 
-def _resolve(work: torch.Tensor, rows: Sequence[RowSampler], chosen: list[int], width: int) -> None:
+def _resolve(
+    work: torch.Tensor, rows: Sequence[RowSampler], chosen: list[int], width: int, ids: torch.Tensor | None
+) -> None:
     """Draws the rows without a token for which the ``width`` largest logits can be enough."""
     everything = width == work.shape[1]
     todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
     if todo:
-        some = work if len(todo) == len(rows) else work[from_host(todo, work.device)]
-        _store(chosen, todo, _draw_among(some, [rows[i] for i in todo], width))
+        if len(todo) < len(rows):
+            at = from_host(todo, work.device)
+            work, ids = work[at], None if ids is None else ids[at]
+        _store(chosen, todo, _draw_among(work, [rows[i] for i in todo], width, ids))
 
 
 def _may_fit(row: RowSampler, width: int) -> bool:
@@ -65,14 +70,14 @@ def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
         chosen[i] = token_id
 
 
-def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int) -> torch.Tensor:
-    """Draws among the ``width`` largest logits of each row. Returns token ids or markers, int64 [n]."""
-    values, ids = work.topk(width, dim=-1)
+def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids: torch.Tensor | None) -> torch.Tensor:
+    """Draws among the ``width`` largest logits of each row. Returns columns or markers, int64 [n]."""
+    values, columns = work.topk(width, dim=-1)
     top = values[:, :1]
     temperature = _column(work, [row.temperature for row in rows])
     scaled = (values - top) / temperature
     weights = scaled.exp()
-    rest = _rest(work, rows, ids, top, temperature)
+    rest = _rest(work, rows, columns, top, temperature)
     keep = scaled >= _floor(scaled, weights, rest, rows)
     open_ended = keep[:, -1] & (scaled[:, -1] > -torch.inf) & (width < work.shape[1])
     _keep_typical(keep, scaled, rows)
@@ -83,9 +88,9 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int) -> t
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
     keys = [row.noise_key for row in rows]
-    scores = (scaled + gumbel(keys, ids)).masked_fill_(~keep, -torch.inf)
-    best, column = scores.max(dim=-1)
-    drawn = ids.gather(1, column[:, None])[:, 0]
+    noise = gumbel(keys, columns if ids is None else ids.gather(1, columns))
+    best, place = (scaled + noise).masked_fill_(~keep, -torch.inf).max(dim=-1)
+    drawn = columns.gather(1, place[:, None])[:, 0]
     if width < work.shape[1]:
         beyond = rest + (weights * ~keep).sum(dim=-1)
         drawn = torch.where(free & (_tail_score(keys, beyond) > best), _TAIL, drawn)

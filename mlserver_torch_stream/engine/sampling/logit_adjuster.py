@@ -6,6 +6,7 @@ Knows nothing of the batch, the temperature or the random numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -70,21 +71,32 @@ class LogitAdjuster:
         if self.matcher is not None:
             self.matcher.accept(token_id)
 
+    @property
+    def only_token(self) -> int | None:
+        """The token that the constraint forces; None where there is a choice, or where that token is banned."""
+        if self.matcher is None or not self.matcher.forced:
+            return None
+        forced, _ = self._forced_and_banned()
+        return forced[0] if forced else None
+
+    def _forced_and_banned(self) -> tuple[Sequence[int], Sequence[int]]:
+        forced, banned = self._rules.of(self._accepted)
+        if self.matcher is None and forced:  # it leaves none of the others
+            return forced, banned
+        banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
+        banned += self._end_ids if self._accepted < self._min_tokens else []
+        next_forced = () if self.matcher is None else islice(self.matcher.forced, 1)
+        return [token_id for token_id in next_forced if token_id not in banned], banned
+
     def edits(self) -> RowEdits:
         """Returns the changes that the sequence's next logits get before sampling."""
-        forced, banned = self._rules.of(self._accepted)
-        if self.matcher is not None:
-            forced = []
-        if not forced:  # it leaves none of the others
-            banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
-            banned += self._end_ids if self._accepted < self._min_tokens else []
+        forced, banned = self._forced_and_banned()
         bias_ids, added = (NO_IDS, NO_FLOATS) if self._bias is None else self._bias
-        seen_ids, counts = (NO_IDS, NO_FLOATS) if self._seen is None else self._seen.arrays()
-        subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
-        allowed = None
-        if self.matcher is not None:
-            forced = [token_id for token_id in self.matcher.forced[:1] if token_id not in banned]
-            allowed = None if forced else self.matcher.mask()
+        seen_ids, subtracted = NO_IDS, NO_FLOATS
+        if self._seen is not None:
+            seen_ids, counts = self._seen.arrays()
+            subtracted = np.float32(self._frequency) * counts + np.float32(self._presence) * (counts > 0)
+        allowed = None if self.matcher is None or forced else self.matcher.mask()
         return RowEdits(bias_ids, added, seen_ids, subtracted, self._repetition, forced, banned, allowed)
 
 

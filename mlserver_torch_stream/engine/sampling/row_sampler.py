@@ -40,6 +40,11 @@ class RowSampler:
         return self.adjuster.matcher
 
     @property
+    def only_token(self) -> int | None:
+        """The next token, where it is known without logits."""
+        return None if self.wants_logprob else self.adjuster.only_token
+
+    @property
     def noise_key(self) -> int:
         """The key of this position's random numbers."""
         return derive_key(self._key, self._position)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.devices import from_host, to_host
-from mlserver_torch_stream.engine.sampling.adjust_rows import adjust_rows
+from mlserver_torch_stream.engine.sampling.adjust_rows import NO_TOKEN, RowEdits, adjust_rows, few_allowed
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.errors import GenerationFailed
@@ -27,19 +27,22 @@ class SampledToken:
     logprob: TokenLogprob | None = None
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowSampler]) -> list[SampledToken | GenerationFailed]:
+def sample(
+    logits: torch.Tensor, rows: Sequence[RowSampler], at: Sequence[int] | None = None
+) -> list[SampledToken | GenerationFailed]:
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
-    ``logits``, [B, V], have any float dtype and device, and stay as they are. V is at least the ``vocab_size`` of the
-    rows, which is that of one model; logits beyond are padding. A row whose logits hold NaN, or no token to choose,
-    fails alone.
+    ``logits``, [B, V], have any float dtype and device, and stay as they are; ``at`` says which of them each row has,
+    if they are not one for each in order. V is at least the ``vocab_size`` of the rows, which is that of one model;
+    logits beyond are padding. A row whose logits hold NaN, or no token to choose, fails alone.
     """
     if not rows:
         return []
+    places = list(range(len(rows)) if at is None else at)
     with torch.inference_mode():
         raw = logits[:, : rows[0].vocab_size]
-        token_ids = _choose(_adjusted(raw, rows), rows)
-        logprobs = _logprobs(raw, rows, token_ids)
+        token_ids = _choose_all(raw, places, rows)
+        logprobs = _logprobs(raw, places, rows, token_ids)
     return [
         SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
         for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True)
@@ -57,26 +60,49 @@ def _nothing_to_choose(row: RowSampler) -> str:
     )
 
 
-def _adjusted(raw: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Returns the logits as float32 after the adjustments of each row; copies them only if that is needed."""
-    work = raw.float()
-    changing = [i for i, row in enumerate(rows) if row.adjuster.active]
-    if changing and work.dtype == raw.dtype:
+def _choose_all(raw: torch.Tensor, places: list[int], rows: Sequence[RowSampler]) -> list[int]:
+    """Rows that a constraint allows few tokens have a table of their own, whose columns are those tokens."""
+    edits = [row.adjuster.edits() if row.adjuster.active else None for row in rows]
+    few = {}
+    if raw.device.type == "cpu":  # to another one the tokens would be sent in every step
+        few = {i: ids for i, each in enumerate(edits) if (ids := few_allowed(each, raw.shape[1])) is not None}
+    many = [i for i in range(len(rows)) if i not in few]
+    chosen: dict[int, int] = {}
+    if many:
+        work = _adjusted(raw, [places[i] for i in many], [edits[i] for i in many])
+        chosen.update(zip(many, _choose(work, [rows[i] for i in many]), strict=True))
+    if few:
+        ids = torch.from_numpy(np.stack(list(few.values())))
+        work = raw[torch.tensor([places[i] for i in few])[:, None], ids].float()
+        columns = _choose(work.masked_fill_(ids == NO_TOKEN, -torch.inf), [rows[i] for i in few], ids)
+        for (i, allowed), column in zip(few.items(), columns, strict=True):
+            chosen[i] = column if column == FAILED else int(allowed[column])
+    return [chosen[i] for i in range(len(rows))]
+
+
+def _adjusted(raw: torch.Tensor, places: list[int], edits: Sequence[RowEdits | None]) -> torch.Tensor:
+    """Returns these rows of the logits as float32, after their edits; copies them only if that is needed."""
+    work = (raw if places == list(range(len(raw))) else raw[from_host(places, raw.device)]).float()
+    changing = [i for i, each in enumerate(edits) if each is not None]
+    if changing and work.data_ptr() == raw.data_ptr():
         work = work.clone()
     if changing:
-        adjust_rows(work, changing, [rows[i].adjuster.edits() for i in changing])
+        adjust_rows(work, changing, [each for each in edits if each is not None])
     return work
 
 
-def _choose(work: torch.Tensor, rows: Sequence[RowSampler]) -> list[int]:
+def _choose(work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None) -> list[int]:
+    """Returns a column for each row, or ``FAILED``. ``ids`` are the tokens of the columns, if not the vocabulary."""
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):
         return _argmax(work)
     if not greedy:
-        return draw(work, rows)
+        return draw(work, rows, ids)
     sampled = [i for i, row in enumerate(rows) if not row.greedy]
+    at = from_host(sampled, work.device)
+    drawn = draw(work[at], [rows[i] for i in sampled], None if ids is None else ids[at])
     chosen = dict(zip(greedy, _argmax(work[from_host(greedy, work.device)]), strict=True))
-    chosen.update(zip(sampled, draw(work[from_host(sampled, work.device)], [rows[i] for i in sampled]), strict=True))
+    chosen.update(zip(sampled, drawn, strict=True))
     return [chosen[i] for i in range(len(rows))]
 
 
@@ -91,13 +117,15 @@ def _argmax(work: torch.Tensor) -> list[int]:
     return chosen
 
 
-def _logprobs(raw: torch.Tensor, rows: Sequence[RowSampler], token_ids: list[int]) -> list[TokenLogprob | None]:
+def _logprobs(
+    raw: torch.Tensor, places: list[int], rows: Sequence[RowSampler], token_ids: list[int]
+) -> list[TokenLogprob | None]:
     """Returns log-probabilities under the raw logits, for the rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:
         return found
-    table = raw[from_host(asking, raw.device)].float().log_softmax(dim=-1)
+    table = raw[from_host([places[i] for i in asking], raw.device)].float().log_softmax(dim=-1)
     chosen = from_host([token_ids[i] for i in asking], raw.device)
     top = table.topk(max(rows[i].top_logprobs for i in asking), dim=-1)
     own, indices, found_values = to_host(table.gather(1, chosen[:, None])[:, 0], top.indices, top.values)

@@ -25,10 +25,10 @@ class Drafter:
 
     def drafts(self, sequence: SequenceState, running: int) -> Sequence[int]:
         """Returns the drafts of a sequence beside which ``running - 1`` others decode."""
-        matcher = None if sequence.sampler is None else sequence.sampler.matcher
+        matcher = sequence.matcher
         if matcher is not None and matcher.forced and self._drafts_forced:
             self._forced.add(sequence)
-            return matcher.forced
+            return tuple(matcher.forced)
         self._forced.discard(sequence)
         found = () if self._lookup is None else self._lookup.drafts(sequence, running)
         return found if matcher is None or not found else matcher.prefix(found)

@@ -1,4 +1,5 @@
-"""Reads the tool calls in the regions of a ``response_template``: JSON as it comes, other spellings when it is whole.
+"""Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
+spellings when they are whole.
 
 Knows nothing of where regions begin and end. What is no call is given as text, with the marks around it.
 """
@@ -17,13 +18,13 @@ from mlserver_torch_stream.engine.text.answer_parts import Part
 from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, ArgumentsReader, CallKeys, CallReader
 from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE
 from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls, call_id
-from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 _FIELD = "tool_calls"
 _CAPTURED = re.compile(r"\{(\w+)\}")
 _INSIDE = re.compile(r"\{content\.(\w+)\}")
 _CONTENT = "{content}"
 _TAG = re.compile(r"</?\w+>")
+_LAST_TAG = re.compile(r"</\w+>\Z")
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a region that is no call
 
 
@@ -32,7 +33,7 @@ class RegionSpelling:
     """How the calls stand in a region. ``keys``: as JSON objects with these, in a list if they are ``listed``.
 
     ``capture``: as the arguments alone; the group of this name in the pattern that begins the region is the
-    function's name. Neither: ``template`` alone can tell.
+    function's name. Neither: ``template`` alone can tell. ``closing``: what ends each argument, where it has ``tags``.
     """
 
     template: Mapping[str, Any]
@@ -40,6 +41,7 @@ class RegionSpelling:
     keys: CallKeys | None = None
     listed: bool = False
     tags: re.Pattern[str] | None = field(default=None, compare=False)
+    closing: str = ""
 
     def parse(self, raw: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Returns name and arguments of each call in a whole region; nothing if it has anything else too."""
@@ -60,7 +62,11 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
     region = template["fields"][_FIELD]
     content, each = region.get("content", "text"), bool(region.get("transform_each"))
     if content == "xml-inline":
-        return RegionSpelling(template, tags=re.compile(region["content_args"]["tag_pattern"], re.DOTALL))
+        pattern = region["content_args"]["tag_pattern"]
+        closing = _LAST_TAG.search(pattern)
+        return RegionSpelling(
+            template, tags=re.compile(pattern, re.DOTALL), closing="" if closing is None else closing[0]
+        )
     if content != "json" or region.get("content_args"):
         return RegionSpelling(template)
     function = (region.get("transform") or {}).get("function")
@@ -94,16 +100,17 @@ class RegionCalls(MarkedCalls):
         self._tools = tools
         self._captures: Mapping[str, str] = {}
         self._listed = False  # in a list that has not ended
+        self._given = ""  # of the arguments of a call that is not whole
 
     def open(self, raw: str, captures: Mapping[str, str]) -> None:
-        self._captures, self._listed = captures, False
+        self._captures, self._listed, self._given = captures, False, ""
         self._raw, self._state = raw, self._first
 
     def close(self, raw: str) -> list[Part]:
         """``raw`` ends the region; without it the answer ends, which cuts off a call that has begun."""
         self._raw += raw
         if self._state == self._whole:
-            self._parse()
+            self._parse(cut_off=not raw)
         elif self._state == self._text:
             self._say(raw)
         elif self._begun and not raw:
@@ -138,6 +145,12 @@ class RegionCalls(MarkedCalls):
         return FUNCTION_NAME.fullmatch(name) is not None and self._call(char)
 
     def _whole(self, char: str) -> bool:
+        closing = self._spelling.closing
+        if closing and self._raw.endswith(closing):
+            calls = self._spelling.parse(self._raw, self._tools)
+            if len(calls) == 1 and calls[0][1].startswith(self._given):
+                name, arguments = calls[0]
+                self._give_arguments(name, arguments.removesuffix("}"))
         return True
 
     def _behind(self, char: str) -> bool:
@@ -151,15 +164,23 @@ class RegionCalls(MarkedCalls):
             return True
         return False
 
-    def _parse(self) -> None:
+    def _parse(self, *, cut_off: bool) -> None:
         calls = self._spelling.parse(self._raw, self._tools)
-        if not calls:
-            self._give_up(self._raw)
+        if not calls or not calls[0][1].startswith(self._given):
+            if self._begun and cut_off:
+                self.broken = True
+            else:
+                self._give_up(self._raw)
+            return
         for name, arguments in calls if self._parallel else calls[:1]:
-            self._parts += [ToolCallDelta(self.called, self._new_id(), name)]
-            self._parts += [ToolCallDelta(self.called, arguments=arguments)]
-            self.called += 1
+            self._give_arguments(name, arguments)
+            self._given = ""
             self._complete()
+
+    def _give_arguments(self, name: str, arguments: str) -> None:
+        """Gives what is new of the arguments so far."""
+        self._give(name, arguments.removeprefix(self._given))
+        self._given = arguments
 
 
 class NamelessReader(ArgumentsReader):

@@ -134,15 +134,19 @@ class MarkedCalls:
         if not reader.push(char):
             return False
         piece = reader.take()
-        if piece and not self._begun:
-            self._begun = True
-            self._parts.append(ToolCallDelta(self.called, self._new_id(), reader.name))
-            self.called += 1
         if piece:
-            self._parts.append(ToolCallDelta(self.called - 1, arguments=piece))
+            self._give(reader.name, piece)
         if reader.complete:
             self._complete()
         return True
+
+    def _give(self, name: str | None, piece: str) -> None:
+        """Gives a piece of a call's arguments, behind its name if that is not given yet."""
+        if not self._begun:
+            self._begun = True
+            self._parts.append(ToolCallDelta(self.called, self._new_id(), name))
+            self.called += 1
+        self._parts.append(ToolCallDelta(self.called - 1, arguments=piece))
 
     def _complete(self) -> None:
         self._begun, self._reader = False, None

@@ -1,7 +1,8 @@
 """MLServer's inference workers, which other runtimes' models run in, with an event loop that uvloop 0.22 does not make.
 
-MLServer 1.7's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a loop when
-asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started.
+MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a loop
+when asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. In MLServer's main
+branch the worker makes its loop itself, and passes it on.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from mlserver.parallel.worker import Worker
 class LoopedWorker(Worker):  # type: ignore[misc]
     """A worker is a new interpreter, which is told the name of this class and imports it from here."""
 
-    def _ignore_signals(self) -> None:
-        asyncio.set_event_loop(asyncio.new_event_loop())
-        super()._ignore_signals()
+    def _ignore_signals(self, *loop: asyncio.AbstractEventLoop) -> None:
+        if not loop:
+            asyncio.set_event_loop(asyncio.new_event_loop())
+        super()._ignore_signals(*loop)
 
 
 def install() -> None:

@@ -1,0 +1,21 @@
+"""The class that answers and the arguments of calls are read into by the scripts of several clients."""
+
+from __future__ import annotations
+
+import enum
+
+import pydantic
+
+
+class Place(enum.Enum):
+    HOME = "home"
+    WORK = "work"
+
+
+class Look(pydantic.BaseModel):
+    """Looks at a place."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    place: Place
+    far: bool

@@ -1,0 +1,61 @@
+"""What clients are told whose constraints take too long to compile: too complex, or others are being compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream import generation
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
+from mlserver_torch_stream.errors import InvalidInput, QueueFull
+from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.types import Constraint, ConstraintKind, GenerationRequest, ModelInfo, Prompt, TextPrompt
+from tests.test_generation_threads import Engine
+
+
+class Codec:
+    """Compiles for as long as ``held`` is not set; keeps which constraints it has begun with."""
+
+    def __init__(self) -> None:
+        self.held = threading.Event()
+        self.begun: list[str] = []
+        self._threads: CompileThreads[Any] = CompileThreads()
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        return (1,)
+
+    def submit(self, constraint: Constraint, behind: Any = None) -> Future[Any]:
+        def work() -> None:
+            self.begun.append(constraint.source)
+            self.held.wait(30)
+
+        return self._threads.submit(work)
+
+
+def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are compiled at a time: they are too complex, the third one's client may try again."""
+    monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 0.3)
+    codec, engine = Codec(), Engine()
+    generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
+
+    def start(name: str) -> Any:
+        constraint = Constraint(ConstraintKind.REGEX, name, "structured_outputs.regex")
+        return generator.start(GenerationRequest(name, (TextPrompt("a"),), constraint=constraint), lambda stream: None)
+
+    async def run() -> None:
+        *slow, late = await asyncio.gather(*map(start, ("first", "second", "third")), return_exceptions=True)
+        for error in slow:
+            assert isinstance(error, InvalidInput) and error.field == "structured_outputs.regex"
+            assert "takes too long to compile" in error.message
+        assert isinstance(late, QueueFull) and late.status == 429
+        assert "structured_outputs.regex: others are being compiled" in str(late)
+        codec.held.set()
+        await start("fourth")
+
+    asyncio.run(run())
+    assert codec.begun == ["first", "second", "fourth"] and len(engine.submitted) == 1
