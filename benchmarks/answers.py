@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison."""
+    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. 0 is greedy."""
 
     prompt: str
     prompt_tokens: int
     new_tokens: int
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@
     mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
     loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
     copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
+    prose        one stream after another that goes on with a page of a book: what prompt lookup is not for
+    prose-drawn  the same, with a temperature of 0.8
 
 Knows no server: it is given an endpoint.
 """
@@ -19,6 +21,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks import load
 from benchmarks.answers import Answer, Ask, check_all
@@ -29,9 +32,11 @@ from benchmarks.prompts import Prompts
 from benchmarks.recording import Recording
 
 DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p2000", "p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16")
+_DRAWN = 0.8  # the temperature of prose that is drawn
 _SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(
-    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)|(?P<copy>copy)"
+    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
+    r"|(?P<copy>copy)|(?P<prose>prose)(?P<drawn>-drawn)?"
 )
 
 
@@ -83,9 +88,9 @@ class Case:
         match = _match(self.name)
         if match["mix"]:
             return await self._mix(endpoint, pid, sweep)
-        if match["copy"]:
-            asked = [[self._copy(sweep, wave)] for wave in range(self.scale.wave_streams)]
-            return await self._waves(endpoint, pid, asked)
+        if match["copy"] or match["prose"]:
+            ask = self._copy if match["copy"] else partial(self._prose, _DRAWN if match["drawn"] else 0.0)
+            return await self._waves(endpoint, pid, [[ask(sweep, wave)] for wave in range(self.scale.wave_streams)])
         if match["loop"]:
             return await self._loop(endpoint, pid, sweep, int(match["loop"]))
         if match["late"]:
@@ -158,6 +163,9 @@ class Case:
         twice = f"{text}\n\n{text}\n\n"
         return Ask(twice, self.prompts.count(twice), self.scale.new_tokens)
 
+    def _prose(self, temperature: float, *label: object) -> Ask:
+        return Ask(*self.prompts.passage(self.scale.prompt_tokens, *label), self.scale.new_tokens, temperature)
+
     def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
         return Ask(*self.prompts.text(tokens, self.name, *label), new or self.scale.new_tokens)
 
@@ -181,6 +189,8 @@ def describe(name: str) -> str:
         return "a mix of lengths, random arrivals"
     if match["copy"]:
         return "alone, repeating its prompt"
+    if match["prose"]:
+        return "alone, prose" + (f" at temperature {_DRAWN}" if match["drawn"] else "")
     if match["loop"]:
         return f"{match['loop']} always in flight, a mix of lengths"
     if match["late"]:

@@ -33,7 +33,8 @@ class GrpcEndpoint:
             ask.prompt.encode()
         )
         message.parameters["max_tokens"].int64_param = ask.new_tokens
-        message.parameters["temperature"].int64_param = 0
+        message.parameters["temperature"].string_param = str(ask.temperature)  # V2 has no fractional parameters
+        message.parameters["seed"].int64_param = 1
         message.parameters["ignore_eos"].bool_param = True
         return bytes(message.SerializeToString())
 

@@ -28,7 +28,8 @@ from benchmarks.forwards import Column
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import load_weights
+from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward

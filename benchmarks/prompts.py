@@ -19,6 +19,7 @@ silent narrow golden distant broken gentle hidden wooden frozen simple curious a
 beside between through against without before after during toward along across near the a every another some many
 few their our its this that and but because while until although where when which
 """
+_ENGLISH = Path(__file__).parent / "english.txt"
 _SLACK = 1  # 127 to 129 tokens are a prompt of 128
 
 
@@ -41,6 +42,13 @@ class Prompts:
             if abs((count := self.count(text)) - tokens) <= _SLACK:
                 return text, count
         raise ValueError(f"no text of {tokens} tokens with this tokenizer")
+
+    def passage(self, tokens: int, *label: object) -> tuple[str, int]:
+        """English prose from some place on, and how many tokens it has."""
+        ids = self._tokenizer.encode(_ENGLISH.read_text(encoding="utf-8"), add_special_tokens=False).ids
+        start = random.Random(f"{self._seed} {label}").randrange(len(ids) - tokens)
+        text = self._tokenizer.decode(ids[start : start + tokens], skip_special_tokens=False)
+        return text, self.count(text)
 
     def count(self, text: str) -> int:
         """As a server counts: with the special tokens that the tokenizer adds to every text."""

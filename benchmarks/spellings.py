@@ -1,4 +1,4 @@
-"""How each kind of server is asked for exactly so many greedy tokens, and what its events say.
+"""How each kind of server is asked for exactly so many tokens, and what its events say.
 
 Knows nothing of sockets, times or processes.
 """
@@ -13,6 +13,10 @@ from typing import Any
 from benchmarks.answers import Ask
 
 
+def _sampling(ask: Ask) -> Mapping[str, Any]:
+    return {"temperature": ask.temperature, "seed": 1} if ask.temperature else {"temperature": 0}
+
+
 @dataclass(frozen=True)
 class V2Spelling:
     """MLServer's V2 ``generate_stream``: ours, and runtimes that a reader might write by hand."""
@@ -25,7 +29,7 @@ class V2Spelling:
 
     def body(self, ask: Ask) -> Mapping[str, Any]:
         tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [ask.prompt]}
-        fixed = {"max_tokens": ask.new_tokens, "ignore_eos": True, "temperature": 0}
+        fixed = {"max_tokens": ask.new_tokens, "ignore_eos": True, **_sampling(ask)}
         return {"inputs": [tensor], "parameters": fixed}
 
     def text(self, event: Mapping[str, Any]) -> str:
@@ -51,7 +55,7 @@ class OpenAISpelling:
             "model": self.model,
             "prompt": ask.prompt,
             "max_tokens": ask.new_tokens,
-            "temperature": 0,
+            **_sampling(ask),
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.extra,
@@ -69,5 +73,5 @@ class GenerationConfigSpelling(OpenAISpelling):
     """transformers serve knows no ``ignore_eos``: its generation settings come as one JSON text."""
 
     def body(self, ask: Ask) -> Mapping[str, Any]:
-        exactly = {"max_new_tokens": ask.new_tokens, "min_new_tokens": ask.new_tokens, "do_sample": False}
+        exactly = {"max_new_tokens": ask.new_tokens, "min_new_tokens": ask.new_tokens, "do_sample": ask.temperature > 0}
         return {**super().body(ask), "generation_config": json.dumps(exactly)}

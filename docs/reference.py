@@ -28,7 +28,7 @@ Rows = list[tuple[str, ...]]
 
 
 def model_settings() -> Rows:
-    from mlserver_torch_stream.settings import EngineSettings
+    from mlserver_torch_stream.engine_settings import EngineSettings
 
     rows = _fields(EngineSettings)
     return [("key", "default", "meaning"), *((_code(name), _default(field), text) for name, field, text in rows)]

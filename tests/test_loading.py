@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from mlserver_torch_stream.engine.loading.loader import ModelFiles, load_tokenizer
+from mlserver_torch_stream.engine.loading.loader import load_tokenizer
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build

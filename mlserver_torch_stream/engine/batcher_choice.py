@@ -15,21 +15,21 @@ from functools import partial
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.captured_forward import CapturedForwards
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
-from mlserver_torch_stream.engine.forward.model_forward import Way
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
-from mlserver_torch_stream.engine.kv_cache.page_counts import pages_on_host
+from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.prepared_model import PreparedModel
@@ -37,8 +37,9 @@ from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
+from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,61 @@ def choose_batcher(
 ) -> BatcherChoice:
     """``owner`` is that of ``cache_budget``. Raises LoadFailed."""
     problem = _why_serial(resolved, prepared, loaded)
-    if problem is None:
-        return _batch_continuously(resolved, prepared, loaded, samplers, owner, resources)
-    return _batch_serially(resolved, prepared, loaded, samplers, problem)
+    if problem is not None:
+        return _batch_serially(resolved, prepared, loaded, samplers, problem)
+    settings, findings, ranks, host = resolved.settings, prepared.findings, prepared.ranks, read_host()
+    spec, choice = findings.spec, prepared.choice
+    assert spec is not None and choice is not None  # as ``findings.problem`` is None
+    chunk = settings.chunked_prefill_size if findings.chunked else None
+    size = cache_budget(
+        *(findings.specs, settings.kv_cache_memory, resources, owner, host),
+        sequences=settings.max_num_seqs,
+        tokens=loaded.max_model_len,
+        step=loaded.max_model_len if chunk is None else chunk,
+        engines=settings.replicas,
+        most=sys.maxsize if ranks is None else ranks.shard.room,
+    )
+    limits = _limits(settings, prepared, spec, size, chunk)
+    context = longest_sequence(spec, limits, loaded.max_model_len)
+    if context < 2:
+        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
+        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
+        raise LoadFailed(f"parameters.extra.{key}: {why}")
+    slots = limits.max_num_seqs if spec.state_bytes else 0
+    layout = CacheLayout(loaded.model.config)
+    faults = _faults()
+    forwards = CapturedForwards(
+        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
+    )
+
+    def make() -> ContinuousBatcher:
+        cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
+        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
+        return ContinuousBatcher(
+            forward,
+            cache,
+            samplers,
+            limits,
+            spec,
+            lookup=_prompt_lookup(settings, spec, limits),
+            drafts_forced=forward is choice.forward,
+            pipeline=prepared.pipeline,
+            flights=InlineForwards(overlap=prepared.overlaps) if prepared.pipeline is None else None,
+            faults=faults,
+            check_devices=prepared.check_devices,
+        )
+
+    if len(prepared.placement) > 1:
+        spread = describe_placement(prepared.placement, findings.specs, size)
+        logger.info("Placement of %s: %s", resolved.source.name, spread)
+    origin = resolved.origins["kv_cache_memory"] if settings.kv_cache_memory else None
+    batcher = make()
+    description = (
+        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
+        f"up to {settings.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
+        f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
+    )
+    return BatcherChoice(make, batcher, context, description)
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
@@ -102,82 +155,25 @@ def _batch_serially(
     return BatcherChoice(make, make(), loaded.max_model_len, f"one request at a time ({problem})")
 
 
-def _batch_continuously(
-    resolved: ResolvedSettings,
-    prepared: PreparedModel,
-    loaded: LoadedModel,
-    samplers: SamplerFactory,
-    owner: object,
-    resources: ProcessResources,
-) -> BatcherChoice:
-    settings, findings, ranks, host = resolved.settings, prepared.findings, prepared.ranks, read_host()
-    spec, choice = findings.spec, prepared.choice
-    assert spec is not None and choice is not None  # as ``findings.problem`` is None
-    chunk = settings.chunked_prefill_size if findings.chunked else None
-    size = cache_budget(
-        *(findings.specs, settings.kv_cache_memory, resources, owner, host),
-        sequences=settings.max_num_seqs,
-        tokens=loaded.max_model_len,
-        step=loaded.max_model_len if chunk is None else chunk,
-        engines=settings.replicas,
-        most=sys.maxsize if ranks is None else ranks.shard.room,
-    )
-    on_host = HOST in findings.specs
-    budget = size.bytes_of(spec)
+def _limits(
+    settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
+) -> SchedulerLimits:
+    """``chunk``: the most tokens of prompts in a step; None for a model that takes them whole."""
+    findings, budget = prepared.findings, size.bytes_of(spec)
+    packed, on_host_alone = findings.way is Way.PACKED, set(findings.specs) == {HOST}
     # A prefix is of no use to a model that takes whole prompts, or that keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
-    limits = SchedulerLimits(
+    return SchedulerLimits(
         size.state_slots if spec.state_bytes else settings.max_num_seqs,
         chunk,
-        pages_on_host(spec, budget) if set(findings.specs) == {HOST} else size.pages,
+        pages_on_host(spec, budget) if on_host_alone else size.pages,
         budget,
-        prefix_bytes(budget, settings.prefix_cache_memory, on_host) if keeps_prefixes else 0,
+        prefix_bytes(budget, settings.prefix_cache_memory, HOST in findings.specs) if keeps_prefixes else 0,
         stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
         whole_prompts=not findings.chunked,
-        prefill_floor=1 if findings.way is Way.PACKED or isinstance(choice.forward, NativeForward) else _ROWS_FLOOR,
-        beside_budget=_beside_budget(chunk, findings),
+        prefill_floor=1 if packed or prepared.on_our_kernels else _ROWS_FLOOR,
+        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packed and on_host_alone else None,
     )
-    context = longest_sequence(spec, limits, loaded.max_model_len)
-    if context < 2:
-        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
-        raise LoadFailed(f"parameters.extra.{key}: {why}")
-    slots = limits.max_num_seqs if spec.state_bytes else 0
-    layout = CacheLayout(loaded.model.config)
-    faults = _faults()
-    forwards = CapturedForwards(
-        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
-    )
-
-    def make() -> ContinuousBatcher:
-        cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
-        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
-        return ContinuousBatcher(
-            forward,
-            cache,
-            samplers,
-            limits,
-            spec,
-            lookup=_prompt_lookup(settings, spec, limits),
-            drafts_forced=forward is choice.forward,
-            pipeline=prepared.pipeline,
-            faults=faults,
-            check_devices=prepared.check_devices,
-        )
-
-    if len(prepared.placement) > 1:
-        spread = describe_placement(prepared.placement, findings.specs, size)
-        logger.info("Placement of %s: %s", resolved.source.name, spread)
-    origin = resolved.origins["kv_cache_memory"]
-    batcher = make()
-    description = (
-        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
-        f"up to {settings.max_num_seqs} sequences at a time, "
-        f"KV cache {format_bytes(budget)} "
-        f"({origin if settings.kv_cache_memory else f'a share of what is free: {host.memory_origin}'}) "
-        f"in pages of {spec.page_size} tokens"
-    )
-    return BatcherChoice(make, batcher, context, description)
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
@@ -194,12 +190,6 @@ def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice:
     if choice.packed:
         ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
     return "".join(ways)
-
-
-def _beside_budget(chunk: int | None, findings: SelfCheckResult) -> int | None:
-    """Returns the prompt tokens of a step in which sequences decode; None: no less than of others."""
-    packed_on_host = findings.way is Way.PACKED and set(findings.specs) == {HOST}
-    return max(1, chunk // _BESIDE) if chunk is not None and packed_on_host else None
 
 
 def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:

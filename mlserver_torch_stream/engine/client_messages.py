@@ -6,8 +6,6 @@ it to the log. Knows nothing of requests.
 
 from __future__ import annotations
 
-import torch
-
 
 class StepTimeout(RuntimeError):
     """A step did not return in time. Its thread cannot be stopped, so the process has to end."""
@@ -15,6 +13,8 @@ class StepTimeout(RuntimeError):
 
 def in_short(error: BaseException) -> str:
     """Returns the end of a sentence such as ``decode failed: …``. A ``StepTimeout`` keeps its full text."""
+    import torch  # here: the scheduler does without
+
     if isinstance(error, StepTimeout):
         return str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

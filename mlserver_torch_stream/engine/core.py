@@ -330,14 +330,13 @@ class EngineCore:
         with contextlib.nullcontext() if lock is None else lock.held_by(self._batcher.progress):
             began = time.monotonic()
             self._batcher.progress.at("a step")
-            busy = self._batcher.step(self._deliver, self._between_tokens)
+            busy = self._batcher.step(self._deliver, self._poll, self._let_others_in)
             self._batcher.progress.rest()
             self._service_rate.note(time.monotonic() - began)
             return busy
 
-    def _between_tokens(self) -> None:
-        """Runs between the tokens of a long step: takes in news, and lets other engines use the cores."""
-        self._poll()
+    def _let_others_in(self) -> None:
+        """Runs between the tokens of a long step: lets other engines use the cores."""
         self._batcher.progress.rest()
         if self._fair_lock is not None:
             self._fair_lock.let_others_in()

@@ -19,17 +19,10 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import (
-    LoadedModel,
-    complete,
-    load_tokenizer,
-    locate,
-    locate_packed,
-    set_threads,
-)
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
+from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
@@ -181,7 +174,7 @@ def _start(
             settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if prepared.choice is not None and isinstance(prepared.choice.forward, NativeForward) else threads,
+        threads=1 if prepared.on_our_kernels else threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,

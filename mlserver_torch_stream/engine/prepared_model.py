@@ -19,13 +19,8 @@ from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.loader import (
-    LoadedWeights,
-    ModelFiles,
-    describe,
-    load_weights,
-    no_packed_weights,
-)
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe, load_weights
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
     describe_moves,
@@ -36,6 +31,7 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.verify_native import take_packed
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
@@ -60,6 +56,16 @@ class PreparedModel:
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
+
+    @property
+    def on_our_kernels(self) -> bool:
+        """Whether our own decoder runs, and not transformers' forward."""
+        return self.choice is not None and isinstance(self.choice.forward, NativeForward)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a forward returns while its device computes: a single GPU holds and computes all of the model."""
+        return self.device.type == "cuda" and len(self.placement) == 1 and self.placement[0].brought_to is None
 
     def check_devices(self) -> None:
         """Raises the device's own error if a device is lost."""

@@ -14,8 +14,8 @@ import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest, EngineStats, TokenStream
 from mlserver_torch_stream.engine.client_messages import StepTimeout
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
-from mlserver_torch_stream.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -5,56 +5,45 @@ Knows nothing of tensors, batches or caches.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
-from mlserver_torch_stream.engine.text.stops import StopMatcher
-from mlserver_torch_stream.types import (
-    MOST_PER_EVENT,
-    FinishReason,
-    SamplingParameters,
-    TokenEvent,
-    TokenLogprob,
-    Usage,
-    add_event,
-)
+from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
-# Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
-_MOST_TEXT = MOST_PER_EVENT // 2
+logger = logging.getLogger(__name__)
 
 
 class SequenceState:
-    """One sequence: its tokens so far, its text, and the events that are not delivered yet."""
+    """One sequence: its tokens so far, its text, and the events that are not delivered yet.
+
+    A token comes in two steps: ``accept`` takes its id, which is all that the next forward needs, and ``write`` makes
+    its text, beside that forward where the device computes by itself.
+    """
 
     def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
-        params = request.params
         self.request = request
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.last_event_taken = False  # by ``take_events``
         self.sampler: RowSampler | None = None
-        self._codec = codec
-        self._parser = None if request.answer is None else request.answer.parser()
-        marks = frozenset[int]() if request.answer is None else request.answer.marks
-        self._detokenizer = Detokenizer(codec, params.skip_special_tokens, marks)
-        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._last: FinishReason | None = None  # why the newest token is the last one, by the ids alone
+        self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
+        self._writer = AnswerWriter(index, request.params, request.answer, codec)
         self._first_token_at: float | None = None
-        self._cumulative_logprob = 0.0
-        self._reasoning_tokens = 0
-        self._pending_events: list[TokenEvent] = []
         self._error: Exception | None = None
 
     @property
@@ -67,107 +56,86 @@ class SequenceState:
         """Of an answer that has a constraint, once its prompt is computed."""
         return None if self.sampler is None else self.sampler.matcher
 
+    @property
+    def ended(self) -> bool:
+        """Whether it gets no further token. The text of its last ones may not be made yet."""
+        return self._last is not None or self.finish_reason is not None
+
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Adds the next token. If it was the last, ``finish_reason`` is set afterwards."""
+        """Adds the next token. If its id ends the sequence, ``ended`` is set afterwards."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
         self.tokens.append(token_id)
-        if logprob is not None:
-            self._cumulative_logprob += logprob.logprob
-        ends = token_id in self.request.end_ids and len(self.tokens) > self.request.params.min_tokens
-        hidden = ends and not self.request.params.include_stop_str_in_output
-        reasoned = self._reasons
-        text = "" if hidden else self._push([token_id])
-        self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
-        self._reasoning_tokens += reasoned or self._reasons
-        if ends or self._complete or self._stops.hit is not None:
-            self.finish(FinishReason.STOP)
+        self._unwritten.append(logprob)
+        if self._is_end(len(self.tokens)) or (self.matcher is not None and self.matcher.complete):
+            self._last = FinishReason.STOP
         elif len(self.tokens) >= self.request.max_tokens:
-            self.finish(FinishReason.LENGTH)
+            self._last = FinishReason.LENGTH
 
-    @property
-    def _reasons(self) -> bool:
-        return self._parser is not None and self._parser.reasons
+    def write(self) -> int:
+        """Makes the text of the new tokens, and returns how many they are.
 
-    @property
-    def _complete(self) -> bool:
-        """Whether nothing may follow: no token by the constraint, or no text behind an only call."""
-        if self._parser is not None and self._parser.ended:
-            return True
-        return self.matcher is not None and self.matcher.complete
+        If the text ends the sequence, ``finish_reason`` is set, and the tokens behind are dropped. A token whose text
+        cannot be made ends it in an error.
+        """
+        unwritten, self._unwritten = self._unwritten, []
+        known = len(self.tokens) - len(unwritten)
+        for count, logprob in enumerate(unwritten, known + 1):
+            try:
+                self._write(count, logprob)
+            except Exception as error:
+                logger.exception("the text of a token could not be made")
+                failure = GenerationFailed(f"token {self.tokens[count - 1]} failed: {in_short(error)}")
+                self.finish(FinishReason.ERROR, failure)
+            if self.finish_reason is not None:
+                del self.tokens[count:]
+                break
+        return len(self.tokens) - known
 
-    def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
-        of = self._codec.token_bytes
-        special = entry.token_id in self._codec.special_ids
-        top_tokens = tuple(of(token_id) for token_id, _ in entry.top)
-        return replace(entry, token=of(entry.token_id), top_tokens=top_tokens, special=special)
+    def _write(self, count: int, logprob: TokenLogprob | None) -> None:
+        """Makes the text of the token with this number, from 1."""
+        params = self.request.params
+        hidden = self._is_end(count) and not params.include_stop_str_in_output
+        # Stop strings count from ``min_tokens`` on, as end ids do.
+        self._writer.write(self.tokens[count - 1], logprob, hidden=hidden, stops=count > params.min_tokens)
+        if self._writer.stopped:
+            self.finish(FinishReason.STOP)
+        elif self._last is not None and count == len(self.tokens):
+            self.finish(self._last)
 
-    def _push(self, token_ids: Ids[int]) -> str:
-        """Returns the text that the ids complete and that cannot become part of a stop string."""
-        text = self._detokenizer.push(token_ids)
-        if len(self.tokens) > self.request.params.min_tokens:  # stop strings count from there on, as end ids do
-            text = self._stops.push(text)
-        return text
-
-    def _emit(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> None:
-        if self._parser is not None:
-            add_event(self._pending_events, self._event("", token_ids, logprobs))
-            self._emit_parts(self._parser.push(text))
-            return
-        add_event(self._pending_events, self._event(text[:_MOST_TEXT], token_ids, logprobs))
-        for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
-            add_event(self._pending_events, self._event(text[start : start + _MOST_TEXT]))
-
-    def _emit_parts(self, parts: Iterable[Part]) -> None:
-        for piece in (piece for part in parts for piece in short(part, _MOST_TEXT)):
-            if isinstance(piece, str):
-                event = self._event(piece)
-            elif isinstance(piece, Reasoning):
-                event = replace(self._event(), reasoning=piece.text)
-            else:
-                event = replace(self._event(), tool_calls=(piece,))
-            add_event(self._pending_events, event)
-
-    def _event(
-        self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> TokenEvent:
-        cumulative = self._cumulative_logprob if self.request.params.logprobs else None
-        return TokenEvent(self.index, text, token_ids, logprobs, cumulative)
+    def _is_end(self, count: int) -> bool:
+        """Whether the token with this number, from 1, ends the answer by its id."""
+        return self.tokens[count - 1] in self.request.end_ids and count > self.request.params.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """Ends the sequence behind the text of all its tokens, unless that has ended it."""
+        self.write()
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
         self._error = error
         if reason is FinishReason.ERROR:
             return  # the failure may be in the text
-        if self._stops.hit is None:
-            self._emit(self._stops.push(self._detokenizer.flush()))
-        if self._stops.hit is None:
-            self._emit(self._stops.flush())
-        if self._parser is not None:
-            self._emit_parts(self._parser.flush())
-            if reason is FinishReason.STOP and self._parser.called:
-                self.finish_reason = FinishReason.TOOL_CALLS
+        self._writer.flush()
+        if reason is FinishReason.STOP and self._writer.called:
+            self.finish_reason = FinishReason.TOOL_CALLS
 
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call, and nothing after the last event.
 
         While a character or a possible stop string is held back, it returns nothing either.
         """
-        if self.last_event_taken or (
-            self.finish_reason is None and not any(event.has_output for event in self._pending_events)
-        ):
+        if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
             return ()
-        events, self._pending_events = self._pending_events, []
+        events = self._writer.take()
         if self.finish_reason is not None:
             self.last_event_taken = True
-            last = events.pop() if events else self._event()
+            last = events.pop() if events else self._writer.event()
             events.append(
                 replace(
                     last,
                     finish_reason=self.finish_reason,
-                    usage=self.request.usage(len(self.tokens), self._first_token_at, self._reasoning_tokens),
+                    usage=self.request.usage(len(self.tokens), self._first_token_at, self._writer.reasoning_tokens),
                     error=self._error,
                     stop_reason=self._stop_reason(),
                 )
@@ -177,8 +145,8 @@ class SequenceState:
     def _stop_reason(self) -> int | str | None:
         if self.finish_reason is not FinishReason.STOP:
             return None
-        if self._stops.hit is not None:
-            return self._stops.hit
+        if self._writer.stop_string is not None:
+            return self._writer.stop_string
         return self.tokens[-1] if self.tokens[-1] in self.request.params.stop_token_ids else None
 
 

@@ -40,7 +40,7 @@ def test_prompts_have_their_length_and_no_common_beginning(prompts: Prompts) -> 
 
 @pytest.mark.parametrize("endpoint", ["rest", "grpc", "openai"])
 def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, endpoint: str) -> None:
-    asks = [Ask(*prompts.text(24, endpoint, index), 5 + index) for index in range(4)]
+    asks = [Ask(*prompts.text(24, endpoint, index), 5 + index, 0.8 * (index % 2)) for index in range(4)]
 
     async def run() -> list[load.Recording]:
         try:
@@ -65,7 +65,7 @@ def test_a_refused_request_is_an_error(live: Live) -> None:
         endpoint.read(recordings[0])
 
 
-@pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "mix"])
+@pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "mix", "copy", "prose", "prose-drawn"])
 def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -> None:
     figures = asyncio.run(Case(name, QUICK, prompts).run(live.endpoints["rest"], live.pid, 0))
     assert figures["tokens_per_s"] == pytest.approx(figures["new_tokens"] / figures["seconds"])

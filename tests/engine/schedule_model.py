@@ -25,11 +25,14 @@ CONTEXT = 120
 POISON = -1
 
 
+LETTERS = "abc"  # texts of the tokens that are chosen
+
+
 class Codec:
     special_ids: frozenset[int] = frozenset()
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
-        return "x" * len(ids)
+        return "".join(LETTERS[token] for token in ids)
 
 
 LOOP = asyncio.new_event_loop()
@@ -44,8 +47,9 @@ def request_of(
     is_open: bool = False,
     priority: int = 0,
     context: int = CONTEXT,
+    stop: tuple[str, ...] = (),
 ) -> RequestState:
-    sampling = SamplingParameters(max_tokens=max_tokens, n=n)
+    sampling = SamplingParameters(max_tokens=max_tokens, n=n, stop=stop)
     given = EngineRequest(tuple(prompt), sampling, open=is_open, priority=priority)
     return RequestState(given, Mailbox(LOOP, n, lambda: None), Codec(), (), context)  # type: ignore[arg-type]
 
@@ -151,8 +155,9 @@ class _InFlight:
 class ModelledEngine:
     """What the batcher does with a scheduler, less the tensors; all invariants are checked after each step."""
 
-    def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Any = None) -> None:
-        self.limits, self.spec = limits, spec
+    def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Any = None, overlap: bool = False) -> None:
+        """``overlap``: the next batches are launched before the text of the last one is made."""
+        self.limits, self.spec, self.overlap = limits, spec, overlap
         self.scheduler = Scheduler(limits, spec, drafts)
         self.forward = ModelledForward(spec)
         self.in_flight: deque[_InFlight] = deque()
@@ -185,15 +190,24 @@ class ModelledEngine:
 
     def step(self) -> StepPlan:
         """Launches as many batches as there are stages, and completes the first."""
+        first = self.launch_all()
+        assert self.in_flight or self.scheduler.open_prompts or self.idle, "an engine with work has nothing to run"
+        if self.in_flight:
+            flight = self.in_flight.popleft()
+            self.complete(flight)
+            self.check()
+            if self.overlap:
+                self.launch_all()
+            self.write(flight)
+            self.check()
+        return first
+
+    def launch_all(self) -> StepPlan:
         first = StepPlan()
         while len(self.in_flight) < self.limits.stages and (plan := self.scheduler.schedule(self.busy)):
             first = first or plan
             self.check_plan(plan)
             self.launch(plan)
-            self.check()
-        assert self.in_flight or self.scheduler.open_prompts or self.idle, "an engine with work has nothing to run"
-        if self.in_flight:
-            self.complete(self.in_flight.popleft())
             self.check()
         return first
 
@@ -259,6 +273,8 @@ class ModelledEngine:
                 self.take(part, keys)
 
     def take(self, part: ScheduledSequence, keys: list[int] | None) -> None:
+        if part.sequence.finish_reason is not None:
+            return
         index, right = part.sequence.index, 0
         if keys is not None and part.drafts:  # accepted: those that would have been chosen
             base = part.count - len(part.drafts)
@@ -277,25 +293,29 @@ class ModelledEngine:
             self.token(sequence, choice(keys[accepted - 1], sequence.index))
 
     def token(self, sequence: SequenceState, token: int) -> None:
-        if sequence.finish_reason is None:
-            sequence.tokens.append(token)
-            if len(sequence.tokens) >= sequence.request.max_tokens:
-                sequence.finish_reason = FinishReason.LENGTH
+        if not sequence.ended:
+            sequence.accept(token, None)
+
+    def write(self, flight: _InFlight) -> None:
+        for part in flight.plan.scheduled:
+            for sequence in part.samples:
+                sequence.write()
+        self.leave([part.sequence for part in flight.plan.scheduled])
 
     def leave(self, sequences: Sequence[SequenceState]) -> None:
         busy = self.busy
         requests = dict.fromkeys(sequence.request for sequence in sequences)
-        ended = [each for request in requests for each in request.sequences if each.finish_reason is not None]
+        ended = [each for request in requests for each in request.sequences if each.ended]
         self.scheduler.release([each for each in ended if each not in busy])
 
     def cancel(self, request: RequestState) -> None:
         for sequence in request.sequences:
-            sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
+            sequence.finish(FinishReason.ABORT)
         self.leave(request.sequences)
         self.check()
 
     def forget(self, sequence: SequenceState) -> None:
-        sequence.finish_reason = FinishReason.ERROR
+        sequence.finish(FinishReason.ERROR)
         self.scheduler.release([sequence], forget=True)
         self.check()
 
@@ -343,5 +363,12 @@ class ModelledEngine:
                 assert sequence.finish_reason is not None
                 count = len(sequence.tokens)
                 assert sequence.tokens == expected(request.prompt, sequence.index, count)
+                text = "".join(LETTERS[token] for token in sequence.tokens)
+                assert (sequence.finish_reason is FinishReason.STOP) == any(
+                    stop in text for stop in request.params.stop
+                )
+                assert not any(stop in text[:-1] for stop in request.params.stop), "a token behind a stop string"
+                *_, last = sequence.take_events()
+                assert last.usage is not None and last.usage.num_output_tokens == count
                 if sequence.finish_reason is FinishReason.LENGTH:
                     assert count == request.max_tokens

@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.fingerprint import weights_key
-from mlserver_torch_stream.engine.loading.loader import locate
+from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.prepared_model import prepare

@@ -16,7 +16,8 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, take_graphs
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.graph_bench import PAGE_SIZE, WIDTHS, Answers, cache_of, captured, decode_batch, filled
 from tests.engine.tape import TapeRecorder
 from tests.engine.tiny_models import VOCAB, prompt_of, reference, tiny_model

@@ -134,7 +134,7 @@ def test_weights_on_disk_give_the_same_tokens(tiny_model: Path, tmp_path: Path, 
         },
         environ={},
     )
-    built = build_engine(resolved, ProcessResources())
+    built = build_engine(resolved, resources=ProcessResources())
     try:
         assert run(together(built.engine)) == expected
         assert ("disk" in built.summary) == ("disk" in device_map.values())
@@ -182,7 +182,7 @@ def test_an_offloaded_model_is_served_serially_too(tiny_model: Path, tmp_path: P
         },
         environ={},
     )
-    built = build_engine(resolved, ProcessResources())
+    built = build_engine(resolved, resources=ProcessResources())
     try:
         events = run(collect(built.engine, [EngineRequest(REQUESTS[0][0], greedy(8))]))
         assert events[0].error is None and len(events[0].token_ids) == 8

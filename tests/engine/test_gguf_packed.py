@@ -18,7 +18,8 @@ from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_mod
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
-from mlserver_torch_stream.engine.loading.loader import load_tokenizer, locate_packed
+from mlserver_torch_stream.engine.loading.loader import load_tokenizer
+from mlserver_torch_stream.engine.loading.model_files import locate_packed
 from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS

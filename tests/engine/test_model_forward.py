@@ -9,7 +9,8 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_ho
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.page_driver import PageDriver
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
 

@@ -28,7 +28,8 @@ from mlserver_torch_stream.engine.attention.verify_attention import (
     take_attention_kernels,
 )
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from tests.engine.page_book import PageBook
 from tests.engine.tiny_models import prompt_of, reference, tiny_model

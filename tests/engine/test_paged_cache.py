@@ -9,7 +9,8 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from tests.engine.tiny_models import prompt_of, reference, tiny_model

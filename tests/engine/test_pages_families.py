@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.forward.model_forward import Way
+from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.fast_families import fast
 from tests.engine.page_driver import Driven, PageDriver
 from tests.engine.tiny_models import FAMILIES, SERIAL_FAMILIES, prompt_of, reference, tiny_model

@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def built(folder: Path, resources: ProcessResources, **extra: object) -> BuiltEngine:
-    return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), resources)
+    return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), resources=resources)
 
 
 def test_promises_never_exceed_what_there_is_and_come_back() -> None:

@@ -58,7 +58,7 @@ GROUPS = [
 ]
 
 
-def engine_from(dice: random.Random) -> ModelledEngine:
+def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine:
     """Returns an engine with memory for a few sequences, so that they are preempted often."""
     spec = CacheSpec(dice.choice([1, 2, 4, 16]), dice.choice(GROUPS), dice.choice([0, 0, 0, 40]))
     sequences, least = dice.randint(1, 7), spec.pages(dice.randint(60, CONTEXT)) + 1
@@ -75,7 +75,7 @@ def engine_from(dice: random.Random) -> ModelledEngine:
         prefill_floor=dice.choice([1, 8]),
         beside_budget=dice.choice([None, dice.randint(1, 8)]),
     )
-    return ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None)
+    return ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
 
 
 def job_from(dice: random.Random) -> Job:
@@ -92,14 +92,17 @@ def event_from(dice: random.Random) -> tuple[str, Any]:
     return event, job_from(dice) if event in ("request", "open") else dice.randint(1, 60 if event == "seal" else 12)
 
 
+STOPS: list[tuple[str, ...]] = [(), ("abba",), ("aaab", "cb")]
 TEXTS = [prompt_of(CONTEXT, seed) for seed in range(3)]
 
 
 class Visitors:
     """Turns events into what clients do to an engine."""
 
-    def __init__(self, engine: ModelledEngine) -> None:
+    def __init__(self, engine: ModelledEngine, *, stops: bool = False) -> None:
+        """``stops``: two of three requests have stop strings."""
         self.engine = engine
+        self.stops = STOPS if stops else [()]
         self.growing: list[tuple[RequestState, list[int]]] = []  # open requests, and what their prompts become
         self.number = 0
 
@@ -110,7 +113,8 @@ class Visitors:
         text, shared, own, tokens, n, priority = job
         self.number += 1
         prompt = [*TEXTS[text][:shared], *(2000 + self.number for _ in range(own))][: CONTEXT - 1]
-        request = request_of([] if is_open else prompt, tokens, n, is_open=is_open, priority=priority)
+        stop = self.stops[self.number % len(self.stops)]
+        request = request_of([] if is_open else prompt, tokens, n, is_open=is_open, priority=priority, stop=stop)
         if self.engine.add(request) and is_open:
             self.growing.append((request, prompt))
 
@@ -155,17 +159,20 @@ class Visitors:
 
 
 @settings(max_examples=int(os.environ.get("SCHEDULES", "50")), deadline=None)
-@given(seed=st.integers(0, 2**40), count=st.integers(0, 60))
-@example(seed=212656, count=26)  # a sequence resumes, and the prefix cache has all but its last token
-@example(seed=10360, count=34)  # a chunk of a sequence that resumes, likewise
-def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(seed: int, count: int) -> None:
+@given(seed=st.integers(0, 2**40), count=st.integers(0, 60), stops=st.booleans(), overlap=st.booleans())
+@example(seed=212656, count=26, stops=False, overlap=False)  # resumes; the prefix cache has all but the last token
+@example(seed=10360, count=34, stops=False, overlap=False)  # a chunk of a sequence that resumes, likewise
+def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
+    seed: int, count: int, stops: bool, overlap: bool
+) -> None:
     """No page is lost or written by two, a query sees the keys of its own tokens, and everything ends.
 
-    The model of the forward checks each read and write (`schedule_model.py`), and counts references after each step.
+    Answers end at their stop strings, also where the text of a step is made when the next one is launched. The model
+    of the forward checks each read and write (`schedule_model.py`), and counts references after each step.
     """
     dice = random.Random(seed)
-    engine = engine_from(dice)
-    visitors = Visitors(engine)
+    engine = engine_from(dice, overlap=overlap)
+    visitors = Visitors(engine, stops=stops)
     for _ in range(count):
         visitors.happens(*event_from(dice))
     engine.fail_next = None

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits

@@ -30,6 +30,8 @@ _GAUGES = (
 )
 
 Deliver = Callable[[Sequence[SequenceState]], None]
+Poll = Callable[[], object]
+"""Takes in new requests, closed streams, passed deadlines and a shutdown."""
 
 
 class Batcher(ABC):
@@ -54,8 +56,11 @@ class Batcher(ABC):
         """Frees all memory of these requests: before it returns or, in a long step, at the next token."""
 
     @abstractmethod
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
-        """Does some work; returns False if there was none. A long step calls ``poll`` once per token."""
+    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
+        """Does some work; returns False if there was none.
+
+        It may call ``poll`` in between; ``let_others_in`` lets other engines use the device between two forwards.
+        """
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -102,5 +107,5 @@ class DeadBatcher(Batcher):
     def evict(self, requests: Sequence[RequestState]) -> None:
         pass
 
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
         return False

@@ -12,20 +12,15 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
-from mlserver_torch_stream.engine.batching.step_results import (
-    NO_RESULT,
-    ComputedPart,
-    StepResult,
-    each_alone,
-    whole_result,
-)
+from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepResult, each_alone, whole_result
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultInjector
@@ -46,6 +41,8 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
+Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
@@ -63,9 +60,11 @@ class ContinuousBatcher(Batcher):
     """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``drafts_forced``: tokens that a constraint forces are computed together, which a
-    captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so the
-    error ends the thread.
+    ``step`` waits for one of them. ``flights`` runs the forwards; None: that of the pipeline, or this thread runs them.
+    Where they overlap with this thread, the next step is launched before the text of the last one is made. A sequence
+    that ends by its text is in that step in vain. ``drafts_forced``: tokens that a constraint forces are computed
+    together, which a captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so
+    the error ends the thread.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class ContinuousBatcher(Batcher):
         lookup: PromptLookup | None = None,
         drafts_forced: bool = True,
         pipeline: Pipeline | None = None,
+        flights: Flights | None = None,
         faults: FaultInjector | None = None,
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,11 +91,10 @@ class ContinuousBatcher(Batcher):
         self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
-        self._depth = 1 if pipeline is None else pipeline.depth
         self._aside = nullcontext if pipeline is None else pipeline.aside
-        self._in_flight: InlineForwards[_StepInFlight, torch.Tensor] | InFlightForwards[_StepInFlight, torch.Tensor] = (
-            InlineForwards() if pipeline is None else InFlightForwards(self._depth, pipeline.threads, cache.page_size)
-        )
+        if flights is None and pipeline is not None:
+            flights = InFlightForwards(pipeline.depth, pipeline.threads, cache.page_size)
+        self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
         self._begun: set[RequestState] = set()  # requests that were in a step
 
@@ -114,37 +113,42 @@ class ContinuousBatcher(Batcher):
         self._gauge()
 
     def close(self) -> None:
-        self._in_flight.close()
+        self._flights.close()
 
     # --- a step ---
 
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
         self._launch()
-        if not len(self._in_flight):
+        if not len(self._flights):
             return False
-        if self._depth > 1:
+        if self._flights.most > 1:
             self.progress.rest()  # while it waits for a forward
-        for step, forward in self._in_flight.completed():
-            self.progress.completed(step)
-            self.progress.at("a step")
-            self._busy -= step.sequences
-            self._complete(step, forward, deliver)
+        completed = [(step, self._complete(step, forward)) for step, forward in self._flights.completed()]
+        if self._flights.overlap:
+            poll()  # whoever has come meanwhile is in the next step, and whoever has left is not
+            self._launch()
+        for step, chosen in completed:
+            self._write(step, chosen, deliver)
         return True
 
     def _launch(self) -> None:
         """Starts the forwards of as many steps as there are stages."""
         began = time.monotonic()
         self._drop_closed()
-        while len(self._in_flight) < self._depth and (plan := self._scheduler.schedule(self._busy)):
+        while len(self._flights) < self._flights.most and (plan := self._scheduler.schedule(self._busy)):
             step = _StepInFlight(plan, began)
             self._begin(plan)
             self._choice.prepare(plan)
             self._busy |= step.sequences
-            self.progress.launched(step, *_description(plan))
-            self._in_flight.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
+            self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
+            self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
         self._gauge()  # an admitted request no longer waits, however long the step takes
 
-    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor], deliver: Deliver) -> None:
+    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
+        """Gives the sequences of a step their tokens, without text, and releases those that have ended by them."""
+        self.progress.completed(step)
+        self.progress.at("a step")
+        self._busy -= step.sequences
         result = self._fresh(self._result(step.plan, forward))
         result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
         with self._aside(result.logits.device):
@@ -153,12 +157,23 @@ class ContinuousBatcher(Batcher):
             self._scheduler.advance(part, tokens)
         self._note_drafts(step, chosen)
         self._end_spoiled(step.plan, chosen)
-        self._count(step, result, chosen)
-        requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        self._release(sequence for sequence in sequences if sequence.finish_reason is not None)
+        self._count(step, result)
+        self._release_ended(step)
+        return chosen
+
+    def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
+        """Makes the text of a step's tokens, which may end sequences, and delivers it."""
+        self.count(generation_tokens=sum(sequence.write() for sequence in chosen.sequences))
+        sequences = self._release_ended(step)
         self._gauge()  # before the events, so that their readers find correct gauges
         deliver(sequences)
+
+    def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
+        """Returns all sequences of a step's requests."""
+        requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        self._release(sequence for sequence in sequences if sequence.ended)
+        return sequences
 
     def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
         """Ends the sequences whose logits hold NaN, unless pages that another sequence wrote may have brought it."""
@@ -196,8 +211,7 @@ class ContinuousBatcher(Batcher):
             self._scheduler.recompute([part.sequence for part in plan.scheduled])
             return NO_RESULT
         except Exception as error:
-            what, _ = _description(plan)
-            logger.error("%s failed", what, exc_info=error)
+            logger.error("%s failed", plan, exc_info=error)
             self._check_devices()
             void = self._scheduler.isolate(plan.scheduled)
             result = each_alone(plan, void, self._run_alone, error)
@@ -218,7 +232,7 @@ class ContinuousBatcher(Batcher):
     def _fresh(self, result: StepResult) -> StepResult:
         """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
         ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
-        stale = [each.part.sequence for each in result.without(ended).computed if _is_stale(each)]
+        stale = [each.part.sequence for each in result.without(ended).computed if each.is_stale]
         void = self._scheduler.recompute(stale) if stale else []
         return result.without({*ended, *stale, *void})
 
@@ -247,13 +261,12 @@ class ContinuousBatcher(Batcher):
             if request.started_at is None and request.sealed:
                 request.started_at = time.monotonic()
 
-    def _count(self, step: _StepInFlight, result: StepResult, chosen: ChosenTokens) -> None:
+    def _count(self, step: _StepInFlight, result: StepResult) -> None:
         parts = [each.part for each in result.computed]
         decoding = [part for part in step.plan.scheduled if not part.prefills]
         self.count(
             prefill_tokens=sum(part.count for part in parts if part.prefills),
             decode_steps=int(not all(part.prefills for part in parts)),
-            generation_tokens=chosen.tokens,
             wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
         )
 
@@ -276,18 +289,3 @@ class ContinuousBatcher(Batcher):
 def _closed_before(sequence: SequenceState, moment: float) -> bool:
     closed_at = sequence.request.mailbox.closed_at
     return closed_at is not None and closed_at < moment
-
-
-def _is_stale(computed: ComputedPart) -> bool:
-    part, request = computed.part, computed.part.sequence.request
-    prompt = request.prompt[part.start : part.start + part.count]
-    return part.prefills and prompt != list(computed.token_ids)[: len(prompt)]
-
-
-def _description(plan: StepPlan) -> tuple[str, int]:
-    """Returns a step in words, with the tokens of its prompts."""
-    prefilled = sum(part.count for part in plan.scheduled if part.prefills)
-    decoding = sum(not part.prefills for part in plan.scheduled)
-    parts = [f"the prefill of {prefilled} tokens"] if prefilled else []
-    parts += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
-    return " and ".join(parts), max(1, prefilled)

@@ -13,20 +13,27 @@ T = TypeVar("T")
 
 
 class InlineForwards(Generic[K, T]):
-    """Runs each launched forward when it is asked for its result."""
+    """``overlap``: a forward returns before its device is done, as on a GPU, so each is called when it is launched.
 
-    def __init__(self) -> None:
-        self._launched: list[tuple[K, Callable[[], T]]] = []
+    Others take the engine's thread until they are done: each is called when it is asked for its result.
+    """
+
+    most = 1
+
+    def __init__(self, *, overlap: bool = False) -> None:
+        self.overlap = overlap
+        self._launched: list[tuple[K, Callable[[], Future[T]]]] = []
 
     def __len__(self) -> int:
         return len(self._launched)
 
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
-        self._launched.append((key, work))
+        done = _done(work) if self.overlap else None
+        self._launched.append((key, lambda: done or _done(work)))
 
     def completed(self) -> list[tuple[K, Future[T]]]:
         launched, self._launched = self._launched, []
-        return [(key, _done(work)) for key, work in launched]
+        return [(key, result()) for key, result in launched]
 
     def close(self) -> None:
         """Nothing runs any more."""

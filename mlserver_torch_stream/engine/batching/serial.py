@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
@@ -78,7 +78,7 @@ class SerialBatcher(Batcher):
                 self._open.remove(request)
         self._gauge()
 
-    def step(self, deliver: Deliver, poll: Callable[[], object]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
         for request in [request for request in self._open if request.sealed]:
             self._open.remove(request)
             self._waiting.add(request)
@@ -95,7 +95,7 @@ class SerialBatcher(Batcher):
             self._fail(request.sequences, error, deliver)
         for sequence in request.sequences:
             if not _ended(sequence):
-                self._generate(sequence, deliver, poll)
+                self._generate(sequence, deliver, poll, let_others_in)
         self._running = 0
         self._gauge()
         return True
@@ -109,7 +109,9 @@ class SerialBatcher(Batcher):
             open_prompts=len(self._open),
         )
 
-    def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Callable[[], object]) -> None:
+    def _generate(
+        self, sequence: SequenceState, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]
+    ) -> None:
         request, sampler = sequence.request, sequence.sampler
         assert sampler is not None
         self.progress.at(f"the prefill of {len(request.prompt)} tokens by generate", len(request.prompt))
@@ -121,7 +123,7 @@ class SerialBatcher(Batcher):
                 attention_mask=torch.ones_like(prompt),  # otherwise every id that equals the padding is masked
                 max_new_tokens=request.max_tokens,
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
-                stopping_criteria=[_Ended(sequence, poll)],
+                stopping_criteria=[_Ended(sequence, poll, let_others_in)],
             )
             generate() if self._pipeline is None else self._pipeline.run(generate)
         except Exception as error:
@@ -150,7 +152,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
             raise choice
         self._sampler.accept(choice.token_id)
         self._sequence.accept(choice.token_id, choice.logprob)
-        self._batcher.count(decode_steps=1, generation_tokens=1)
+        self._batcher.count(decode_steps=1, generation_tokens=self._sequence.write())
         self._deliver([self._sequence])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0
@@ -158,14 +160,16 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Polls the engine after each token, for closed streams, deadlines and shutdown."""
+    """Polls the engine after each token, and lets others in."""
 
-    def __init__(self, sequence: SequenceState, poll: Callable[[], object]) -> None:
+    def __init__(self, sequence: SequenceState, poll: Poll, let_others_in: Callable[[], None]) -> None:
         self._sequence = sequence
         self._poll = poll
+        self._let_others_in = let_others_in
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._poll()
+        self._let_others_in()
         return torch.full((1,), _ended(self._sequence), device=input_ids.device)
 
 

@@ -28,6 +28,13 @@ class ComputedPart:
     token_ids: Sequence[int]
     row: int
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the prompt became whole with other ids meanwhile."""
+        part = self.part
+        prompt = part.sequence.request.prompt[part.start : part.start + part.count]
+        return part.prefills and prompt != list(self.token_ids)[: len(prompt)]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

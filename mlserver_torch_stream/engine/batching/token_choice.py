@@ -1,6 +1,6 @@
 """Chooses the next tokens of all sequences of a step, and verifies drafts with the tokens that are chosen.
 
-Knows nothing of pages, nor of the order of forwards.
+Knows nothing of pages, of text, nor of the order of forwards.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ChosenTokens:
-    """What the sequences of a step have got: ``tokens`` of all of them together.
+    """What the sequences of a step have got: ``sequences`` are those that have new tokens.
 
     ``verified`` is how many tokens count of each part with drafts: all but the drafts that were not accepted. The
     logits of ``spoiled`` sequences hold NaN, and so may their pages: they have got no token, and have not ended.
     """
 
     verified: dict[ScheduledSequence, int]
-    tokens: int = 0
+    sequences: dict[SequenceState, None] = field(default_factory=dict)
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class TokenChoice:
             for computed in result.computed
             if not computed.part.samples or self._begin(computed.part.sequence.request)
             for sequence in computed.part.samples
-            if sequence.finish_reason is None
+            if not sequence.ended
         ]
         while turns := [open_turn for turn in turns if (open_turn := _take_forced(turn, chosen))]:
             choices = self._sample(result.logits, turns)
@@ -139,19 +139,15 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     if isinstance(choice, GenerationFailed):
         chosen.spoiled[sequence] = choice
         return None
-    chosen.tokens += 1
+    chosen.sequences[sequence] = None
     assert sequence.sampler is not None
     try:
         sequence.sampler.accept(choice.token_id)
         sequence.accept(choice.token_id, choice.logprob)
     except GenerationFailed as error:
         sequence.finish(FinishReason.ERROR, error)
-    except Exception as error:
-        logger.exception("a token could not be taken")
-        failure = GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}")
-        sequence.finish(FinishReason.ERROR, failure)
     drafts = turn.computed.part.drafts
     if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
         return None
     chosen.verified[turn.computed.part] += 1
-    return replace(turn, drafts=turn.drafts + 1) if sequence.finish_reason is None else None
+    return replace(turn, drafts=turn.drafts + 1) if not sequence.ended else None

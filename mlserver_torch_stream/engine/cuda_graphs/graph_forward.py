@@ -15,7 +15,8 @@ from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun, Graph
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
 from mlserver_torch_stream.engine.devices import from_host
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from transformers.distributed import DistributedConfig
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
-from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
-from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf, load_gguf_tokenizer
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
+from mlserver_torch_stream.engine.loading.gguf import load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
+from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_tied, read_placement
 from mlserver_torch_stream.engine.loading.quantised import (
@@ -40,13 +38,13 @@ from mlserver_torch_stream.engine.loading.quantised import (
 from mlserver_torch_stream.engine.loading.weight_share import weight_bytes, weight_share
 from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
+from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 
 
@@ -67,18 +65,6 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
-
-    ``packed``: the folder holds a GGUF file's blocks.
-    """
-
-    location: str
-    gguf_file: Path | None
-    packed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """Weights that models with the same files and devices share. An engine can replace the model's own config later."""
 
@@ -87,48 +73,12 @@ class LoadedWeights:
     description: str
 
 
-def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds the files, and converts a GGUF file if needed. Raises LoadFailed."""
-    settings, source = resolved.settings, resolved.source
-    if source.kind not in ("embedded", "gguf"):
-        return ModelFiles(source.location, None)
-    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    if _attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
-        return ModelFiles("", file)
-    folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
-    return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
-
-
-def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
-    """Finds a GGUF file whose weights are to stay packed; None if the settings do not ask for it. Raises LoadFailed."""
-    settings, source = resolved.settings, resolved.source
-    if settings.weights != "packed":
-        return None
-    if source.kind not in ("embedded", "gguf"):
-        raise no_packed_weights(f"{source.name} is no GGUF file")
-    if not _on_our_kernels(settings):
-        raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
-    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    try:
-        folder = _attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True))
-    except NotPacked as error:
-        raise no_packed_weights(str(error)) from error
-    if folder is None:
-        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=True)
-
-
-def no_packed_weights(why: str) -> LoadFailed:
-    """The error of a model whose weights were to stay packed."""
-    return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
-
-
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
-    model = _attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings))
+    model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings))
     model.eval()
     model.requires_grad_(False)
     give_contiguous_states(model)
@@ -149,7 +99,7 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             trust_remote_code=settings.trust_remote_code,
         )
 
-    tokenizer = _attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load)
+    tokenizer = attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load)
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     return tokenizer
@@ -237,26 +187,12 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     return model
 
 
-def _on_our_kernels(settings: EngineSettings) -> bool:
-    """Whether these settings let our own kernels run on the CPU, the only ones that read packed weights here."""
-    on_cpu = settings.device_map == "cpu" or (settings.device_map is None and not torch.cuda.is_available())
-    free = (settings.quantization_config, settings.max_memory, settings.offload_folder, settings.attn_implementation)
-    return (
-        on_cpu
-        and all(each is None for each in free)
-        and settings.dtype in ("auto", "bfloat16")
-        and settings.engine != "serial"
-        and settings.fast_path == "auto"
-        and settings.tensor_parallel_size == 1
-    )
-
-
 def _refuse_pickles(folder: Path) -> None:
     """Raises LoadFailed for a folder whose weights are pickles, which can hold code. A hub id is no folder."""
     suffixes = {path.suffix: path.name for path in sorted(folder.glob("*"))}
     pickle = next((suffixes[suffix] for suffix in _PICKLES if suffix in suffixes), None)
     if pickle is not None and ".safetensors" not in suffixes:
-        raise LoadFailed(f"{pickle} is a pickle, which can hold code; {_ALLOW_PICKLE}")
+        raise LoadFailed(f"{pickle} is a pickle, which can hold code; {ALLOW_PICKLE}")
 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
@@ -300,25 +236,3 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
     own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))
-
-
-def _attempt(what: str, load: Callable[[], Any]) -> Any:
-    """Runs ``load`` and turns a failure into one line, which says what the user can do."""
-    try:
-        return load()
-    except NotPacked:
-        raise
-    except LoadFailed as error:
-        raise LoadFailed(f"cannot load {what}: {error}") from None
-    except Exception as error:
-        raise LoadFailed(f"cannot load {what}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
-    if "cannot be loaded with `safetensors`" in text:
-        return f"the hub has no safetensors of it; {_ALLOW_PICKLE}"
-    sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
-    return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, in_all
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
 from mlserver_torch_stream.engine.loading.comparison import in_a_line

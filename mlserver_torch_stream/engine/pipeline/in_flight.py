@@ -27,12 +27,15 @@ class BatchAheadFailed(Exception):
 class InFlightForwards(Generic[K, T]):
     """Runs at most ``most`` forwards at once, which the caller ensures. One thread calls all its methods.
 
-    Its threads are daemons: at its end the interpreter waits for the threads of an executor, and one can hang.
+    They run beside what that thread does (``overlap``). Its threads are daemons: at its end the interpreter waits for
+    the threads of an executor, and one can hang.
     """
+
+    overlap = True
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
         """``threads``: the number of torch's threads in each forward's thread; without it, each would use all cores."""
-        self._most = most
+        self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -43,9 +46,6 @@ class InFlightForwards(Generic[K, T]):
     def __len__(self) -> int:
         return len(self._away)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._away
-
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 
@@ -54,7 +54,7 @@ class InFlightForwards(Generic[K, T]):
         ahead = [self._away[other] for other in self._ahead.add(key, batch)]
         done: Future[T] = Future()
         self._away[key] = done
-        if len(self._threads) < min(len(self._away), self._most):
+        if len(self._threads) < min(len(self._away), self.most):
             self._threads.append(
                 threading.Thread(target=self._run_forwards, name=f"stage_{len(self._threads)}", daemon=True)
             )

@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.kv_cache.page_counts import largest, size_cach
 from mlserver_torch_stream.engine.loading.host_limits import KV_SHARE
 from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
 from mlserver_torch_stream.engine.planning.model_size import ModelSize
-from mlserver_torch_stream.settings import EngineSettings
+from mlserver_torch_stream.engine_settings import EngineSettings
 
 _MOST_STREAMS = 4096
 _CHUNK = EngineSettings.model_fields["chunked_prefill_size"].default  # new tokens of a prompt at a time

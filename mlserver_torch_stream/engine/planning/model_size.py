@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward, Way
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, in_all, page_size_of
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache

@@ -37,3 +37,14 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
+
+    def __str__(self) -> str:
+        """Describes the step in words."""
+        parts = [f"the prefill of {prompts} tokens"] if (prompts := self.prompt_tokens) else []
+        decoding = sum(not part.prefills for part in self.scheduled)
+        parts += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
+        return " and ".join(parts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(part.count for part in self.scheduled if part.prefills)

@@ -29,20 +29,24 @@ class NgramIndex:
                     self._after[tuple(self._tokens[end - size :])] = end
             self._tokens.append(token)
 
+    @property
+    def matching(self) -> int:
+        """The size of the longest n-gram that ends the sequence and occurred before; 0: the newest tokens are new."""
+        return self._find()[0]
+
     def lookup(self, most: int) -> list[int]:
         """Returns at most ``most`` tokens that may follow; none where the newest tokens are new."""
-        position = self._find()
-        if position is None:
-            return []
+        size, position = self._find()
         drafts: list[int] = []
-        for index in range(position, position + most):  # a loop in the text goes on in its own drafts
+        for index in range(position, position + most) if size else ():  # a loop in the text goes on in its own drafts
             known = len(self._tokens)
             drafts.append(self._tokens[index] if index < known else drafts[index - known])
         return drafts
 
-    def _find(self) -> int | None:
+    def _find(self) -> tuple[int, int]:
+        """Returns the size of an n-gram and the position after its latest occurrence but the newest; zeros if none."""
         for size in _SIZES:
             newest = tuple(self._tokens[-size:])
             if len(newest) == size and newest in self._after:
-                return self._after[newest]
-        return None
+                return size, self._after[newest]
+        return 0, 0

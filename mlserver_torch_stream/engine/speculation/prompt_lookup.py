@@ -2,11 +2,14 @@
 
 Knows nothing of schedulers or tensors. A draft is worth its part of a step if its chance to be accepted, times what a
 token of its sequence costs without drafts, is more than the time that a further token adds to a step. Both are measured
-while the engine runs, so that it stops by itself where acceptance does not pay: in prose, or beside many sequences.
+while the engine runs, so that it stops by itself where acceptance does not pay: in prose, or beside many sequences. The
+chance is measured for each size of the n-gram that was found, as what follows a longer one is right more often: in each
+sequence, and in all together, which is where a new sequence begins.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,20 +18,35 @@ from mlserver_torch_stream.engine.speculation.ngram_index import NgramIndex
 from mlserver_torch_stream.engine.speculation.step_time import StepTime
 
 _KEPT = 0.8  # of the weight of a sequence's earlier verifications
-_FORGIVEN = 0.99  # of the weight of its rejections, for each token without drafts: it is tried again some time
+_KEPT_OF_ALL = 0.98  # of the weight of all sequences' earlier verifications
+_FORGOTTEN = 0.98  # of the weight of a sequence's verifications, for each draft that is not made
+_FORGIVEN = 0.998  # of the weight of all rejections, likewise: drafts are tried again some time
+_PRIOR = 2.0  # verifications that those of all sequences count for in the rate of one
+_MARGIN = 1.25  # a draft has to bring so many times its time: at once, it brings nothing
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Weighted counts of accepted and of rejected drafts."""
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    def note(self, drafted: int, accepted: int, kept: float) -> None:
+        self.accepted = kept * self.accepted + accepted
+        self.rejected = kept * self.rejected + (accepted < drafted)
+
+    def rate(self, prior: float = 0.0, weight: float = 0.0) -> float:
+        return (self.accepted + prior * weight) / (self.accepted + self.rejected + weight)
 
 
 @dataclass(slots=True)
 class _Drafted:
-    """A sequence's index, and its weighted counts of accepted and of rejected drafts."""
+    """A sequence's index, the size of the n-gram that its newest drafts followed, and its counts by such sizes."""
 
     index: NgramIndex = field(default_factory=NgramIndex)
-    accepted: float = 1.0
-    rejected: float = 1.0
-
-    @property
-    def rate(self) -> float:
-        return self.accepted / (self.accepted + self.rejected)
+    size: int = 0
+    counts: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))
 
 
 class PromptLookup:
@@ -37,33 +55,40 @@ class PromptLookup:
     def __init__(self, most: int) -> None:
         self._most = most
         self._drafted: dict[SequenceState, _Drafted] = {}
+        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # of all sequences
         self._time = StepTime()
 
     def drafts(self, sequence: SequenceState, running: int) -> list[int]:
         """Returns the drafts of a sequence beside which ``running - 1`` others decode."""
-        state = self._drafted.setdefault(sequence, _Drafted())
+        if (state := self._drafted.get(sequence)) is None:
+            state = self._drafted[sequence] = _Drafted()
         prompt, tokens = sequence.request.prompt, sequence.tokens
         known = len(state.index)
         state.index.extend([*prompt[known:], *tokens[max(0, known - len(prompt)) :]])
-        most = min(self._worthwhile(state.rate, running), sequence.request.max_tokens - len(tokens) - 1)
-        found = state.index.lookup(most) if most > 0 else []
-        if not found:
-            state.rejected *= _FORGIVEN
-        return found
+        state.size = size = state.index.matching
+        room = sequence.request.max_tokens - len(tokens) - 1
+        if not size or room <= 0:
+            return []
+        own, of_all = state.counts[size], self._all[size]
+        most = min(self._worthwhile(own.rate(of_all.rate(), _PRIOR), running), room)
+        if not most:
+            own.accepted, own.rejected = _FORGOTTEN * own.accepted, _FORGOTTEN * own.rejected
+            of_all.rejected *= _FORGIVEN
+        return state.index.lookup(most)
 
     def _worthwhile(self, rate: float, running: int) -> int:
         """Returns how many drafts are worth their time: the j-th is accepted with a chance of ``rate ** j``."""
         value, cost = self._time.of(running) / running, self._time.per_token
         count = 0
-        while count < self._most and rate ** (count + 1) * value >= cost:
+        while count < self._most and rate ** (count + 1) * value >= _MARGIN * cost:
             count += 1
         return count
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
         """Notes how many drafts of a sequence were accepted: all, or those before the first wrong one."""
         if (state := self._drafted.get(sequence)) is not None:
-            state.accepted = _KEPT * state.accepted + accepted
-            state.rejected = _KEPT * state.rejected + (accepted < drafted)
+            state.counts[state.size].note(drafted, accepted, _KEPT)
+            self._all[state.size].note(drafted, accepted, _KEPT_OF_ALL)
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Notes how long a step without chunks of prompts took."""

@@ -5,11 +5,19 @@ Knows nothing of what the tokens are.
 
 from __future__ import annotations
 
+# What one more token is expected to add: of the time of a step, and at most of what a token of it took. On two cores it
+# adds 0.14 beside one token and 0.5 of a token's time beside eight.
+_OF_STEP = 0.1
+_OF_TOKEN = 0.35
+_SPREAD = 8.0  # sum of squared distances of the steps' tokens from their mean
 _KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
 
 
 class StepTime:
-    """A line through (tokens, seconds) of decode steps, by least squares with exponential forgetting."""
+    """A line through (tokens, seconds) of decode steps, by least squares with exponential forgetting.
+
+    Its slope is drawn to the expected one, as if steps with a spread of ``_SPREAD`` had shown that.
+    """
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -26,11 +34,17 @@ class StepTime:
 
     @property
     def per_token(self) -> float:
-        """Seconds that one more token adds; 0 while all steps had equally many."""
-        spread = self._weight * self._squares - self._tokens**2
-        if self._weight < 1 or spread <= 1e-6 * self._squares * self._weight:
+        """Seconds that one more token adds; 0 before the first step.
+
+        While the steps had about equally many tokens, their times say little of it, and noise would say that a token
+        costs nothing: then it is about the expected one.
+        """
+        if not self._weight:
             return 0.0
-        return max(0.0, (self._weight * self._products - self._tokens * self._seconds) / spread)
+        expected = min(_OF_STEP * self._seconds / self._weight, _OF_TOKEN * self._seconds / self._tokens)
+        spread = self._squares - self._tokens**2 / self._weight
+        rise = self._products - self._tokens * self._seconds / self._weight
+        return max(expected / 4, (rise + _SPREAD * expected) / (spread + _SPREAD))
 
     def of(self, tokens: int) -> float:
         """Returns the seconds of a step of so many tokens; 0 before the first."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mlserver_torch_stream.engine.loading.config_fields import read_config
-from mlserver_torch_stream.engine.loading.loader import ModelFiles
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache, RankedForward

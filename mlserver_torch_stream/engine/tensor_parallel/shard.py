@@ -19,7 +19,8 @@ from mlserver_torch_stream.engine.forward_choice import with_attention
 from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, locate
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
+from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.native.attention_library import open_attention_library
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
@@ -27,9 +28,10 @@ from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.model_source import ModelSource
-from mlserver_torch_stream.settings import EngineSettings, ResolvedSettings
+from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import EngineSettings
 
 KEY = "parameters.extra.tensor_parallel_size"
 # The allowed values of other settings: a rank is one device with plain weights, and follows a batched engine.

@@ -1,0 +1,108 @@
+"""Finds the files of a model, and converts a GGUF file where its weights or its tokenizer need that.
+
+Knows nothing of how weights are loaded. Blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.engine.loading.gguf import converted_folder
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
+from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
+from mlserver_torch_stream.engine_settings import EngineSettings
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import ResolvedSettings
+
+ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
+
+    ``packed``: the folder holds a GGUF file's blocks.
+    """
+
+    location: str
+    gguf_file: Path | None
+    packed: bool = False
+
+
+def locate(resolved: ResolvedSettings) -> ModelFiles:
+    """Finds the files, and converts a GGUF file if needed. Raises LoadFailed."""
+    settings, source = resolved.settings, resolved.source
+    if source.kind not in ("embedded", "gguf"):
+        return ModelFiles(source.location, None)
+    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
+        return ModelFiles("", file)
+    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
+    return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
+
+
+def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
+    """Finds a GGUF file whose weights are to stay packed; None if the settings do not ask for it. Raises LoadFailed."""
+    settings, source = resolved.settings, resolved.source
+    if settings.weights != "packed":
+        return None
+    if source.kind not in ("embedded", "gguf"):
+        raise no_packed_weights(f"{source.name} is no GGUF file")
+    if not _on_our_kernels(settings):
+        raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
+    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    try:
+        folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True))
+    except NotPacked as error:
+        raise no_packed_weights(str(error)) from error
+    if folder is None:
+        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
+    return ModelFiles(str(folder), None, packed=True)
+
+
+def no_packed_weights(why: str) -> LoadFailed:
+    """The error of a model whose weights were to stay packed."""
+    return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
+
+
+def _on_our_kernels(settings: EngineSettings) -> bool:
+    """Whether these settings let our own kernels run on the CPU, the only ones that read packed weights here."""
+    on_cpu = settings.device_map == "cpu" or (settings.device_map is None and not torch.cuda.is_available())
+    free = (settings.quantization_config, settings.max_memory, settings.offload_folder, settings.attn_implementation)
+    return (
+        on_cpu
+        and all(each is None for each in free)
+        and settings.dtype in ("auto", "bfloat16")
+        and settings.engine != "serial"
+        and settings.fast_path == "auto"
+        and settings.tensor_parallel_size == 1
+    )
+
+
+def attempt(what: str, load: Callable[[], Any]) -> Any:
+    """Runs ``load`` and turns a failure into one line, which says what the user can do."""
+    try:
+        return load()
+    except NotPacked:
+        raise
+    except LoadFailed as error:
+        raise LoadFailed(f"cannot load {what}: {error}") from None
+    except Exception as error:
+        raise LoadFailed(f"cannot load {what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
+    if "cannot be loaded with `safetensors`" in text:
+        return f"the hub has no safetensors of it; {ALLOW_PICKLE}"
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
+    return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__

@@ -1,0 +1,196 @@
+"""Defines the keys of ``parameters.extra``, with their types, bounds and defaults; the docs' table is made of them.
+
+Knows nothing of where values come from, nor of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from mlserver_torch_stream.byte_size import parse_bytes
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.types import SamplingParameters
+
+
+def _number_keys(value: Any) -> Any:
+    """Reads ``{"0": "20GiB"}`` as device 0, because JSON has only string keys."""
+    return {_number(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _number_devices(value: Any) -> Any:
+    return {key: _number(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _known_sampling(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    known = [item.name for item in fields(SamplingParameters)]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"unknown request parameter {key!r}{did_you_mean_or_known(str(key), known)}")
+    try:
+        TypeAdapter(SamplingParameters).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+BytesOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+DeviceMap = Annotated[str | int | dict[str, str | int], BeforeValidator(_number_devices)]
+MaxMemory = Annotated[dict[str | int, str | int], BeforeValidator(_number_keys)]
+Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
+
+
+class Speculative(BaseModel):
+    """How tokens are drafted that a step verifies beside a sequence's newest one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_lookup: int = Field(gt=0, le=64)  # most drafts of a sequence and a step, from its own text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}{did_you_mean_or_known(str(key), list(cls.model_fields))}")
+        return value
+
+
+_ROUNDING_NEEDS: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "bfloat16"),
+    "quantization_config": (None,),
+    "engine": ("auto", "batched"),
+    "fast_path": ("auto",),
+}
+
+
+class EngineSettings(BaseModel):
+    """The keys of ``parameters.extra``.
+
+    Knows nothing of the host: None means that the loader or the engine derives the value and logs it at load.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    """The model: a folder, a `.gguf` file, a hub id, `hf://…` or `embedded://…`; it beats `parameters.uri`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    tokenizer: str | None = None
+    """A folder or a hub id; default: the model's own tokenizer."""
+    chat_template: str | None = None
+    """A Jinja template, or the file that holds it; default: the tokenizer's template."""
+    tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
+    """The notation of the model's tool calls ([tools.md](tools.md)): `hermes`, `llama3`, `mistral`, `qwen3_coder`,
+    `glm45`, or `template` for the one that the tokenizer declares; with `none`, calls stay text; `auto` finds the
+    notation in the tokenizer or the chat template."""
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """`think`: the text between `<think>` and `</think>` is the reasoning of an answer; `none`: it is part of the text;
+    `auto`: `think`, if the chat template contains `</think>`."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type."""
+    device_map: DeviceMap | None = None
+    """A device map of accelerate: `auto`, `balanced`, `sequential`, a device, or an object of modules and devices."""
+    max_memory: MaxMemory | None = None
+    """Most memory of the weights on each device of a `device_map`, such as `{"0": "20GiB", "cpu": "60GiB"}`."""
+    offload_folder: str | None = None
+    """The folder for weights that fit on no device."""
+    pipeline: Literal["auto", "off"] = "auto"
+    """With `auto` the devices of a map work at the same time, each on another batch; with `off` they work one after
+    another."""
+    attn_implementation: str | None = None
+    """The name of an attention implementation of transformers, such as `sdpa` or `eager`."""
+    quantization_config: dict[str, Any] | None = None
+    """How transformers quantises the weights, such as `{"load_in_4bit": true}`
+    ([devices.md](devices.md#quantised-weights))."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the model is run."""
+    allow_pickle: bool = False
+    """Whether weights are read from pickles, such as `pytorch_model.bin`, where a model has no safetensors
+    ([security.md](security.md#models))."""
+    engine: Literal["auto", "batched", "serial"] = "auto"
+    """`batched` or `serial` (one request at a time) overrides the result of the check at load."""
+    fast_path: Literal["auto", "off"] = "auto"
+    """`off` runs transformers' forward as it is: without our own kernels, without linear layers repacked for the CPU,
+    and without CUDA graphs."""
+    weights: Literal["auto", "packed", "int8", "int4"] = "auto"
+    """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
+    quantised ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. These three
+    need our own kernels on a CPU; if the kernels cannot run the model, the load fails."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions
+    (Phi-3.5) change their positions at a length that the config names; for them this length is the default. With a
+    larger value such a model runs one request at a time."""
+    max_num_seqs: int = Field(default=32, gt=0)
+    """Most sequences that are decoded together."""
+    max_queued_requests: int = Field(default=256, gt=0)
+    """Most prompts that may wait; further ones are refused."""
+    max_queued_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of all waiting prompts together; default: no bound."""
+    queue_timeout: float | None = Field(default=None, gt=0)
+    """Seconds that a prompt may wait; default: no bound."""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Seconds from a request's arrival to its last token; default: no bound."""
+    step_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds for one step with a chunk of prompts. A step that takes longer ends the process
+    ([why](operations.md#a-step-that-hangs))."""
+    chunked_prefill_size: int = Field(default=512, gt=0)
+    """Most prompt tokens of one step, of all prompts together; running sequences decode in the same step. A smaller
+    value means shorter pauses between tokens and a later first token. On CPUs only a quarter of it is used in steps in
+    which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a separate
+    forward, which counts as at least 64 tokens."""
+    kv_cache_memory: Bytes | None = None
+    """Most memory of the KV cache, whose [pages](architecture.md#memory) sequences take as they grow; default: a share
+    of the memory that the container, `ulimit` or the GPU leaves free."""
+    prefix_cache_memory: BytesOrNone | None = None
+    """The most memory that pages of ended sequences may keep in the KV cache for later prompts; a sequence that needs
+    the pages gets them. `0`: only running sequences share pages. Default: on GPUs all of the cache, on
+    CPUs an eighth of it and at most 256 MiB."""
+    speculative: Speculative | None = None
+    """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step. The
+    tokens stay the same, and text that repeats itself comes faster. The engine measures the time that drafts save, and
+    makes none if they save no time. The load fails with models that keep states, that cannot take prompts in chunks, or
+    that run one request at a time. Default: no drafts."""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads; default: the container's share of the host's cores."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Number of ranks over which each layer is split; each rank is a process with its own device
+    ([scaling.md](scaling.md))."""
+    replicas: int = Field(default=1, gt=0)
+    """Number of engines behind one model name; each engine has the whole model on its own GPU."""
+    default_sampling: Sampling = Field(default_factory=dict)
+    """Default values of request parameters; they override the model's generation config."""
+    cache_dir: str | None = None
+    """The folder for compiled kernels and converted GGUF files. A GGUF conversion is deleted when it has not been used
+    for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
+    Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+
+    @field_validator("weights")
+    @classmethod
+    def _no_way_round_our_kernels(cls, weights: str, info: ValidationInfo) -> str:
+        if weights != "auto":
+            for key, allowed in _ROUNDING_NEEDS.items():
+                if info.data.get(key, allowed[0]) not in allowed:
+                    raise ValueError(f"{weights} needs our own kernels in bfloat16, not {key}: {info.data[key]!r}")
+        return weights
