@@ -41,7 +41,10 @@ _PARAMETERS = {
 # Where MLServer's main branch has other parameters than 1.7.1, and both are served.
 _PARAMETERS_OF_MAIN = {"mlserver.parallel.worker.Worker._ignore_signals": ["self", "loop"]}
 # What is named with an underscore and is public, or ours under the same spelling as a library's.
-_PUBLIC = {"_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first", "_behind"}
+_PUBLIC = {
+    *("_exit", "_NamedFuncPointer", "_C", "_error", "_tensors", "_digests", "_first", "_behind"),
+    *("_compute", "_computing", "_lacks_mask"),
+}
 
 _ROWS = [row for library in _LIBRARIES for row in markdown.table(_PAGE, library)]
 _HOOKS = {markdown.code_spans(row[0])[0]: row for row in _ROWS}
