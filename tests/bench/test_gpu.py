@@ -14,7 +14,7 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_page_explains_every_check() -> None:
-    rows = markdown.table("docs/gpu.md", "On GPUs")
+    rows = markdown.table("docs/gpu.md", "GPUs")
     assert [name.strip("`") for name, _ in rows] == list(CHECKS)
 
 

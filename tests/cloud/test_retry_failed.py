@@ -142,11 +142,13 @@ def test_an_object_that_changed_since_is_still_another_one(folder: Path) -> None
     assert changed["error"]["code"] == "changed" and (changed["custom_id"], changed["line"]) == ("r20", 8)
 
 
-def test_a_part_that_names_rows_which_are_none_is_refused(folder: Path) -> None:
+def test_a_part_with_rows_of_no_object_is_refused(folder: Path) -> None:
     run(job(folder), Model())
     part = folder / "out" / "part-000001.jsonl"
     part.write_bytes(part.read_bytes().replace(b'"line":6', b'"line":14'))
-    with pytest.raises(RunRefused, match=r"part-000001\.jsonl has row 14 of a\.jsonl, which is none"):
+    with pytest.raises(
+        RunRefused, match=r"part-000001\.jsonl has row 14 of a\.jsonl, which is not an object of this run's input"
+    ):
         run(job(folder, retry_failed=True), _mended())
 
 

@@ -168,7 +168,7 @@ def test_batches_that_share_nothing_do_not_wait_for_each_other(take_off: Callabl
         nothing = Batch((flight.part(OTHER, 0, 8, 9, 10, 11),))
         flight.in_flight.launch("second", lambda: torch.zeros(1), nothing)
         assert flight.land("second").tolist() == [0]
-        assert "first" in flight.in_flight
+        assert len(flight.in_flight) == 1
         gate.set()
         close(flight.land("first"), last_logits(flight.model, PROMPT))
 

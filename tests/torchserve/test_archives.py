@@ -216,7 +216,7 @@ def test_no_archive_at_all(tmp_path: Path) -> None:
     for name in ("broken.mar", "broken.tar.gz"):
         with pytest.raises(LoadFailed, match="cannot unpack"):
             open_archive(str(tmp_path / name), None)
-    with pytest.raises(SettingsError, match=r"no \.mar"):
+    with pytest.raises(SettingsError, match=r"is not a \.mar"):
         open_archive(str(tmp_path / "model.bin"), None)
     with pytest.raises(SettingsError, match="no such archive"):
         open_archive(str(tmp_path / "missing.mar"), None)
