@@ -6,6 +6,7 @@ Knows neither V2 nor MLServer, and nothing of an engine beyond its interface.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ _MOST_CHARS_ON_LOOP = 4096
 # The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
-_LONGEST_COMPILATION_S = 10.0
+_LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
+_LOOK_S = 0.02  # how often a request that waits for others looks whether its compilation has begun
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -123,12 +125,18 @@ class Generator:
         if constraint is None:
             return None
         compiling = self.codec.submit(constraint, behind)
+        compiled = asyncio.wrap_future(compiling)
+        end = time.monotonic() + _LONGEST_COMPILATION_S
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(compiling), _LONGEST_COMPILATION_S)
+            while not (compiling.running() or compiled.done()) and time.monotonic() < end:
+                await asyncio.wait({compiled}, timeout=_LOOK_S)
+            if compiling.cancel():  # it has not begun
+                raise QueueFull(f"{constraint.field}: others are being compiled")
+            return await asyncio.wait_for(compiled, _LONGEST_COMPILATION_S)
         except asyncio.TimeoutError:
-            if compiling.cancelled():  # before it began
-                raise QueueFull(f"{constraint.field}: others are being compiled") from None
             raise InvalidInput(constraint.field, "is too complex: it takes too long to compile") from None
+        finally:
+            compiled.cancel()
 
     def _encode_all(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
         return [tuple(self.codec.encode(prompt)) for prompt in prompts]

@@ -19,9 +19,10 @@ from tests.test_generation_threads import Engine
 
 
 class Codec:
-    """Compiles for as long as ``held`` is not set; keeps which constraints it has begun with."""
+    """Compiles for so many seconds, or until ``held`` is set; keeps which constraints it has begun with."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_s: float = 30) -> None:
+        self._held_s = held_s
         self.held = threading.Event()
         self.begun: list[str] = []
         self._threads: CompileThreads[Any] = CompileThreads()
@@ -32,9 +33,14 @@ class Codec:
     def submit(self, constraint: Constraint, behind: Any = None) -> Future[Any]:
         def work() -> None:
             self.begun.append(constraint.source)
-            self.held.wait(30)
+            self.held.wait(self._held_s)
 
         return self._threads.submit(work)
+
+
+def _start(generator: Generator, name: str) -> Any:
+    constraint = Constraint(ConstraintKind.REGEX, name, "structured_outputs.regex")
+    return generator.start(GenerationRequest(name, (TextPrompt("a"),), constraint=constraint), lambda stream: None)
 
 
 def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,19 +49,30 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
     codec, engine = Codec(), Engine()
     generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
 
-    def start(name: str) -> Any:
-        constraint = Constraint(ConstraintKind.REGEX, name, "structured_outputs.regex")
-        return generator.start(GenerationRequest(name, (TextPrompt("a"),), constraint=constraint), lambda stream: None)
-
     async def run() -> None:
-        *slow, late = await asyncio.gather(*map(start, ("first", "second", "third")), return_exceptions=True)
+        *slow, late = await asyncio.gather(
+            *(_start(generator, name) for name in ("first", "second", "third")), return_exceptions=True
+        )
         for error in slow:
             assert isinstance(error, InvalidInput) and error.field == "structured_outputs.regex"
             assert "takes too long to compile" in error.message
         assert isinstance(late, QueueFull) and late.status == 429
         assert "structured_outputs.regex: others are being compiled" in str(late)
         codec.held.set()
-        await start("fourth")
+        await _start(generator, "fourth")
 
     asyncio.run(run())
     assert codec.begun == ["first", "second", "fourth"] and len(engine.submitted) == 1
+
+
+def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four that take 1.2 s each, two at a time, the last ones are compiled 2.4 s after they were asked for."""
+    monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 2.0)
+    codec, engine = Codec(held_s=1.2), Engine()
+    generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        await asyncio.gather(*(_start(generator, name) for name in ("first", "second", "third", "fourth")))
+
+    asyncio.run(run())
+    assert len(codec.begun) == len(engine.submitted) == 4

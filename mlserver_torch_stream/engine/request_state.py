@@ -72,8 +72,8 @@ class SequenceState:
         elif len(self.tokens) >= self.request.max_tokens:
             self._last = FinishReason.LENGTH
 
-    def write(self) -> int:
-        """Makes the text of the new tokens, and returns how many they are.
+    def write(self) -> None:
+        """Makes the text of the new tokens.
 
         If the text ends the sequence, ``finish_reason`` is set, and the tokens behind are dropped. A token whose text
         cannot be made ends it in an error.
@@ -90,7 +90,6 @@ class SequenceState:
             if self.finish_reason is not None:
                 del self.tokens[count:]
                 break
-        return len(self.tokens) - known
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
         """Makes the text of the token with this number, from 1."""
@@ -186,7 +185,7 @@ class RequestState:
     @property
     def unfinished(self) -> int:
         """The number of sequences that have not finished."""
-        return sum(sequence.finish_reason is None for sequence in self.sequences)
+        return sum(not sequence.ended for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import random
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,14 +20,17 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
+from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine.step_progress import StepProgress
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
@@ -253,3 +257,74 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
 
         with running(model, findings=findings, prefill_tokens=64, flights=in_a_thread()) as engine:
             run(scenario(engine))
+
+
+def _request(params: SamplingParameters, loop: asyncio.AbstractEventLoop) -> RequestState:
+    mailbox = Mailbox(loop, 1, lambda: None)
+    return RequestState(EngineRequest(prompt_of(5), params), mailbox, TextCodec(byte_tokenizer()), (), 100)
+
+
+def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(model: PreTrainedModel) -> None:
+    batcher, loop = (
+        batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
+        asyncio.new_event_loop(),
+    )
+    request = _request(greedy(20), loop)
+    batcher.add(request)
+    polls = iter(range(1000))
+
+    def cancel_once() -> None:
+        if next(polls) == 4:
+            request.sequences[0].finish(FinishReason.ABORT)
+            batcher.evict([request])
+
+    with torch.inference_mode():
+        while batcher.step(lambda sequences: None, cancel_once, lambda: None):
+            pass
+    loop.close()
+    assert batcher.stats().generation_tokens == len(request.sequences[0].tokens) > 0
+
+
+def test_a_sequence_whose_ids_have_ended_it_is_finished(model: PreTrainedModel) -> None:
+    """A client that leaves between its last id and its text has cancelled nothing."""
+    batcher, loop = (
+        batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
+        asyncio.new_event_loop(),
+    )
+    request, seen = _request(greedy(3), loop), list[tuple[int, FinishReason | None]]()
+    batcher.add(request)
+
+    def leave_at_the_end() -> None:
+        if request.sequences[0].ended and not seen:
+            unfinished = request.unfinished
+            request.sequences[0].finish(FinishReason.ABORT)
+            seen.append((unfinished, request.sequences[0].finish_reason))
+
+    with torch.inference_mode():
+        while batcher.step(lambda sequences: None, leave_at_the_end, lambda: None):
+            pass
+    loop.close()
+    assert seen == [(0, FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_that_waits_for_its_turn_on_the_device_lives(model: PreTrainedModel, overlap: bool) -> None:
+    lock = FairLock()
+
+    async def scenario(engine: EngineCore) -> TokenEvent:
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
+        await anext(stream)
+        neighbour = threading.Thread(target=hold)
+        neighbour.start()
+        events = [event async for event in stream]
+        neighbour.join()
+        return events[-1]
+
+    def hold() -> None:
+        with lock.held_by(StepProgress()):
+            time.sleep(3)
+
+    flights: InlineForwards[Any, Any] = InlineForwards(overlap=overlap)
+    with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=1.0) as engine:
+        last = run(scenario(engine))
+    assert last.finish_reason is FinishReason.LENGTH, last.error

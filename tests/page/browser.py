@@ -517,7 +517,7 @@ def a_full_queue_is_said_with_the_seconds_to_wait(browser: Browser) -> None:
         expect(page.locator("#waiting")).to_have_text("1")
         setting(page, "max_tokens", "4")
         ask(page, "Hello?")
-        expect(page.locator(".problem")).to_have_text(re.compile(r"its queue of requests is full.*wait \d+ s"))
+        expect(page.locator(".problem")).to_have_text(re.compile(r"The server is busy.*wait \d+ s"))
         for other in others:
             other.join(120)
         page.locator(".problem button").click()

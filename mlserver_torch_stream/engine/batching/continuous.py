@@ -142,6 +142,8 @@ class ContinuousBatcher(Batcher):
             self._busy |= step.sequences
             self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
+            if isinstance(self._flights, InlineForwards) and self._flights.overlap:
+                self.progress.completed(step)  # ``step`` waits for it, perhaps behind others that have the device
         self._gauge()  # an admitted request no longer waits, however long the step takes
 
     def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
@@ -163,9 +165,13 @@ class ContinuousBatcher(Batcher):
 
     def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
         """Makes the text of a step's tokens, which may end sequences, and delivers it."""
-        self.count(generation_tokens=sum(sequence.write() for sequence in chosen.sequences))
+        for sequence in chosen.sequences:
+            sequence.write()
+        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.sequences.items()))
         sequences = self._release_ended(step)
-        self._gauge()  # before the events, so that their readers find correct gauges
+        # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
+        # running until a step that computes it is done.
+        self._gauge()
         deliver(sequences)
 
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:

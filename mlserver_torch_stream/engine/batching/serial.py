@@ -150,9 +150,11 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         (choice,) = sample(scores, [self._sampler])
         if isinstance(choice, GenerationFailed):
             raise choice
+        had = len(self._sequence.tokens)
         self._sampler.accept(choice.token_id)
         self._sequence.accept(choice.token_id, choice.logprob)
-        self._batcher.count(decode_steps=1, generation_tokens=self._sequence.write())
+        self._sequence.write()
+        self._batcher.count(decode_steps=1, generation_tokens=len(self._sequence.tokens) - had)
         self._deliver([self._sequence])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0

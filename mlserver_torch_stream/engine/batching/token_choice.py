@@ -34,7 +34,7 @@ class ChosenTokens:
     """
 
     verified: dict[ScheduledSequence, int]
-    sequences: dict[SequenceState, None] = field(default_factory=dict)
+    sequences: dict[SequenceState, int] = field(default_factory=dict)
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
@@ -139,13 +139,16 @@ def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTo
     if isinstance(choice, GenerationFailed):
         chosen.spoiled[sequence] = choice
         return None
-    chosen.sequences[sequence] = None
+    chosen.sequences.setdefault(sequence, len(sequence.tokens))
     assert sequence.sampler is not None
     try:
         sequence.sampler.accept(choice.token_id)
         sequence.accept(choice.token_id, choice.logprob)
     except GenerationFailed as error:
         sequence.finish(FinishReason.ERROR, error)
+    except Exception as error:
+        logger.exception("a token could not be taken")
+        sequence.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}"))
     drafts = turn.computed.part.drafts
     if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
         return None

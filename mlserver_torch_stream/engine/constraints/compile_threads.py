@@ -36,7 +36,11 @@ class CompileThreads(Generic[_T]):
         with self._lock:
             self._waiting.append((future, work))
             if self._running < _THREADS:
-                threading.Thread(target=self._one_by_one, name="constraint-compilations", daemon=True).start()
+                try:
+                    threading.Thread(target=self._one_by_one, name="constraint-compilations", daemon=True).start()
+                except RuntimeError:  # the system has no further thread
+                    self._waiting.pop()
+                    raise
                 self._running += 1
         return future
 

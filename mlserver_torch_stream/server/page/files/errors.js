@@ -13,7 +13,7 @@ const WORDS = {
   401: "The server needs an API key, and this request had no valid one.",
   404: "The server does not know this model.",
   413: "The message is larger than the server accepts.",
-  429: "The server is busy: its queue of requests is full.",
+  429: "The server is busy. Try again in a moment.",
   503: "The server is not ready: it is loading a model, or shutting down.",
   504: "The server did not answer within its time limit.",
 };
