@@ -63,7 +63,13 @@ class PostForPieces:
         parts = urlsplit(self.url)
         safe = parts.scheme == "https"
         port = parts.port or (443 if safe else 80)
-        found: Any = await within(asyncio.open_connection(parts.hostname, port, ssl=safe or None), _CONNECT_S)
+        connecting = asyncio.ensure_future(asyncio.open_connection(parts.hostname, port, ssl=safe or None))
+        try:
+            found: Any = await within(connecting, _CONNECT_S)
+        except asyncio.CancelledError:
+            if not connecting.cancelled() and connecting.exception() is None:  # both came together
+                connecting.result()[1].close()
+            raise
         return found[0], found[1]
 
     def _request(self, path: str, content: bytes, headers: Mapping[str, str]) -> h11.Request:

@@ -126,6 +126,8 @@ def _ask(prometheus: str, query: str) -> list[dict[str, Any]]:
         answer = plain_http.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=10)
     except httpx.TransportError:  # it has not begun to listen
         return []
+    if answer.status_code == 503:  # it reads its storage
+        return []
     assert answer.status_code == 200, answer.text
     found: list[dict[str, Any]] = answer.json()["data"]["result"]
     return found
