@@ -19,7 +19,7 @@ from benchmarks import beside_batch, chart, gains, machine, report  # noqa: E402
 from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
 from benchmarks.growth import QUICK as QUICK_LADDER  # noqa: E402
 from benchmarks.growth import Ladder, chunk_curve, growth  # noqa: E402
-from benchmarks.model_folder import max_model_len, model_folder  # noqa: E402
+from benchmarks.model_folder import max_model_len, measure_roofline, model_folder  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.servers import Ours  # noqa: E402
 from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E402
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "load" in options.parts:
         cases = make_cases(options.cases, options.scale, prompts)
         plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
+        result |= limits(folder)
         before = [replace(ours, name="before", python=each / ".venv" / "bin" / "python") for each in options.before]
         result["servers"] = [measured.as_json() for measured in run_sweeps([ours, *before], plan)]
     if "gains" in options.parts:
@@ -71,6 +72,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.as_text(result))
     keep(result, options.output, "bench", "Our server under load")
     return 0
+
+
+def limits(folder: Path, weights: Path | None = None) -> dict[str, Any]:
+    """The machine's limits for this model, which a CPU with a compiler and a dense model have; else says why not."""
+    say("the limits of this machine")
+    found = measure_roofline(folder, weights)
+    if isinstance(found, str):
+        say(f"no shares of the limit: {found}")
+        return {}
+    return {"roofline": found}
 
 
 def keep(result: dict[str, Any], folder: Path | None, name: str, title: str) -> None:

@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         "sweeps": options.sweeps,
         "scale": asdict(options.scale),
         "not_installed": missing,
+        **bench.limits(folder, weights),
     }
     if (busy := machine.warning(result["machine"])) is not None:
         print(f"warning: {busy}", file=sys.stderr)
@@ -108,7 +109,7 @@ def _weights_file(options: argparse.Namespace, model: Path) -> Path:
 
 def _peer(name: str, options: argparse.Namespace, model: Path, weights: Path | None = None) -> Peer:
     make, folder = PEERS[name]
-    return make(options.folder.resolve() / folder, model, options.torch_index, weights)
+    return make(options.folder.resolve() / folder, model, options.torch_index, weights=weights)
 
 
 def _install(options: argparse.Namespace, model: Path, weights: Path | None) -> tuple[list[Peer], dict[str, str]]:

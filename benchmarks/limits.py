@@ -2,30 +2,34 @@
 decode steps and prefills reach.
 
     python -m benchmarks.limits [MODEL] [--rows 1 4 16 32] [--prompts 128 512 2000] [--context 160] [--rounds 5]
-        [--threads N]
+        [--threads N] [--json [--weights FILE.gguf]]
 
-MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. A limit is the longer of two times: that
-of reading the weights, and the keys and values, once at the speed of memory; and that of all multiplications at the
-peak of the unit that computes them. No program can be faster; both at once are not always possible.
+MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. roofline.py says what a limit is. With
+--json no forward is timed: the limits of the machine and the sizes of the model are printed, which ``make bench`` reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.forwards import Column
 from benchmarks.machine import describe, warning
+from benchmarks.roofline import INT8, UNITS, Limits, Model, Work
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import load_weights
@@ -36,57 +40,13 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-UNITS = ("matrix", "bf16", "fp32")  # the first one that is there multiplies bf16
+_BF16 = 2  # bytes
+_OTHER = 0.01  # of the projections: norms and biases
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", f"-I{SOURCES}")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """``read``: bytes a second. ``peaks``: operations a second of each unit; 0: no such unit. Both of all threads."""
-
-    read: float
-    peaks: dict[str, float]
-
-    def peak(self, bf16: bool) -> float:
-        """Returns that of the unit that multiplies the weights."""
-        return next(self.peaks[unit] for unit in (UNITS if bf16 else ("fp32",)) if self.peaks[unit])
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step cannot do without: bytes that it reads, operations that it computes."""
-
-    bytes: float
-    operations: float
-
-    def least_ms(self, limits: Limits, bf16: bool) -> tuple[float, str]:
-        """Returns the milliseconds that it must take, and what limits it."""
-        read, compute = self.bytes / limits.read, self.operations / limits.peak(bf16)
-        return 1000 * max(read, compute), "memory" if read > compute else "the unit"
-
-
-@dataclass(frozen=True)
-class Model:
-    """``projections``, ``head``: weights of the layers' products, and of the last one."""
-
-    projections: int
-    head: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    item: int  # bytes of a number
-
-    def decode(self, rows: int, context: int) -> Work:
-        weights = self.projections + self.head
-        seen = rows * (context + 1) * self.layers * self.head_dim
-        cached = 2 * seen * self.kv_heads * self.item
-        return Work(weights * self.item + cached, 2 * rows * weights + 4 * seen * self.heads)
-
-    def prefill(self, tokens: int) -> Work:
-        pairs = tokens * (tokens + 1) / 2 * self.layers * self.head_dim
-        operations = 2 * (tokens * self.projections + self.head) + 4 * pairs * self.heads
-        return Work((self.projections + self.head) * self.item, operations)
+class NotDense(Exception):
+    """A model whose work roofline.py does not know."""
 
 
 def measure(variant: str, threads: int, seconds: float = 1.0, megabytes: int = 512) -> Limits:
@@ -111,7 +71,7 @@ def measure(variant: str, threads: int, seconds: float = 1.0, megabytes: int = 5
         library.limit_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         read = best(lambda i: library.limit_read(memory[i].data_ptr(), memory.shape[1]), lambda _: memory.numel())
         peaks = {}
-        for unit in (*UNITS, "int8"):
+        for unit in (*UNITS, INT8):
             compute = getattr(library, f"limit_{unit}")
             compute.argtypes, compute.restype = [ctypes.c_int64], ctypes.c_int64
             rounds = 1000 if unit == "matrix" else 200_000  # some milliseconds
@@ -119,12 +79,27 @@ def measure(variant: str, threads: int, seconds: float = 1.0, megabytes: int = 5
     return Limits(read, peaks)
 
 
-def model_of(config: Any, loaded: Any) -> Model:
-    head = loaded.lm_head.weight
-    layers = sum(weight.numel() for name, weight in loaded.named_parameters() if name.endswith("proj.weight"))
+def model_of(model: Any, weight_bytes: float | None = None) -> Model:
+    """``weight_bytes``: of the file that holds them packed. Raises NotDense."""
+    config, head = model.config, getattr(model, "lm_head", None)
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    layers = sum(size for name, size in sizes.items() if name.endswith("proj.weight"))
+    other = sum(size for name, size in sizes.items() if not re.search(r"proj\.weight|embed|lm_head", name))
+    if head is None or not layers or other > _OTHER * layers or any("experts" in name for name in sizes):
+        raise NotDense(f"{config.model_type}: its shares are not computed, only those of dense decoders")
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, dim)
-    return Model(layers, head.numel(), *numbers, head.element_size())
+    held = head.weight.numel() + layers
+    return Model(layers, head.weight.numel(), *numbers, weight_bytes or held * _BF16)
+
+
+def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str, Any]:
+    """What ``roofline.share`` asks for, of the model in a folder, or of it packed in a GGUF file. Raises NotDense."""
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    dense = model_of(model, weights.stat().st_size if weights else None)
+    limits = measure(runnable()[0].name, threads)
+    return {"limits": asdict(limits), "model": asdict(dense), "unit": INT8 if weights else limits.bf16_unit()}
 
 
 def main() -> None:
@@ -135,7 +110,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=read_host().threads)
+    parser.add_argument("--json", action="store_true", help="MODEL is a folder")
+    parser.add_argument("--weights", type=Path, help="with --json: the model's GGUF file")
     options = parser.parse_args()
+    if options.json:
+        print(json.dumps(roofline(options.model, options.threads, options.weights)))
+    else:
+        time_forwards(options)
+
+
+def time_forwards(options: argparse.Namespace) -> None:
     machine = describe()
     print(
         f"{machine['cpu']}, {options.threads} threads, {machine['date']}", *filter(None, [warning(machine)]), sep="\n"
@@ -144,7 +128,7 @@ def main() -> None:
     settings = parse_settings(options.model, {"dtype": "bfloat16"})
     with torch.inference_mode():
         loaded = load_weights(locate(settings), settings).model
-        model, layout = model_of(loaded.config, loaded), CacheLayout(loaded.config)
+        model, layout = model_of(loaded), CacheLayout(loaded.config)
         forward = NativeForward(loaded, options.threads, Path(settings.cache_dir))
         ours = Column(forward, layout, 16)
         variant = forward.variant.partition(",")[0]
@@ -161,7 +145,7 @@ def main() -> None:
 
 
 def report(what: str, took: float, work: Work, limits: Limits) -> None:
-    least, by = work.least_ms(limits, bf16=True)
+    least, by = work.least_ms(limits, limits.bf16_unit())
     print(f"{what:24} {took:9.2f} ms   limit {least:9.2f} ms by {by:8}   share {least / took:5.2f}", flush=True)
 
 

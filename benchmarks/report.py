@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import beside_batch, gains
+from benchmarks import beside_batch, gains, roofline
 from benchmarks.cases import describe
 
 _NONE = "-"
@@ -18,7 +18,7 @@ Table = list[list[str]]  # the first row is the head
 
 _CASE_HEAD = [
     "case", "tokens/s best (median)", "TTFT p50", "TTFT p99", "ITL p50", "ITL p90", "ITL p99", "steady ITL p99",
-    "RSS MiB", "server CPU s", "client CPU s",
+    "share of limit", "RSS MiB", "server CPU s", "client CPU s",
 ]  # fmt: skip
 # Figures where a larger number is the better one; of all others the smaller.
 _RATIOS = (("tokens_per_s", "tokens/s"), ("ttft_p50_ms", "TTFT p50"), ("itl_p99_ms", "ITL p99"))
@@ -31,7 +31,16 @@ def headline(result: Mapping[str, Any]) -> list[str]:
     return [f"{machine['date']}, {where}{load}; {result['model']}, sweeps: {result['sweeps']}"]
 
 
-def case_table(server: Mapping[str, Any], endpoint: str) -> Table:
+def limits_line(found: Mapping[str, Any]) -> list[str]:
+    limits = found["limits"]
+    peaks = ", ".join(f"{unit} {peak / 1e9:.0f}" for unit, peak in limits["peaks"].items() if peak)
+    return [
+        f"Limits of the machine: memory {limits['read'] / 1e9:.1f} GB/s; GFLOP/s of its units: {peaks}. A share of the"
+        f" limit is of a decode step (c1, c16, ...) or of the first token (p2000); the unit is {found['unit']}."
+    ]
+
+
+def case_table(server: Mapping[str, Any], endpoint: str, result: Mapping[str, Any]) -> Table:
     rows = [_CASE_HEAD]
     for name, found in server["cases"].get(endpoint, {}).items():
         best, median = found["best"], found["median"]
@@ -39,10 +48,17 @@ def case_table(server: Mapping[str, Any], endpoint: str) -> Table:
         times = [_ms(best, key) for key in (
             "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p90_ms", "itl_p99_ms", "itl_steady_p99_ms",
         )]  # fmt: skip
-        rows.append(
-            [name, rate, *times, f"{best['rss_mib']:.0f}", f"{best['cpu_s']:.1f}", f"{best['client_cpu_s']:.2f}"]
-        )
+        used = [f"{best['rss_mib']:.0f}", f"{best['cpu_s']:.1f}", f"{best['client_cpu_s']:.2f}"]
+        rows.append([name, rate, *times, _share(name, best, result), *used])
     return rows
+
+
+def _share(case: str, figures: Mapping[str, float], result: Mapping[str, Any]) -> str:
+    if "roofline" not in result:
+        return _NONE
+    scale = result["scale"]
+    share = roofline.share(case, figures, scale["prompt_tokens"], scale["new_tokens"], result["roofline"])
+    return _NONE if share is None else f"{share:.2f}"
 
 
 def legend(server: Mapping[str, Any]) -> list[str]:
@@ -122,10 +138,12 @@ def sections(result: Mapping[str, Any]) -> list[tuple[str, list[str] | Table]]:
     """Title and content of all there is in a result; a content is lines or a table."""
     found: list[tuple[str, list[str] | Table]] = [("", headline(result))]
     servers = result.get("servers", [])
+    if "roofline" in result:
+        found.append(("", limits_line(result["roofline"])))
     if len(servers) > 1:
         found.append(("Ratios, ours / theirs", ratio_table(result)))
     for server in servers:
-        found += [(f"{server['name']}, {endpoint}", case_table(server, endpoint)) for endpoint in server["cases"]]
+        found += [(f"{server['name']}, {endpoint}", case_table(server, endpoint, result)) for endpoint in server["cases"]]
     if servers:
         found += [("", legend(servers[0])), ("Servers", server_table(result))]
     if "gains" in result:

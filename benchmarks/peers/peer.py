@@ -33,40 +33,18 @@ class PeerUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Peer(ABC):
-    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given.
-
-    ``weights``: a GGUF file to be served in place of them, for peers with ``reads_gguf``.
-    """
+class Installed(ABC):
+    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given."""
 
     home: Path
     model: Path
     torch_index: str | None = None
-    weights: Path | None = None
 
-    name: str = "a peer"
-    one_at_a_time: bool = False
-    reads_gguf: bool = False
     distributions: Sequence[str] = ()  # whose versions say what was measured
-    ready_path: str = "/health"
 
     @abstractmethod
     def make(self) -> None:
         """Installs; is called once. Raises PeerUnavailable."""
-
-    @abstractmethod
-    def command(self, folder: Path, port: int) -> Sequence[str]:
-        """What starts it; ``folder`` is empty and its own for this start."""
-
-    @property
-    @abstractmethod
-    def spelling(self) -> Spelling: ...
-
-    def prepare(self) -> None:  # noqa: B027 - most peers need nothing
-        """What the model needs besides, each time it is not there yet. Raises PeerUnavailable."""
-
-    def environment(self) -> Mapping[str, str]:
-        return {}
 
     def install(self) -> None:
         """Once; a marker holds what the installation was made of. Raises PeerUnavailable."""
@@ -82,18 +60,6 @@ class Peer(ABC):
             [str(self.python), "-c", _VERSIONS, *self.distributions], capture_output=True, text=True, timeout=60
         )
         return dict(json.loads(found.stdout)) if found.returncode == 0 else {}
-
-    @contextmanager
-    def start(self, folder: Path) -> Iterator[Live]:
-        (port,) = free_ports(1)
-        log = self.home / "server.log"
-        log.unlink(missing_ok=True)
-        began = time.perf_counter()
-        environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **self.environment()}
-        with running(self.command(folder, port), environment, log, folder) as process:
-            wait_until_ready(process, port, self.ready_path, log)
-            endpoints = {"rest": HttpEndpoint(port, self.spelling)}
-            yield Live(process.pid, port, time.perf_counter() - began, endpoints)
 
     # --- for those that live in a virtual environment ---
 
@@ -131,3 +97,44 @@ class Peer(ABC):
                 f"{Path(command[0]).name} {' '.join(command[1:4])}: {(lines or ['failed'])[-1][:300]}"
             )
         return done.stdout
+
+
+@dataclass(frozen=True)
+class Peer(Installed):
+    """A peer that streams events over HTTP, so that the cases of ``make bench`` can be run against it.
+
+    ``weights``: a GGUF file to be served in place of the model's folder, for peers with ``reads_gguf``.
+    """
+
+    weights: Path | None = None
+
+    name: str = "a peer"
+    one_at_a_time: bool = False
+    reads_gguf: bool = False
+    ready_path: str = "/health"
+
+    @abstractmethod
+    def command(self, folder: Path, port: int) -> Sequence[str]:
+        """What starts it; ``folder`` is empty and its own for this start."""
+
+    @property
+    @abstractmethod
+    def spelling(self) -> Spelling: ...
+
+    def prepare(self) -> None:  # noqa: B027 - most peers need nothing
+        """What the model needs besides, each time it is not there yet. Raises PeerUnavailable."""
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    @contextmanager
+    def start(self, folder: Path) -> Iterator[Live]:
+        (port,) = free_ports(1)
+        log = self.home / "server.log"
+        log.unlink(missing_ok=True)
+        began = time.perf_counter()
+        environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **self.environment()}
+        with running(self.command(folder, port), environment, log, folder) as process:
+            wait_until_ready(process, port, self.ready_path, log)
+            endpoints = {"rest": HttpEndpoint(port, self.spelling)}
+            yield Live(process.pid, port, time.perf_counter() - began, endpoints)

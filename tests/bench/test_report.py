@@ -20,6 +20,14 @@ def _measured(name: str, rate: float, ttft: float) -> dict[str, Any]:
     return measured.as_json()
 
 
+ROOFLINE = {
+    "limits": {"read": 1e9, "peaks": {"matrix": 0, "bf16": 1e9, "fp32": 5e8, "int8": 0}},
+    "model": {"projections": 4_000_000, "head": 0, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 0,
+              "weight_bytes": 8_000_000},
+    "unit": "bf16",
+}  # fmt: skip
+
+
 @pytest.fixture
 def result() -> dict[str, Any]:
     machine = {"date": "2026-01-01T00:00:00+00:00", "cpu": "some CPU", "cores": 2, "load_before": 0.1}
@@ -33,6 +41,16 @@ def test_ratios_are_of_the_best_runs(result: dict[str, Any]) -> None:
     rows = report.ratio_table(result)
     assert rows[0][2:] == ["ours", "theirs"]
     assert [row[3] for row in rows[1:]] == ["2.00 (100)", "0.25 (40.0)", "1.00 (5.0)"]
+
+
+def test_a_case_has_its_share_of_the_limit_where_the_limit_is_known(result: dict[str, Any]) -> None:
+    for run in result["servers"][0]["cases"]["rest"]["c1"].values():
+        if isinstance(run, dict):
+            run["steady_tokens_per_s"] = 62.5  # a step of 16 ms, where memory allows 8
+    assert report.case_table(result["servers"][0], "rest", result)[1][8] == "-"
+    result |= {"roofline": ROOFLINE, "scale": {"prompt_tokens": 128, "new_tokens": 128}}
+    assert report.case_table(result["servers"][0], "rest", result)[1][8] == "0.50"
+    assert "memory 1.0 GB/s; GFLOP/s of its units: bf16 1, fp32 0" in report.as_text(result)
 
 
 def test_what_is_missing_is_named_with_its_reason(result: dict[str, Any]) -> None:

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_endpoint import Spelling
-from benchmarks.peers.peer import Peer, PeerUnavailable
+from benchmarks.peers.peer import Installed, PeerUnavailable
 from benchmarks.process import free_ports, running
 from benchmarks.servers import clean_environment, wait_until_ready
 
@@ -34,8 +33,9 @@ def write_mar(path: Path, config: Mapping[str, object], handler: Path = TOKENS) 
 
 
 @dataclass(frozen=True)
-class TorchServe(Peer):
-    name: str = "torchserve"
+class TorchServe(Installed):
+    """Answers in plain chunks, not in events: benchmarks/torchserve.py asks it in its own way."""
+
     distributions: Sequence[str] = ("torchserve", "torch", "transformers")
 
     def make(self) -> None:
@@ -46,16 +46,12 @@ class TorchServe(Peer):
         versions = ("torchserve==0.12.0", "transformers==5.23.0", "pyyaml", "setuptools<81")
         self.pip("install", "--progress-bar", "off", *versions)
 
-    def command(self, folder: Path, port: int) -> Sequence[str]:
+    def _command(self, folder: Path) -> Sequence[str]:
         return [
             str(self.python), "-m", "ts.model_server", "--start", "--foreground", "--ncs", "--disable-token-auth",
             "--model-store", str(folder / "store"), "--models", f"{MODEL}={MODEL}.mar",
             "--ts-config", str(folder / "ts.properties"),
         ]  # fmt: skip
-
-    @property
-    def spelling(self) -> Spelling:
-        raise NotImplementedError("it streams plain chunks, no events")
 
     @contextmanager
     def serving(self, folder: Path, config: Mapping[str, object], handler: Path = TOKENS) -> Iterator[tuple[int, int]]:
@@ -71,6 +67,6 @@ class TorchServe(Peer):
         binaries = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", "PATH": binaries, "LOG_LOCATION": str(folder)}
         log = folder / "server.log"
-        with running(self.command(folder, port), environment, log, folder) as process:
+        with running(self._command(folder), environment, log, folder) as process:
             wait_until_ready(process, port, "/ping", log)
             yield port, process.pid

@@ -1,0 +1,83 @@
+"""The least time that a machine needs for a step: the roofline of its memory's speed and of its units' peaks.
+
+The longer of two times is the limit: that of reading the weights, and the keys and values, once at the speed of memory;
+and that of all multiplications at the peak of the unit that computes them. No program can be faster; both at once are
+not always possible (Williams, Waterman, Patterson: Roofline, CACM 2009). Knows neither torch nor servers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+UNITS = ("matrix", "bf16", "fp32")  # the first one that the CPU has multiplies weights in bf16
+INT8 = "int8"
+_CASE = re.compile(r"c(?P<streams>\d+)|p(?P<prompt>\d+)")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``read``: bytes a second. ``peaks``: operations a second of each unit; 0: no such unit. Both of all threads."""
+
+    read: float
+    peaks: Mapping[str, float]
+
+    def bf16_unit(self) -> str:
+        return next(unit for unit in UNITS if self.peaks[unit])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step cannot do without: bytes that it reads, operations that it computes."""
+
+    bytes: float
+    operations: float
+
+    def least_ms(self, limits: Limits, unit: str) -> tuple[float, str]:
+        """Returns the milliseconds that the step must take, and what limits it."""
+        read, compute = self.bytes / limits.read, self.operations / limits.peaks[unit]
+        return 1000 * max(read, compute), "memory" if read > compute else "the unit"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense decoder. ``projections``, ``head``: weights of the layers' products, and of the last one."""
+
+    projections: int
+    head: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weight_bytes: float  # of projections and head together
+    cache_item: int = 2  # bytes of a number in the KV cache
+
+    def decode(self, rows: int, context: float) -> Work:
+        """One step of so many sequences, each with ``context`` tokens in the cache."""
+        seen = rows * (context + 1) * self.layers * self.head_dim
+        cached = 2 * seen * self.kv_heads * self.cache_item
+        operations = 2 * rows * (self.projections + self.head) + 4 * seen * self.heads
+        return Work(self.weight_bytes + cached, operations)
+
+    def prefill(self, tokens: int) -> Work:
+        pairs = tokens * (tokens + 1) / 2 * self.layers * self.head_dim
+        operations = 2 * (tokens * self.projections + self.head) + 4 * pairs * self.heads
+        return Work(self.weight_bytes, operations)
+
+
+def share(case: str, figures: Mapping[str, float], prompt: int, new: int, roofline: Mapping[str, Any]) -> float | None:
+    """Returns the least time over the measured one: of a decode step while all streams of ``c16`` decode, of the first
+    token of ``p2000``; None for other cases. ``prompt``, ``new``: tokens of each stream of ``c16``.
+    """
+    match = _CASE.fullmatch(case)
+    if match is None:
+        return None
+    model, limits = Model(**roofline["model"]), Limits(**roofline["limits"])
+    if match["prompt"]:
+        work, measured = model.prefill(int(match["prompt"])), figures.get("ttft_p50_ms")
+    else:
+        rows, rate = int(match["streams"]), figures.get("steady_tokens_per_s")
+        work, measured = model.decode(rows, prompt + new / 2), 1000 * rows / rate if rate else None
+    return work.least_ms(limits, roofline["unit"])[0] / measured if measured else None
