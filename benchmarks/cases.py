@@ -31,7 +31,10 @@ from benchmarks.process import Usage
 from benchmarks.prompts import Prompts
 from benchmarks.recording import Recording
 
-DEFAULT = ("c1", "c4", "c16", "c32", "c128", "p128", "p512", "p2000", "p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16")
+DEFAULT = (
+    *("c1", "c4", "c16", "c32", "c128", "p128", "p512", "p2000"),
+    *("p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16"),
+)
 _DRAWN = 0.8  # the temperature of prose that is drawn
 _SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(

@@ -143,7 +143,8 @@ def sections(result: Mapping[str, Any]) -> list[tuple[str, list[str] | Table]]:
     if len(servers) > 1:
         found.append(("Ratios, ours / theirs", ratio_table(result)))
     for server in servers:
-        found += [(f"{server['name']}, {endpoint}", case_table(server, endpoint, result)) for endpoint in server["cases"]]
+        name = server["name"]
+        found += [(f"{name}, {endpoint}", case_table(server, endpoint, result)) for endpoint in server["cases"]]
     if servers:
         found += [("", legend(servers[0])), ("Servers", server_table(result))]
     if "gains" in result:

@@ -121,7 +121,7 @@ class Peer(Installed):
     @abstractmethod
     def spelling(self) -> Spelling: ...
 
-    def prepare(self) -> None:  # noqa: B027 - most peers need nothing
+    def prepare(self) -> None:
         """What the model needs besides, each time it is not there yet. Raises PeerUnavailable."""
 
     def environment(self) -> Mapping[str, str]:
