@@ -55,9 +55,12 @@ class Bench:
     wrong: list[str] = field(default_factory=list)
 
     @contextmanager
-    def engine(self, **extra: Any) -> Iterator[Engine]:
+    def engine(self, graphs: bool = True, **extra: Any) -> Iterator[Engine]:
         given = {"max_num_seqs": max(STREAMS), "max_queued_requests": 1024, **extra}
-        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
+        resources = ProcessResources()
+        if not graphs:
+            resources.capture_on = lambda kind: None
+        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=resources)
         self.summary = built.summary
         print(f"    {self.summary}")
         try:
@@ -70,6 +73,12 @@ class Bench:
         at = {f"model.layers.{i}": places[i * len(places) // self.layers] for i in range(self.layers)}
         first, last = places[0], places[-1]
         return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
+
+    def lacks_gpus(self, what: str) -> bool:
+        """Whether there are fewer than two GPUs; says then what is skipped."""
+        if self.gpus < 2:
+            print(f"    skipped: {what}: needs two GPUs, here is {self.gpus}")
+        return self.gpus < 2
 
     def compare(self, what: str, got: list[list[int]], expected: list[list[int]]) -> None:
         same = got == expected
@@ -138,8 +147,7 @@ def stages(bench: Bench) -> None:
 
 def several(bench: Bench) -> None:
     """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
-    if bench.gpus < 2:
-        print("    needs two GPUs")
+    if bench.lacks_gpus("a map over several GPUs"):
         return
     everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
     with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
@@ -154,6 +162,23 @@ def several(bench: Bench) -> None:
     for rows in STREAMS[1:]:
         gain = found["auto", rows] / found["off", rows]
         print(f"    {rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}")
+
+
+def ranks(bench: Bench) -> None:
+    """A model split over two GPUs, whose ranks replay their decode steps, with NCCL's collectives in the graphs."""
+    if bench.lacks_gpus("CUDA graphs of a split model's ranks"):
+        return
+    with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    for graphs, name in ((False, "plain"), (True, "graphs")):
+        with bench.engine(graphs, tensor_parallel_size=2, dtype="float32") as engine:
+            bench.compare(f"two ranks, {name}", asyncio.run(answers(engine)), expected)
+            if graphs and "CUDA graphs" not in bench.summary:
+                bench.wrong.append("two ranks: no CUDA graphs, the log says why")
+        with bench.engine(graphs, tensor_parallel_size=2, dtype="bfloat16") as engine:
+            for rows in STREAMS[:3]:
+                rate = asyncio.run(speed(engine, rows, bench.seconds))
+                print(f"    {name}, {rows} streams: {rate:.0f} tokens/s, {1000 * rows / rate:.1f} ms per step")
 
 
 def streams(bench: Bench) -> None:
@@ -188,7 +213,7 @@ def transfer(bench: Bench) -> None:
 
 
 CHECKS: dict[str, Callable[[Bench], None]] = {
-    check.__name__: check for check in (streams, stages, several, offload, quantised, transfer)
+    check.__name__: check for check in (streams, stages, several, ranks, offload, quantised, transfer)
 }
 
 

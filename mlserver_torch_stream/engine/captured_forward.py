@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
+from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline
 from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedForward
 
 
 class CapturedForwards:
@@ -43,25 +44,34 @@ class CapturedForwards:
 
     def over(self, cache: PagedCache) -> Forward:
         """Returns the forward for a cache that holds no sequences yet: the check of graphs writes to all its pages."""
-        forward, pipeline = self._forward, self._pipeline
-        if not isinstance(forward, ModelForward):
+        forward = self._forward
+        own = forward.own if isinstance(forward, RankedForward) else forward
+        if not isinstance(own, ModelForward):
             return forward
-        attention = forward.attention
         with self._resources.capture_lock, torch.inference_mode():
-            reserved = _reserved_bytes(forward)
-            graphs = take_graphs(
-                forward,
-                cache,
-                self._max_sequences,
-                self._longest,
-                self._resources.capture_on or capture_on,
-                copies_keys=isinstance(attention, CudaAttention) and attention.copies_keys,
-                pipeline=pipeline,
-                check=None if pipeline is None else lambda taken: check_pipeline(self._model, pipeline, taken, cache),
-            )
-            reserved = _reserved_bytes(forward) - reserved - (0 if graphs is None else _pool_bytes(cache))
+            reserved = _reserved_bytes(own)
+            graphs = self._take(own, cache)
+            reserved = _reserved_bytes(own) - reserved - (0 if graphs is None else _pool_bytes(cache))
         self.description = "" if graphs is None else _describe(graphs, reserved)
-        return forward if graphs is None else graphs
+        if graphs is None:
+            return forward
+        return forward.replaying(graphs) if isinstance(forward, RankedForward) else graphs
+
+    def _take(self, own: ModelForward, cache: PagedCache) -> GraphForward | None:
+        """Captures the steps of this process, and beside it those of the other ranks."""
+        capture, pipeline = self._resources.capture_on or capture_on, self._pipeline
+        if isinstance(self._forward, RankedForward):
+            return self._forward.capture(cache, self._max_sequences, self._longest, capture)
+        return take_graphs(
+            own,
+            cache,
+            self._max_sequences,
+            self._longest,
+            capture,
+            copies_keys=copies_keys(own.attention),
+            pipeline=pipeline,
+            check=None if pipeline is None else lambda taken: check_pipeline(self._model, pipeline, taken, cache),
+        )
 
 
 def _describe(graphs: GraphForward, taken: int) -> str:

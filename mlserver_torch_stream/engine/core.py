@@ -327,7 +327,9 @@ class EngineCore:
 
     def _step(self) -> bool:
         lock = self._fair_lock
-        with contextlib.nullcontext() if lock is None else lock.held_by(self._batcher.progress):
+        with contextlib.nullcontext(False) if lock is None else lock.held_by(self._batcher.progress) as waited:
+            if waited:
+                self._batcher.others_stepped()
             began = time.monotonic()
             self._batcher.progress.at("a step")
             busy = self._batcher.step(self._deliver, self._poll, self._let_others_in)

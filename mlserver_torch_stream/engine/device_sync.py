@@ -5,13 +5,15 @@ Knows nothing of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +51,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_split(types):
+            return NotImplemented
         kwargs = kwargs or {}
         parts = None if types else _parts(operation, args)  # tensors of other types have code of their own
         if parts is not None:
@@ -57,6 +61,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         result = operation(*args, **kwargs)
         self._saw(operation, args, result)
         return result
+
+
+def is_split(types: Iterable[type]) -> bool:
+    """Whether a ``TorchDispatchMode`` sees an operation on tensors that are split over ranks, or wait for a collective.
+
+    If it returns NotImplemented, it sees the operations on this rank's part, and the collectives.
+    """
+    return any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types)
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:

@@ -61,24 +61,29 @@ class FairLock:
         self.progress: StepProgress | None = None  # of the engine that holds the lock
 
     @contextmanager
-    def held_by(self, progress: StepProgress) -> Iterator[None]:
-        """Holds the lock. ``progress`` shows the engines that wait for it what the holder's step is at."""
-        with self:
+    def held_by(self, progress: StepProgress) -> Iterator[bool]:
+        """Holds the lock, and yields whether another thread had it.
+
+        ``progress`` shows the engines that wait for the lock what the holder's step is at.
+        """
+        with self as waited:
             self.progress = progress
             try:
-                yield
+                yield waited
             finally:
                 self.progress = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
+        """Returns whether another thread had the lock."""
         with self._lock:
             if not self._held:
                 self._held = True
-                return
+                return False
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
         gate.acquire()
+        return True
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

@@ -1,8 +1,11 @@
 """The scripts for GPUs refuse by name where there is none, run what a CPU can, and are explained by their page."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from benchmarks import gpu_engines
 from benchmarks.gpu import CHECKS, Bench, main, run
 from tests import markdown
 
@@ -35,3 +38,13 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyP
     bench = Bench(torch.device("cpu"))
     assert run(bench, ["logits", "steps"]) == 1
     assert bench.wrong == ["logits: RuntimeError: no kernel"] and ran == [bench]
+
+
+@pytest.mark.parametrize(
+    ("check", "what"), [("several", "a map over several GPUs"), ("ranks", "CUDA graphs of a split model's ranks")]
+)
+def test_what_needs_two_gpus_is_skipped_by_name(capsys: pytest.CaptureFixture[str], check: str, what: str) -> None:
+    bench = gpu_engines.Bench(Path(), layers=2, seconds=0.0, gpus=1)
+    gpu_engines.CHECKS[check](bench)
+    assert f"skipped: {what}: needs two GPUs, here is 1" in capsys.readouterr().out
+    assert not bench.wrong

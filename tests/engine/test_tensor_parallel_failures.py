@@ -163,7 +163,7 @@ def test_launched_ranks_that_have_had_their_model_are_not_waited_for_again(monke
         group.send("go")
         assert other.wait(30) == 0
         group.leave()
-    with pytest.raises(LoadFailed, match="these ranks have had their model"):
+    with pytest.raises(LoadFailed, match="these ranks have loaded a model before"):
         rendezvous.form(2, environ)
 
 

@@ -307,9 +307,23 @@ def test_a_sequence_whose_ids_have_ended_it_is_finished(model: PreTrainedModel) 
     assert seen == [(0, FinishReason.LENGTH)]
 
 
+class _Timed(PromptLookup):
+    """``seconds`` of the steps that it has heard of."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.seconds: list[float] = []
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        self.seconds.append(seconds)
+        super().stepped(tokens, seconds)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_engine_that_waits_for_its_turn_on_the_device_lives(model: PreTrainedModel, overlap: bool) -> None:
-    lock = FairLock()
+def test_an_engine_that_waits_for_its_turn_on_the_device_lives_and_times_no_wait(
+    model: PreTrainedModel, overlap: bool
+) -> None:
+    lock, lookup = FairLock(), _Timed()
 
     async def scenario(engine: EngineCore) -> TokenEvent:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
@@ -325,6 +339,7 @@ def test_an_engine_that_waits_for_its_turn_on_the_device_lives(model: PreTrained
             time.sleep(3)
 
     flights: InlineForwards[Any, Any] = InlineForwards(overlap=overlap)
-    with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=1.0) as engine:
+    with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=1.0, lookup=lookup) as engine:
         last = run(scenario(engine))
     assert last.finish_reason is FinishReason.LENGTH, last.error
+    assert len(lookup.seconds) > 10 and max(lookup.seconds) < 3

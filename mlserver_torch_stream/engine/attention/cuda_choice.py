@@ -89,6 +89,11 @@ class CudaAttention:
         raise RuntimeError(f"no attention for a layer of this model: {'; '.join(reasons)}")
 
 
+def copies_keys(attention: PagedAttention) -> bool:
+    """Whether an attention is a ``CudaAttention`` some of whose layers copy all pages of a table."""
+    return isinstance(attention, CudaAttention) and attention.copies_keys
+
+
 def _candidates() -> list[tuple[str, Candidate]]:
     return [
         ("varlen", VarlenAttention(find_varlen())),

@@ -62,6 +62,9 @@ class Batcher(ABC):
         It may call ``poll`` in between; ``let_others_in`` lets other engines use the device between two forwards.
         """
 
+    def others_stepped(self) -> None:  # noqa: B027 most batchers do not time their steps
+        """Another engine has had the device since the last step."""
+
     def stats(self) -> EngineStats:
         return self._stats
 

@@ -97,6 +97,7 @@ class ContinuousBatcher(Batcher):
         self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
         self._begun: set[RequestState] = set()  # requests that were in a step
+        self._alone_since = 0.0  # when another engine last gave the device back
 
     # --- requests ---
 
@@ -111,6 +112,9 @@ class ContinuousBatcher(Batcher):
         """Sequences that are in a forward leave when it is back."""
         self._release(sequence for request in requests for sequence in request.sequences)
         self._gauge()
+
+    def others_stepped(self) -> None:
+        self._alone_since = time.monotonic()
 
     def close(self) -> None:
         self._flights.close()
@@ -192,7 +196,8 @@ class ContinuousBatcher(Batcher):
         self._release(ended, forget=True)
 
     def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
-        if not any(part.prefills for part in step.plan.scheduled):
+        # What another engine did meanwhile says nothing of the step: it is not measured.
+        if step.began >= self._alone_since and not any(part.prefills for part in step.plan.scheduled):
             self._drafter.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
         drafted = accepted = forced = 0
         for part, tokens in chosen.verified.items():

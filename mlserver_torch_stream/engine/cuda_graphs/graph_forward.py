@@ -5,7 +5,8 @@ Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,6 +20,9 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+
+AllOrNone = Callable[[], AbstractContextManager[object]]
+"""Returns a context for work that all ranks of a split model do at once. If it raises on one, it raises on all."""
 
 
 class CannotCapture(Exception):
@@ -40,21 +44,18 @@ class GraphForward:
         max_sequences: int,
         widths: Sequence[int],
         pipeline: Pipeline | None = None,
+        all_or_none: AllOrNone = nullcontext,
     ) -> None:
         """``widths``: numbers of pages for whose block tables steps are captured, in ascending order.
 
-        Raises CannotCapture, or the errors of the model and the device.
+        ``all_or_none``: ranks capture together. Raises CannotCapture, or the errors of the model and the device.
         """
-        if forward.way is not Way.PACKED:
-            raise CannotCapture(f"the model takes its batches as {forward.way.value}")
-        if forward.has_latents:
-            raise CannotCapture("its cache holds latents, and Python looks up the pages that a step expands")
-        if cache.states is not None:
-            raise CannotCapture("some of its layers keep states, whose addresses a graph would hold")
+        with all_or_none():
+            _check_capturable(forward, cache)
+            spares = tuple(cache.layers[group.layers[0]].spare for group in cache.groups)
+            _touch(forward, cache, spares)
         self.forward = forward
         self.cache = cache
-        spares = tuple(cache.layers[group.layers[0]].spare for group in cache.groups)
-        _touch(forward, cache, spares)
         sizes = [1 << power for power in range((max_sequences - 1).bit_length())]
         shapes = [
             StepShape(rows, width, cache.page_size, spares) for rows in (*sizes, max_sequences) for width in widths
@@ -62,8 +63,9 @@ class GraphForward:
         steps: list[CapturedStep] = []
         # The largest first: the others fit into its memory in the pool.
         for shape in reversed(shapes):
-            capture_step(forward, cache, DryRun(), shape, pipeline)  # kernels load and tune at their first call
-            steps.insert(0, capture_step(forward, cache, capture, shape, pipeline))
+            with all_or_none():
+                capture_step(forward, cache, DryRun(), shape, pipeline)  # kernels load and tune at their first call
+                steps.insert(0, capture_step(forward, cache, capture, shape, pipeline))
         self._steps = steps
 
     @property
@@ -75,6 +77,10 @@ class GraphForward:
     def max_sequences(self) -> int:
         return self._steps[-1].shape.rows
 
+    def release(self) -> None:
+        """Gives the captured steps up. From now on the plain forward runs."""
+        self._steps = []
+
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         step = next((step for step in self._steps if step.shape.holds(batch)), None)
         if step is None or cache is not self.cache:
@@ -83,6 +89,16 @@ class GraphForward:
         logits = step.run(batch)
         wanted = batch.wanted_rows
         return logits if len(wanted) == len(logits) else logits[from_host(wanted, logits.device, torch.long)]
+
+
+def _check_capturable(forward: ModelForward, cache: PagedCache) -> None:
+    """Raises CannotCapture."""
+    if forward.way is not Way.PACKED:
+        raise CannotCapture(f"the model takes its batches as {forward.way.value}")
+    if forward.has_latents:
+        raise CannotCapture("its cache holds latents, and Python looks up the pages that a step expands")
+    if cache.states is not None:
+        raise CannotCapture("some of its layers keep states, whose addresses a graph would hold")
 
 
 def _touch(forward: ModelForward, cache: PagedCache, spares: Sequence[int]) -> None:

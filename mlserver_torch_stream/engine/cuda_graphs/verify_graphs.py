@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
-from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.cuda_graphs.graph_forward import AllOrNone, CannotCapture, GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -72,11 +73,13 @@ def verified(
     widths: list[int],
     pipeline: Pipeline | None = None,
     check: Check | None = None,
+    all_or_none: AllOrNone = nullcontext,
 ) -> GraphForward | None:
-    """Returns None if the model's code raises or replays give other logits."""
+    """Returns None if the model's code raises or replays give other logits, with ``all_or_none`` on any rank."""
     try:
-        graphs = GraphForward(forward, cache, capture, max_sequences, widths, pipeline)
-        problem = _compare(graphs) or (None if check is None else check(graphs))
+        graphs = GraphForward(forward, cache, capture, max_sequences, widths, pipeline, all_or_none)
+        _compare(graphs, all_or_none)
+        problem = None if check is None else check(graphs)
     except Exception as error:  # a model's code can raise any error during a capture
         problem = in_a_line(error)
     if problem is None:
@@ -85,18 +88,25 @@ def verified(
     return None
 
 
-def _compare(graphs: GraphForward) -> str | None:
-    """Compares each captured step with the forward, on the same pages: full and with unused rows, near and far."""
+def _compare(graphs: GraphForward, all_or_none: AllOrNone) -> None:
+    """Compares each captured step with the forward, on the same pages: full and with unused rows, near and far.
+
+    Raises CannotCapture.
+    """
     _fill(graphs.cache)
     for shape in graphs.shapes:
         for trial, rows in enumerate((shape.rows, shape.rows // 2 + 1, shape.rows)):
-            batch = _batch(graphs.cache, shape, rows, trial)
-            comparison = Comparison()
-            for expected, got in zip(graphs.forward(batch, graphs.cache), graphs(batch, graphs.cache), strict=True):
-                comparison.add(expected, got)
-            if (by := comparison.difference) is not None:
-                return f"logits of {rows} sequences, one at position {batch.sequences[0].start}, differ by {by}"
-    return None
+            with all_or_none():
+                _compare_step(graphs, _batch(graphs.cache, shape, rows, trial))
+
+
+def _compare_step(graphs: GraphForward, batch: Batch) -> None:
+    comparison = Comparison()
+    for expected, got in zip(graphs.forward(batch, graphs.cache), graphs(batch, graphs.cache), strict=True):
+        comparison.add(expected, got)
+    if (by := comparison.difference) is not None:
+        count, position = len(batch.sequences), batch.sequences[0].start
+        raise CannotCapture(f"logits of {count} sequences, one at position {position}, differ by {by}")
 
 
 def _fill(cache: PagedCache) -> None:

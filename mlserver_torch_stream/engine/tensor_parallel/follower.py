@@ -9,16 +9,21 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
+from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import set_threads
+from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_of, decode_operations
+from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.shard import load_shard, receive_settings
 from mlserver_torch_stream.errors import LoadFailed
@@ -48,26 +53,40 @@ def _serve(group: RankGroup) -> None:
     resolved = receive_settings(group)
     set_threads(resolved.settings, read_host())
     shard = load_shard(resolved, group)
-    caches = FollowerCaches(CacheLayout(shard.weights.model.config), shard.forward, group.all_raised)
+    forward = shard.forward
+    capture = partial(capture_together, forward, group=group, capture_on=PROCESS.capture_on or capture_on)
+    caches = FollowerCaches(CacheLayout(shard.weights.model.config), forward, group.all_raised, capture)
     with torch.inference_mode():
         while True:
             for operation, numbers in decode_operations(group.receive_operations()):
                 if operation is Operation.STOP:
                     return
                 if operation is Operation.PULSE:
+                    check_devices({forward.device})  # NCCL watches no collectives of CUDA graphs: a device may hang
                     group.pulse()
                 else:
                     caches.run(operation, *numbers)
 
 
 class FollowerCaches:
-    """Holds this rank's part of each of rank 0's caches, by the cache's name, and runs operations on them."""
+    """Holds this rank's part of each of rank 0's caches, by the cache's name, and runs operations on them.
 
-    def __init__(self, layout: CacheLayout, forward: Forward, all_raised: Callable[[], bool]) -> None:
+    ``capture`` is ``capture_together`` for a cache, the most sequences and the longest sequence.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        forward: Forward,
+        all_raised: Callable[[], bool],
+        capture: Callable[[PagedCache, int, int], Forward | None],
+    ) -> None:
         self._layout = layout
         self._forward = forward
         self._all_raised = all_raised
+        self._capture = capture
         self._caches: dict[int, PagedCache] = {}
+        self._captured: dict[int, Forward] = {}  # by the name of their cache
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
         """Repeats what rank 0 does. Raises a forward's error unless all ranks have it."""
@@ -76,9 +95,13 @@ class FollowerCaches:
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)
         elif operation is Operation.DROP:
             del self._caches[name]
+            self._captured.pop(name, None)
+        elif operation is Operation.CAPTURE:
+            if (captured := self._capture(self._caches[name], *numbers)) is not None:
+                self._captured[name] = captured
         elif operation is Operation.FORWARD:
             try:
-                self._forward(batch_of(numbers), self._caches[name])
+                self._captured.get(name, self._forward)(batch_of(numbers), self._caches[name])
             except Exception:
                 if not self._all_raised():
                     raise

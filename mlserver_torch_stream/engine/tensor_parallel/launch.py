@@ -53,4 +53,4 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
             raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
         raise
     leader = Leader(group, other_ranks)
-    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader))
+    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader, group))

@@ -6,7 +6,8 @@ Knows nothing of models or engines. If a rank is lost, each call raises a Runtim
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._store = store  # rank 0's is the server that the others have found
+        self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_SERVING_TIMEOUT)
@@ -80,6 +82,10 @@ class RankGroup:
         dist.all_gather_object(values, value, group=self._loading)
         return len(set(values)) == 1
 
+    def in_step(self) -> bool:
+        """Whether the model has begun as many collectives on every rank."""
+        return self.agrees(str(self._collectives()))
+
     # --- during generation ---
 
     def send_operations(self, operations: bytes) -> None:
@@ -108,7 +114,19 @@ class RankGroup:
         count: int = dist.group.WORLD._get_sequence_number_for_group()
         return count
 
+    def before_leaving(self, release: Callable[[], None]) -> None:
+        """Calls a method before the group is left, if its object still lives.
+
+        NCCL leaves a group when no CUDA graph holds its collectives any more, and waits for that:
+        https://github.com/vllm-project/vllm/pull/39846
+        """
+        self._releases = [each for each in self._releases if each() is not None]
+        self._releases.append(weakref.WeakMethod(release))
+
     def leave(self) -> None:
+        for each in self._releases:
+            if (release := each()) is not None:
+                release()
         dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from mlserver_torch_stream.engine.devices import device_types, input_device
-from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import with_attention
 from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
@@ -46,7 +45,7 @@ class Shard:
 
     weights: LoadedWeights
     findings: SelfCheckResult
-    forward: Forward
+    forward: ModelForward
     attention: str | None
     room: int
 
