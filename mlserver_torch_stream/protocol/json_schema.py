@@ -14,6 +14,8 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.values import is_text, printable, shown
 
 Schema = Mapping[str, Any]
+STRING: Schema = {"type": "string"}
+NULLABLE_STRING: Schema = {"type": ["string", "null"]}
 
 _NAMES = {
     "array": "a list",

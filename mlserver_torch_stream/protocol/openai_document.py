@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlserver_torch_stream.protocol.json_schema import Schema
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
 from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_parameters import (
     CHAT_PARAMETERS,
@@ -17,19 +17,10 @@ from mlserver_torch_stream.protocol.openai_parameters import (
     Table,
     Treatment,
 )
-from mlserver_torch_stream.protocol.openapi_parts import (
-    COUNT,
-    NULLABLE_STRING,
-    REQUEST_ID,
-    STRING,
-    JsonObject,
-    answered,
-    object_schema,
-    reference,
-    response,
-)
+from mlserver_torch_stream.protocol.openapi_parts import COUNT, REQUEST_ID, answered, object_schema, reference, response
 from mlserver_torch_stream.protocol.responses_document import response_schemas
 from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
 
 _DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
@@ -38,7 +29,6 @@ _NOT_TAKEN = {
     Treatment.IGNORED: "Ignored: no answer depends on it.",
     Treatment.REFUSED: "Not implemented: only values that ask for nothing are accepted.",
 }
-_NUMBER: Schema = {"type": "number"}
 _FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 _REASONING: Mapping[str, Schema] = {"reasoning": STRING, "reasoning_content": STRING}
 _ERRORS = {

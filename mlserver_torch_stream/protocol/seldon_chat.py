@@ -24,12 +24,11 @@ def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
     roles = columns.get("role", ())
     if not roles:
         raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
-    rows = [_only_message(columns)] if len(roles) == 1 else _each_message(columns, len(roles))
+    if len(roles) == 1:
+        rows: list[Columns] = [{name: columns.get(name, ()) for name in MESSAGE_TENSORS}]
+    else:
+        rows = _each_message(columns, len(roles))
     return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)], most)
-
-
-def _only_message(columns: Columns) -> Columns:
-    return {name: [element for element in columns.get(name, ())] for name in MESSAGE_TENSORS}
 
 
 def _each_message(columns: Columns, count: int) -> list[Columns]:
