@@ -10,9 +10,8 @@ from typing import Any
 from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 
 def find_ours(registry: MultiModelRegistry, name: str, version: str | None) -> Any:
@@ -25,9 +24,7 @@ def find_ours(registry: MultiModelRegistry, name: str, version: str | None) -> A
     raise NoSuchVersion(name, version)
 
 
-def refuse_token_model(model: Any) -> None:
-    """Raises InvalidInput."""
-    if not hasattr(model, "open_prediction"):
-        name = model.name
-        message = f"{name} generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions"
-        raise InvalidInput("model", f"{message} or /v2/models/{name}/generate")
+def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
+    """The error of a request that needs a handler, to a model that generates tokens. ``path``: one that it answers."""
+    message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
+    return InvalidInput("model", message)

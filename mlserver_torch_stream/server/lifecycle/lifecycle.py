@@ -45,7 +45,7 @@ class Member:
         self.name = name
         self.inflight = InflightRequests()
         self.engine: Drainable | None = None  # before the load has ended
-        self.settled = OneTimeEvent()  # the load has ended, well or not
+        self.settled = OneTimeEvent()  # the load has ended, with or without success
         self.retired = False  # True: no new request can reach the model
 
 
@@ -59,7 +59,7 @@ class Lifecycle:
         self._grace_skipped = OneTimeEvent()
         self.refusing = OneTimeEvent()  # the process takes no further request
         self.listeners_closed = OneTimeEvent()  # no client can send a request any more
-        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # the stops of our own, each with its grace
+        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own listeners, with a grace in seconds
         self.draining = False
         self.failure: str | None = None
 

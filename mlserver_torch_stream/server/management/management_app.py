@@ -37,7 +37,7 @@ class ManagementApp:
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls
         self._token = token
-        self.ending = OneTimeEvent()  # set when the port is about to be closed: what still runs is refused
+        self.ending = OneTimeEvent()  # set when the port is about to be closed: requests that still run are refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

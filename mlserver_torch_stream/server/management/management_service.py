@@ -89,7 +89,7 @@ class ManagementService:
 
 
 def _fields(kind: str, message: bytes) -> dict[str, Any]:
-    """Those that are given. Raises RequestError."""
+    """The fields that the message sets. Raises RequestError."""
     try:
         parsed = message_class(kind).FromString(message)
     except DecodeError as error:

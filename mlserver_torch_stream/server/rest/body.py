@@ -2,7 +2,7 @@
 
 Raw bytes of tensors may follow the object: the header ``Inference-Header-Content-Length`` says where they begin.
 
-Knows nothing of what the object says. How slowly a client may send is the HTTP server's affair.
+Knows nothing of what the object says. The HTTP server limits how slowly a client may send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 from mlserver_torch_stream.protocol.bounded_json import parse_bounded
 
 JSON_LENGTH = "inference-header-content-length"
-_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space behind a header's value is no part of it
+_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after a header's value is no part of it
 _CODINGS = ("identity", "gzip", "x-gzip")
 
 

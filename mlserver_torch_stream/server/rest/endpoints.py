@@ -33,6 +33,7 @@ from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
@@ -40,7 +41,7 @@ from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 Context = Callable[[str], ReplyContext]
-"""What a reply shows, for the id of its request."""
+"""Makes the context of a reply from the id of its request."""
 
 
 class TokenModel(Protocol):
@@ -50,7 +51,7 @@ class TokenModel(Protocol):
     version: str | None
     settings: ModelSettings
 
-    def generator(self, entrance: EndpointKind) -> Generator:
+    def generator(self, endpoint: EndpointKind) -> Generator:
         """Raises NotServing."""
 
 
@@ -86,7 +87,7 @@ class AnswersItself(Protocol):
         """A body without binary tensors, as ``open_reply`` takes it."""
 
     def open_reply(
-        self, posted: PostedBody, route: RestRoute, streaming: bool, entrance: EndpointKind, context: Context
+        self, posted: PostedBody, route: RestRoute, streaming: bool, endpoint: EndpointKind, context: Context
     ) -> EndpointReply:
         """The reply, not begun."""
 
@@ -151,14 +152,14 @@ class _EndpointRequest:
     async def refuse(self, error: Exception) -> None:
         """Answers with an error, and records it unless the observer of an opened request has done so."""
         if self._model is not None and not self._opened:
-            observers = ModelRequestObservers(self._model.name, self._model.version, self._entrance)
+            observers = ModelRequestObservers(self._model.name, self._model.version, self._kind)
             observers.refused(self._request_id, error)
         refused = as_refusal(error)
         status, body = self._spelling.refusal(refused)
         await send_refusal(self._send, status, orjson.dumps(body), refused.retry_after, self._spelling_headers())
 
     @property
-    def _entrance(self) -> EndpointKind:
+    def _kind(self) -> EndpointKind:
         return EndpointKind.REST_STREAM if self._streaming else EndpointKind.REST_UNARY
 
     def _spelling_headers(self) -> EncodedHeaders:
@@ -170,7 +171,7 @@ class _EndpointRequest:
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
         model = await self._endpoint.data_plane._model_registry.get_model(name, version)
-        if getattr(model, "streams_tokens", False):
+        if is_ours(model):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
             raise ModelNotFound(name, version)
@@ -228,10 +229,10 @@ class _EndpointRequest:
         context = partial(self._context, model)
         if hasattr(model, "open_reply"):
             route = self._endpoint.route
-            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._entrance, context)
+            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._kind, context)
             self._opened = True
             return own
-        generator = model.generator(self._entrance)
+        generator = model.generator(self._kind)
         self._request_id = self._request_id or str(uuid4())
         request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=self._request_id)
         self._opened = True
@@ -254,7 +255,7 @@ class _EndpointRequest:
         )
 
     async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
-        """Raises an error as long as nothing has been sent; later the stream reports it."""
+        """Raises an error only while nothing has been sent; later the stream reports it."""
         try:
             async for body in reply.bodies():
                 await events.send(orjson.dumps(body), self._spelling.event_name(body))
@@ -286,7 +287,7 @@ class _EndpointRequest:
 
 
 def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple[bytes, EncodedHeaders]:
-    """The JSON object and, behind it, the elements of its binary outputs."""
+    """The JSON object, followed by the elements of its binary outputs."""
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]

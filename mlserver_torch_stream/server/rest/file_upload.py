@@ -1,6 +1,6 @@
-"""Receives one file of a form and hands it to the store as it comes: no more than pieces of it are in memory.
+"""Receives one file of a form and writes it to the store as it arrives: only pieces of it are in memory.
 
-Knows nothing of what the file holds. A file over the bound is refused as soon as that is known, its rest is not read.
+Knows nothing of what the file holds. A file over the bound is refused as soon as that is known; the rest is not read.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mlserver_torch_stream.protocol.openai_document import openai_document
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"

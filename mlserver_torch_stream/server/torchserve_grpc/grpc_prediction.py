@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
-from mlserver_torch_stream.server.handler_models import find_ours, refuse_token_model
+from mlserver_torch_stream.server.handler_models import find_ours, no_handler
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
@@ -119,7 +119,8 @@ class GrpcPrediction:
         if not name:
             raise MissingParameter("model_name")
         self._model = find_ours(self._data_plane._model_registry, name, self._version)
-        refuse_token_model(self._model)
+        if not hasattr(self._model, "open_prediction"):
+            raise no_handler(name)
         self._sequence = self._read_sequence()
 
     def _read_sequence(self) -> dict[str, str | bool]:

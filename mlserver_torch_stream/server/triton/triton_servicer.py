@@ -22,7 +22,7 @@ from mlserver.types import RepositoryIndexRequest
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model
 from mlserver_torch_stream.server.status import as_server_error
 from mlserver_torch_stream.server.triton.model_config import read_config
 from mlserver_torch_stream.server.triton.model_statistics import read_statistics
