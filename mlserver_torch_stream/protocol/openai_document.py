@@ -153,18 +153,11 @@ def _with(described: JsonObject, **optional: Schema) -> JsonObject:
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
     """``text``: the schema of a choice's text. A chunk has a usage if ``stream_options`` ask for it."""
     choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
-    told: Schema = reference("Usage") if usage else {"anyOf": [reference("Usage"), {"type": "null"}]}
-    described = object_schema(
-        id=STRING,
-        object={"enum": [kind]},
-        created=COUNT,
-        model=STRING,
-        choices={"type": "array", "items": choice},
-        usage=told,
-    )
-    return (
-        described if usage else {**described, "required": [name for name in described["required"] if name != "usage"]}
-    )
+    fields: dict[str, Schema] = {"id": STRING, "object": {"enum": [kind]}, "created": COUNT, "model": STRING}
+    fields["choices"] = {"type": "array", "items": choice}
+    if usage:
+        return object_schema(**fields, usage=reference("Usage"))
+    return _with(object_schema(**fields), usage={"anyOf": [reference("Usage"), {"type": "null"}]})
 
 
 def _request(table: Table) -> JsonObject:

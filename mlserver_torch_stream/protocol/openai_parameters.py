@@ -1,6 +1,6 @@
 """The table of the parameters of OpenAI's bodies, and of their treatment: taken, ignored, or refused by name.
 
-Knows nothing of what a value comes to mean. The decoder and the OpenAPI document both read this table.
+Knows nothing of what a value means. The decoder and the OpenAPI document both read this table.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _DONE = b"[DONE]"
 
 
 def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Sequence[TokenLogprob] | None) -> ChatChoice:
-    """What an event says, as OpenAI's objects name it."""
+    """The content of an event, for OpenAI's objects."""
     return ChatChoice(event.index, event.text, reason, logprobs, event.reasoning, event.tool_calls)
 
 

@@ -188,7 +188,7 @@ class CollectedReply:
         return {name: value for name, value in every.items() if name in shown}
 
     def choices(self) -> list[ChatChoice]:
-        """Every sequence as OpenAI's objects name it."""
+        """Every sequence, for OpenAI's objects."""
         wanted = self._request.sampling.logprobs
         return [
             ChatChoice(

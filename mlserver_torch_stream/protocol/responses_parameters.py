@@ -1,6 +1,6 @@
 """The table of the parameters of bodies of OpenAI's Responses API.
 
-Knows nothing of what an input comes to mean. What means the same in a chat is the chat's row.
+Knows nothing of what an input means. A parameter that means the same in a chat has the chat's row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads one loosely typed value: numbers that may be strings, lists and objects that may be JSON.
 
-Knows nothing of which parameter it reads: every reader raises ValueError, whose text the caller puts behind a name.
+Knows nothing of which parameter it reads: every reader raises ValueError, to whose text the caller adds the name.
 """
 
 from __future__ import annotations

@@ -128,9 +128,6 @@ async def _parameters(request: Request) -> Mapping[str, Any]:
 def _status_and_body(error: RequestError) -> tuple[int, bytes]:
     if isinstance(error, ManagementRefusal):
         return error.status, as_json({"code": error.status, "type": error.kind, "message": error.message})
-    if isinstance(error, NotServing):
-        message = {"code": error.status, "type": "ServiceUnavailableException", "message": error.message}
-        return error.status, as_json(message)
     return status_and_body(error)
 
 

@@ -54,21 +54,17 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
 
 
 def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
-    """The JSON of a body, and the raw bytes of tensors behind it. Raises InvalidInput."""
+    """The JSON of a body, and the raw bytes of tensors after it. Raises InvalidInput."""
     declared = headers.get(JSON_LENGTH)
-    length = len(body) if declared is None else _json_length(declared, len(body))
+    if declared is None:
+        return body, b""
+    length = as_length(declared)
+    if length is None or not 0 < length <= len(body):
+        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {len(body)} bytes, got {declared[:20]!r}")
     return body[:length], body[length:]
 
 
-def _json_length(declared: str, size: int) -> int:
-    """How many bytes of a body of this size are its JSON object."""
-    length = _as_length(declared)
-    if length is None or not 0 < length <= size:
-        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {size} bytes, got {declared[:20]!r}")
-    return length
-
-
-def _as_length(declared: str) -> int | None:
+def as_length(declared: str) -> int | None:
     """None if the text is not a number of bytes. Python cannot convert numbers of thousands of digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
@@ -92,7 +88,7 @@ def parse_json(raw: bytes) -> Any:
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
     """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
-    declared = _as_length(headers.get("content-length", ""))
+    declared = as_length(headers.get("content-length", ""))
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
 

@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.values import shown
-from mlserver_torch_stream.server.rest.body import ClientLeft, UnknownCoding
+from mlserver_torch_stream.server.rest.body import ClientLeft, UnknownCoding, as_length
 from mlserver_torch_stream.server.rest.form_reader import FormEvent, FormReader, PartBegan, PartPiece
 
 _AROUND = 64 * 1024  # bytes of a form beside its file
@@ -73,9 +73,8 @@ def _refuse_declared(request: Request, most_bytes: int) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented for files")
-    declared = request.headers.get("content-length", "").strip()
-    number = int(declared) if declared.isascii() and declared.isdecimal() and len(declared) <= 20 else 0
-    if number > most_bytes + _AROUND:
+    declared = as_length(request.headers.get("content-length", ""))
+    if declared is not None and declared > most_bytes + _AROUND:
         raise _too_large(most_bytes)
 
 

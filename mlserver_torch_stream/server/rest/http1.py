@@ -76,17 +76,8 @@ class _Parser:
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
             self._parser.feed_data(head)
 
-    def get_method(self) -> bytes:
-        return self._parser.get_method()
-
-    def get_http_version(self) -> str:
-        return self._parser.get_http_version()
-
-    def should_keep_alive(self) -> bool:
-        return self._parser.should_keep_alive()
-
-    def should_upgrade(self) -> bool:
-        return self._parser.should_upgrade()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
 
 
 class _UntilClosed(RequestResponseCycle):
