@@ -15,7 +15,7 @@ _CHARACTERS_PER_DELTA = 20
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions an answer may call. ``strict`` are those whose arguments must match their schema.
+    """Which functions an answer may call. ``strict``: the functions whose arguments must match their schema.
 
     ``name``: the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
     first call.

@@ -1,4 +1,4 @@
-"""What clients are told whose constraints take too long to compile: too complex, or that other constraints are being compiled."""
+"""What clients are told whose constraints take too long to compile: too complex, or that other ones are compiled."""
 
 from __future__ import annotations
 

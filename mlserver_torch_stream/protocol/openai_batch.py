@@ -1,6 +1,6 @@
 """Reads the input lines of OpenAI's batches and builds their output lines.
 
-Knows nothing of files nor of models; what a body asks of a model is decoded by ``openai_request``.
+Knows nothing of files nor of models; ``openai_request`` decodes the bodies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The part of the OpenAPI document that describes files and batches.
 
-Knows nothing of how they are kept; what a row holds is described with the endpoint that the row names.
+Knows nothing of how they are kept; the content of a row is described with the endpoint that the row names.
 """
 
 from __future__ import annotations

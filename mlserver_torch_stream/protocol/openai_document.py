@@ -70,7 +70,7 @@ def openai_document() -> JsonObject:
 
 
 def _generating(operation: str, summary: str, name: str, events: str = "") -> JsonObject:
-    """``events``: what the data of an event of its stream is; nothing: chunks."""
+    """``events`` describes the data of its stream's events; empty: the data is a chunk."""
     whole = {"schema": reference(name)}
     data = {"type": "string", "description": events or f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
     streamed = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}

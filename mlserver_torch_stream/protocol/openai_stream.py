@@ -41,7 +41,7 @@ class OpenAIStream(ABC):
         raise_failure(event)
         last = self._usage.note(event)
         choice = self._choice(event)
-        chunks = [] if choice is None else self._chunks(choice)
+        chunks: Sequence[JsonObject] = () if choice is None else self._chunks(choice)
         if not self._usage_message:
             return chunks
         chunks = [{**chunk, "usage": None} for chunk in chunks]

@@ -1,6 +1,6 @@
 """The part of the OpenAPI document that describes responses and the events of their streams.
 
-Knows nothing of requests: what they hold is the table of parameters.
+Knows nothing of requests, which the table of parameters describes.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def own_name(field: str) -> str:
 
 
 def chat_body(taken: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """``taken``: what the table of parameters has accepted; ``most``: elements of the input that are looked at. Raises
+    """``taken``: the parameters that the table has accepted; ``most``: elements of the input that are looked at. Raises
     InvalidInput."""
     body = {key: value for key, value in taken.items() if key not in _CONVERTED}
     body["messages"] = _messages(taken, most)

@@ -1,7 +1,7 @@
 """Rebuilds a conversation from the parallel tensors of Seldon Core 2's OpenAI translator.
 
-Knows nothing of tensors beyond their elements as text: ``role`` says how many messages there are; for one message
-the elements of the others are its parts, for several each element is one message's list of parts, as JSON.
+Knows nothing of tensors beyond their elements as text. ``role`` has one element for each message. For one message the
+elements of the other tensors are its parts; for several messages each element is one message's list of parts, as JSON.
 """
 
 from __future__ import annotations

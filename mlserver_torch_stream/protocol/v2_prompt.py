@@ -1,6 +1,6 @@
 """Finds the one prompt source among the input tensors of a request and reads its prompts.
 
-Knows nothing of sampling; of the request's parameters only those that shape a conversation.
+Knows nothing of sampling; it reads only the parameters that shape a conversation.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RowSlots:
         self._patience_s = patience_s
         self._waiting: deque[RowTurn] = deque()
         self._running: set[RowTurn] = set()
-        self._timer: asyncio.TimerHandle | None = None  # until the first of those that wait is overdue
+        self._timer: asyncio.TimerHandle | None = None  # until the first waiting row is overdue
 
     def ask(self, sequences: int) -> RowTurn:
         """Returns the turn of a row of so many sequences."""

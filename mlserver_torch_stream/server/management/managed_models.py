@@ -26,7 +26,7 @@ from mlserver_torch_stream.torchserve.registration import read_registration, reg
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
 ACCEPTED = (202, "Processing worker updates...")
-Answer = tuple[int, str]  # the status of a reply, and what it says
+Answer = tuple[int, str]  # the status and the message of a reply
 
 
 class ManagedModels:

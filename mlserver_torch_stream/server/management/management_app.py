@@ -28,7 +28,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.registration import is_true
 
 _MOST_BODY_BYTES = 1 << 20
-Reply = tuple[int, Any]  # a status, and what is written as JSON
+Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
 class ManagementApp:
@@ -112,7 +112,7 @@ class ManagementApp:
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:
-    """Those of the query, or a JSON object in the body. Raises RequestError or ClientLeft."""
+    """The parameters of the query, or of a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
     body = await read_body(request.scope, request.receive, _MOST_BODY_BYTES)

@@ -1,4 +1,4 @@
-"""The calls of TorchServe's management API, over HTTP and gRPC alike: parameters in, what the reply says out.
+"""The calls of TorchServe's management API, for HTTP and gRPC: they take parameters, and return the reply's content.
 
 Knows nothing of paths and messages, nor of how models are loaded or scaled.
 """
@@ -39,11 +39,11 @@ class ManagementCalls:
     def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
         limit = whole_number(given, "limit") if "limit" in given else _MOST_LISTED
         limit = limit if 0 <= limit <= _MOST_LISTED else _MOST_LISTED
-        first = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
+        start = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
         found = [{"modelName": name, "modelUrl": url} for name, url in self.models.urls().items()]
-        last = first + limit
-        more = {"nextPageToken": str(last)} if last <= len(found) else {}
-        return {**more, "models": found[first:last]}
+        end = start + limit
+        more = {"nextPageToken": str(end)} if end <= len(found) else {}
+        return {**more, "models": found[start:end]}
 
     async def describe(
         self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]

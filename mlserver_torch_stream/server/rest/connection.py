@@ -20,7 +20,7 @@ _KEY = "mlserver_torch_stream.transport"
 _UNSENT_BYTES = 16 * 1024
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _UNWATCHED_S = 0.02
-_RESET = struct.pack("ii", 1, 0)  # linger for no time: what the kernel still holds goes too
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: the kernel drops the bytes that it still holds
 
 
 class NotesTransport:

@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
-from mlserver import ModelSettings
 from mlserver.errors import ModelNotFound
 from mlserver.handlers import DataPlane
 from mlserver.logging import logger
@@ -42,17 +41,6 @@ from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""
-
-
-class TokenModel(Protocol):
-    """A model whose requests every spelling can decode."""
-
-    name: str
-    version: str | None
-    settings: ModelSettings
-
-    def generator(self, endpoint: EndpointKind) -> Generator:
-        """Raises NotServing."""
 
 
 class EndpointReply(Protocol):
@@ -198,7 +186,7 @@ class _EndpointRequest:
             body = parse_object(spelled)
         return PostedBody(body, dict(self._headers), raw)
 
-    async def _unary(self, model: TokenModel, posted: PostedBody) -> None:
+    async def _unary(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         try:
             async with watched(self._receive, partial(self._leave, reply)):
@@ -213,7 +201,7 @@ class _EndpointRequest:
         else:
             await send_whole(self._send, 200, *_with_binary(whole, raw, headers))
 
-    async def _stream(self, model: TokenModel, posted: PostedBody) -> None:
+    async def _stream(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         try:
             notice_lag_early(self._scope)
@@ -224,7 +212,7 @@ class _EndpointRequest:
         if reply.error is not None:
             raise _AlreadyReported from reply.error
 
-    def _open(self, model: TokenModel, posted: PostedBody) -> EndpointReply:
+    def _open(self, model: Any, posted: PostedBody) -> EndpointReply:
         """The reply, not begun. Raises RequestError."""
         context = partial(self._context, model)
         if hasattr(model, "open_reply"):
@@ -232,14 +220,14 @@ class _EndpointRequest:
             own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._kind, context)
             self._opened = True
             return own
-        generator = model.generator(self._kind)
+        generator: Generator = model.generator(self._kind)
         self._request_id = self._request_id or str(uuid4())
         request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=self._request_id)
         self._opened = True
         start = partial(generator.start, request)
         return TokenReply(request, self._spelling, context(request.request_id), start, posted)
 
-    def _context(self, model: TokenModel, request_id: str) -> ReplyContext:
+    def _context(self, model: Any, request_id: str) -> ReplyContext:
         """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
         headers = self._cloud_events(model, request_id) if self._streaming else {}
         return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
@@ -280,7 +268,7 @@ class _EndpointRequest:
         self._leave(reply)
         abort(self._scope)
 
-    def _cloud_events(self, model: TokenModel, request_id: str) -> dict[str, str]:
+    def _cloud_events(self, model: Any, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
         self._endpoint.data_plane._inference_middleware.response_middleware(response, model.settings)
         return extract_headers(response) or {}

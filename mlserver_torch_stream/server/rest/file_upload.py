@@ -61,7 +61,7 @@ async def _chunks(request: Request, timeout: float) -> AsyncIterator[bytes]:
         try:
             message = await asyncio.wait_for(request.receive(), timeout or None)
         except asyncio.TimeoutError:
-            raise UploadStalled(f"file: nothing has come of it for {timeout:g} s") from None
+            raise UploadStalled(f"file: no data has arrived for {timeout:g} s") from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
         yield message.get("body", b"")

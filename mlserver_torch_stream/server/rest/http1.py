@@ -1,7 +1,7 @@
 """Extends uvicorn for two kinds of HTTP/1 clients: those that offer another protocol, and those of HTTP/1.0.
 
-Knows nothing of what is asked or answered. It holds for every request of the REST port, as uvicorn has one protocol
-class for all of them.
+Knows nothing of requests and replies. It applies to every request of the REST port, as uvicorn has one protocol class
+for all of them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.torchserve_document import model_document
-from mlserver_torch_stream.server.handler_models import find_ours
+from mlserver_torch_stream.server.registered_models import find_ours
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions

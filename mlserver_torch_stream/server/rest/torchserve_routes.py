@@ -29,10 +29,10 @@ from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 @dataclass(frozen=True)
 class _Path:
-    """``methods`` are those that the route matches; with None the endpoint itself refuses wrong ones.
+    """``methods``: the methods that the route takes; with None the endpoint itself refuses wrong methods.
 
-    ``legacy`` paths are those that TorchServe has kept from its predecessor. There the parameters of the query are
-    fields. If no model of ours has the name, the path may belong to another route.
+    ``legacy``: TorchServe has kept the path from its predecessor. There the parameters of the query are fields. If no
+    model of ours has the name, the path may belong to another route.
     """
 
     path: str

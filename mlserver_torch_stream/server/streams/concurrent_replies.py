@@ -21,7 +21,7 @@ class MessageReply(Protocol[Body_co]):
     def bodies(self) -> AsyncIterator[Body_co]: ...
 
     def failure(self, error: Exception) -> Sequence[Body_co]:
-        """The last bodies of a reply that failed while others go on."""
+        """The last bodies of a reply that failed while other replies go on."""
 
     def close(self) -> None:
         """Cancels the work for this reply. Synchronous and idempotent."""

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
-from mlserver_torch_stream.server.handler_models import find_ours, no_handler
+from mlserver_torch_stream.server.registered_models import find_ours, no_handler
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
@@ -49,7 +49,7 @@ class Prediction:
 class GrpcPrediction:
     """Answers one request, once: by a response for each piece, or by a single one.
 
-    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: what the handler finds as headers.
+    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: the handler gets it as headers.
     """
 
     def __init__(
