@@ -22,10 +22,10 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.lifecycle.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
 _WHY = "the server is shutting down"

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.triton.model_config import read_config
 from mlserver_torch_stream.server.triton.model_statistics import read_statistics
 

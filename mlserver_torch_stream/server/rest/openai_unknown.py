@@ -19,9 +19,9 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.openai_error import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.openai_models import openai_answer
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 _OURS = "torch_stream:"  # the names of our routes begin with it
 _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")

@@ -17,10 +17,10 @@ from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.torchserve_document import model_document
-from mlserver_torch_stream.server.registered_models import find_ours
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import find_ours
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched

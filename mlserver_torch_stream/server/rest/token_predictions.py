@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.registered_models import no_handler
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import no_handler
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 from mlserver_torch_stream.server.rest.openai_models import openai_answer, shown_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchPath, WrongMethod

@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
-from mlserver_torch_stream.server.registered_models import find_ours, no_handler
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.registered_models import find_ours, no_handler
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter
 from mlserver_torch_stream.server.rest.prediction_head import request_id_of

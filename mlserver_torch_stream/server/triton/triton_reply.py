@@ -23,8 +23,8 @@ from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.status import StreamStatus
 from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
