@@ -61,7 +61,10 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The server has keys, and the request has sent none of them. The message quotes no key."""
+    """The server has keys, and the request has sent none of them.
+
+    The message quotes no key.
+    """
 
     status = 401
     code = "invalid_api_key"
