@@ -45,7 +45,7 @@ class FlatGenerate(Spelling):
         _check_id(body.get(_ID))
         texts = _texts(body[names.TEXT_INPUT], values.most_elements(info.max_model_len))
         parameters = _parameters(body)
-        details = _details(parameters.pop(_DETAILS, False), info)
+        details = values.named(_DETAILS, values.boolean, parameters.pop(_DETAILS, False), info)
         given = merge_parameters(parameters, (), None, info)
         if not texts or not all(texts):
             raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
@@ -126,13 +126,6 @@ def _check_id(value: Any) -> None:
     if value is not None and not values.is_text(value):
         raise InvalidInput(_ID, f"must be a string, got {values.shown(value)}")
     check_id(value)
-
-
-def _details(value: Any, info: ModelInfo) -> bool:
-    try:
-        return bool(values.boolean(value, info))
-    except ValueError as error:
-        raise InvalidInput(_DETAILS, str(error)) from None
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:

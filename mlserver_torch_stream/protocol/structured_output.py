@@ -123,10 +123,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Constraint:
 def _of_schema(schema: Any, field: str) -> Constraint:
     """``schema``: as an object, or written as JSON. The order of its properties stays."""
     if isinstance(schema, str):
-        try:
-            schema = values.parse_json(schema)
-        except ValueError as error:
-            raise InvalidInput(field, str(error)) from None
+        schema = values.named(field, values.parse_json, schema)
     if not isinstance(schema, Mapping):
         raise InvalidInput(field, f"must be a JSON object, got {values.shown(schema)}")
     if "x-guidance" in schema:

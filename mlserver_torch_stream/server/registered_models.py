@@ -5,6 +5,7 @@ Knows nothing of requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mlserver import MLModel
@@ -34,12 +35,14 @@ def is_ours(model: MLModel | None) -> bool:
     return bool(getattr(model, "streams_tokens", False))
 
 
-def find_ours(registry: MultiModelRegistry, name: str, version: str | None) -> Any:
-    """A model of this package. Raises NoSuchModel, also for another runtime's model, and NoSuchVersion."""
+def find_accepted(
+    registry: MultiModelRegistry, name: str, version: str | None, accepts: Callable[[MLModel | None], bool]
+) -> Any:
+    """The model. Raises NoSuchModel, also if it is not accepted, and NoSuchVersion if the name has other versions."""
     model = find_model(registry, name, version)
-    if is_ours(model):
+    if accepts(model):
         return model
-    if model is not None or version is None or not is_ours(find_model(registry, name, None)):
+    if model is not None or version is None or not accepts(find_model(registry, name, None)):
         raise NoSuchModel(name)
     raise NoSuchVersion(name, version)
 

@@ -18,8 +18,8 @@ from mlserver_torch_stream.errors import LoadFailed, NotServing
 from mlserver_torch_stream.server.lifecycle import default_version
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
-from mlserver_torch_stream.server.registered_models import all_models, find_model
-from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
+from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
+from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
 from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
@@ -55,12 +55,7 @@ class ManagedModels:
         return {model.name: self._url(model) for model in defaults if model is not None}
 
     def find(self, name: str, version: str | None) -> MLModel:
-        model = find_model(self._registry, name, version)
-        if model is not None:
-            return model
-        if version is None or find_model(self._registry, name, None) is None:
-            raise NoSuchModel(name)
-        raise NoSuchVersion(name, version)
+        return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:
         self.find(name, None)

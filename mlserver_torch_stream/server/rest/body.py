@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 from mlserver_torch_stream.protocol.bounded_json import parse_bounded
+from mlserver_torch_stream.protocol.values import named
 
 JSON_LENGTH = "inference-header-content-length"
 _LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after a header's value is no part of it
@@ -80,10 +81,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def parse_json(raw: bytes) -> Any:
     """Raises InvalidInput."""
-    try:
-        return parse_bounded(raw)
-    except ValueError as error:
-        raise InvalidInput("body", str(error)) from None
+    return named("body", parse_bounded, raw)
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:

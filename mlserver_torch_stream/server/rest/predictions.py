@@ -20,7 +20,7 @@ from mlserver_torch_stream.protocol.torchserve_document import model_document
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import find_ours
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
@@ -136,7 +136,7 @@ class _Prediction:
         method, path, endpoint = self._scope["method"], self.path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model = find_ours(endpoint.data_plane._model_registry, path.name, path.version)
+        model = find_accepted(endpoint.data_plane._model_registry, path.name, path.version, is_ours)
         if method == "OPTIONS":
             await self._describe(model)
             return

@@ -20,7 +20,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.registered_models import find_ours, no_handler
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter
 from mlserver_torch_stream.server.rest.prediction_head import request_id_of
@@ -118,7 +118,7 @@ class GrpcPrediction:
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")
-        self._model = find_ours(self._data_plane._model_registry, name, self._version)
+        self._model = find_accepted(self._data_plane._model_registry, name, self._version, is_ours)
         if not hasattr(self._model, "open_prediction"):
             raise no_handler(name)
         self._sequence = self._read_sequence()
