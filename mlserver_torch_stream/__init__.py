@@ -4,6 +4,7 @@ MLServer reloads this module each time it resolves ``implementation: mlserver_to
 (``importlib.reload``), so it holds nothing but lazy re-exports: no torch, no state, no patches.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.version import __version__
@@ -14,19 +15,14 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime as TorchServeRuntime
 
 __all__ = ["GuardedModelRepository", "TorchServeRuntime", "TorchStreamRuntime", "__version__"]
+_EXPORTS = {
+    "GuardedModelRepository": "server.access.model_repository",
+    "TorchServeRuntime": "torchserve.runtime",
+    "TorchStreamRuntime": "runtime",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchStreamRuntime":
-        from mlserver_torch_stream.runtime import TorchStreamRuntime
-
-        return TorchStreamRuntime
-    if name == "TorchServeRuntime":
-        from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime
-
-        return TorchServeRuntime
-    if name == "GuardedModelRepository":
-        from mlserver_torch_stream.server.access.model_repository import GuardedModelRepository
-
-        return GuardedModelRepository
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -1,4 +1,4 @@
-"""Reads and writes amounts of memory as people do: ``4GiB``, ``1.5 KiB``.
+"""Reads and writes amounts of memory with units: ``4GiB``, ``1.5 KiB``.
 
 Knows nothing of what the bytes are for.
 """

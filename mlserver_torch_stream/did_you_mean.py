@@ -1,4 +1,4 @@
-"""Names the known name that is nearest to an unknown one, for error messages.
+"""Finds the known name that is nearest to an unknown one, for error messages.
 
 Knows nothing of what the names stand for.
 """
@@ -21,6 +21,6 @@ def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = r
 
 
 def did_you_mean_or_known(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
-    """As ``did_you_mean``; where no known name is near, all of them."""
+    """As ``did_you_mean``; if no known name is near, all known names."""
     known = list(known)
     return did_you_mean(name, known, show) or f"; known are {', '.join(known)}"

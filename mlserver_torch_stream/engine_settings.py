@@ -188,7 +188,7 @@ class EngineSettings(BaseModel):
 
     @field_validator("weights")
     @classmethod
-    def _no_way_round_our_kernels(cls, weights: str, info: ValidationInfo) -> str:
+    def _needs_our_kernels(cls, weights: str, info: ValidationInfo) -> str:
         if weights != "auto":
             for key, allowed in _ROUNDING_NEEDS.items():
                 if info.data.get(key, allowed[0]) not in allowed:

@@ -9,8 +9,8 @@ from __future__ import annotations
 class RequestError(Exception):
     """A request that fails, with the status that its client sees before the first token.
 
-    ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: what OpenAI's API calls
-    the error, where clients act on it. ``retry_after``: whole seconds until it should be gone.
+    ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: OpenAI's code of the
+    error, where clients act on it. ``retry_after``: whole seconds after which the client should try again.
     """
 
     status: int = 500
@@ -39,7 +39,7 @@ class InvalidInput(RequestError):
 class ContextLengthExceeded(InvalidInput):
     """The prompt has more tokens than the model's context holds.
 
-    Clients know it by the code or by OpenAI's words.
+    Clients recognise it by the code or by OpenAI's wording.
     """
 
     code = "context_length_exceeded"
@@ -61,9 +61,9 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The server has keys, and the request has none of them.
+    """The server has keys, and the request has sent none of them.
 
-    No message says more of either.
+    The message quotes no key.
     """
 
     status = 401
@@ -113,7 +113,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 class SettingsError(Exception):
-    """A model's settings are wrong: the key is named. Raised by ``load``, never by a request."""
+    """A model's settings are wrong; the message names the key. Raised by ``load``, never by a request."""
 
 
 class LoadFailed(Exception):

@@ -35,7 +35,7 @@ _MOST_CHARS_ON_LOOP = 4096
 _GROWTH = 1.25
 
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
-_LOOK_S = 0.02  # how often a request that waits for others looks whether its compilation has begun
+_LOOK_S = 0.02  # the time between two looks whether a compilation that waits for other compilations has begun
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -52,10 +52,11 @@ class PromptEncoder(Protocol):
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
     def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile what answers must match. The future may raise InvalidInput."""
+        """Begins to compile a constraint; ``behind``: the marks of the reasoning that it follows. The future may raise
+        InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
-        """Ids of the part of ``text`` that more text behind it cannot change."""
+        """Ids of the part of ``text`` that further text cannot change."""
 
 
 class RequestObserver:
@@ -89,7 +90,7 @@ class RequestObservers:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A loaded model's engine and codec. Turns requests into token streams, which ``observers`` see."""
+    """A loaded model's engine and codec. Turns requests into token streams, which ``observers`` observe."""
 
     engine: Engine
     codec: PromptEncoder
@@ -110,7 +111,7 @@ class Generator:
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
     ) -> EngineRequest:
-        """Raises InvalidInput where answers cannot be kept to what they must match."""
+        """Raises InvalidInput if the constraint of the answers cannot be compiled."""
         if not isinstance(prompt, ChatPrompt):
             constraint = await self._compiled(request.constraint)
             return _engine_request(request, ids, constraint, first_index=first_index)
@@ -131,7 +132,7 @@ class Generator:
             while not (compiling.running() or compiled.done()) and time.monotonic() < end:
                 await asyncio.wait({compiled}, timeout=_LOOK_S)
             if compiling.cancel():  # it has not begun
-                raise QueueFull(f"{constraint.field}: others are being compiled")
+                raise QueueFull(f"{constraint.field}: other constraints are being compiled")
             return await asyncio.wait_for(compiled, _LONGEST_COMPILATION_S)
         except asyncio.TimeoutError:
             raise InvalidInput(constraint.field, "is too complex: it takes too long to compile") from None
@@ -144,7 +145,7 @@ class Generator:
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
     ) -> None:
-        """Submits one prompt that arrives in pieces. The pieces are prefilled as they arrive; the last one seals it.
+        """Submits one prompt that arrives in pieces. The pieces are prefilled as they arrive; the last one ends it.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
         ``timeout`` seconds (0: at any time). Raises RequestError.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mlserver_torch_stream.engine.factory import BuiltEngine
 
-# Several threads may load models at the same time: one imports, with the process's collector off, and the others wait.
+# Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
 
 

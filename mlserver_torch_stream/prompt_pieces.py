@@ -1,6 +1,6 @@
 """Waits for the pieces of one prompt, each within a time limit, until the stream that will answer it ends.
 
-Knows nothing of what a piece is, nor of what is made of it.
+Knows nothing of what a piece is, nor of how pieces are used.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Arrivals(Generic[T]):
     """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
 
-    A client that sends nothing for ``seconds`` (0: no limit) gets an error although it sends nothing. So does a client
-    whose stream ends meanwhile: at a deadline, a shutdown or a failure.
+    ``next`` raises if no piece arrives for ``seconds`` (0: no limit), and if the stream ends meanwhile: at a deadline,
+    a shutdown or a failure.
     """
 
     def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
@@ -30,7 +30,7 @@ class Arrivals(Generic[T]):
         self._following: asyncio.Future[T] | None = None
 
     async def next(self) -> T | None:
-        """Raises TimedOut, or what has ended the stream."""
+        """Raises TimedOut, or the error that has ended the stream."""
         self._following = asyncio.ensure_future(anext(self._pieces))
         await asyncio.wait(
             (self._end, self._following), timeout=self._seconds or None, return_when=asyncio.FIRST_COMPLETED

@@ -1,6 +1,6 @@
-"""Defines what a request says of its tools and what an answer says of its calls.
+"""Defines a request's choice of tools, and the tool calls of an answer.
 
-Knows nothing of how a model spells a call, nor of how replies do.
+Knows nothing of how models and replies write a call.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# In characters, as ``TokenEvent.size`` counts them: what stands around a piece of arguments in a reply.
+# Characters, as ``TokenEvent.size`` counts them, that a reply adds to a piece of arguments.
 _CHARACTERS_PER_DELTA = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions an answer may call. ``strict`` are those whose arguments must match their schema.
+    """Which functions an answer may call. ``strict``: the functions whose arguments must match their schema.
 
     ``name``: the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
     first call.

@@ -81,10 +81,10 @@ class ConstraintKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a sequence's whole answer must match; where the model reasons first, what stands behind the reasoning.
+    """What a sequence's answer must match as a whole; if the model reasons first, without the reasoning.
 
     ``source`` is a JSON Schema as JSON text, a regular expression, a JSON list of strings, a grammar in Lark's
-    language, or nothing for a JSON object of any kind. ``field`` is the request's parameter that it came from.
+    language, or nothing for a JSON object of any kind. ``field`` is the request's parameter that gave the constraint.
     """
 
     kind: ConstraintKind
@@ -142,7 +142,7 @@ class ReplyOptions:
     echo_prompt: bool = False  # unary only: text_output starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
-    repeated: Mapping[str, Any] = field(default_factory=dict)  # OpenAI's responses: what they repeat of the request
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ class Usage:
 class TokenEvent:
     """The tokens of one sequence since its last event, and in the last event the reason of its end.
 
-    What an event says is in this order: ``reasoning``, ``text``, ``tool_calls``. ``text`` is the answer's text alone.
-    ``text`` never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
+    The contents of an event follow each other as ``reasoning``, ``text``, ``tool_calls``. ``text`` is the answer's text
+    alone. It never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
     ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
     ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet. ``stop_reason``
     is the stop string, or the id of ``stop_token_ids``, that ended the sequence; None for the model's own end token.
@@ -230,7 +230,7 @@ class TokenEvent:
 
     @property
     def has_output(self) -> bool:
-        """Whether a reader has anything to show of it: ids alone can be those of a half character."""
+        """Whether there is anything to show: ids alone may be those of an incomplete character."""
         return bool(self.text or self.reasoning or self.tool_calls)
 
     @property
@@ -240,11 +240,11 @@ class TokenEvent:
         return said + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
 
     def goes_before(self, later: TokenEvent) -> bool:
-        """Whether both as one event say what they say in the order in which it was said."""
+        """Whether one event for both keeps the order in which their contents were generated."""
         return not ((self.tool_calls and (later.reasoning or later.text)) or (self.text and later.reasoning))
 
     def merge(self, later: TokenEvent) -> TokenEvent:
-        """This event and a later one of the same sequence, which it goes before, as one."""
+        """One event for this one and a later one of the same sequence, which it goes before."""
         return TokenEvent(
             index=self.index,
             text=self.text + later.text,
@@ -260,7 +260,7 @@ class TokenEvent:
         )
 
     def split_failure(self) -> tuple[TokenEvent, ...]:
-        """An event with tokens and a failure as two, so that no client loses the tokens to the error behind them."""
+        """Two events for one with tokens and a failure, so that the error does not cost a client the tokens."""
         if self.finish_reason not in FAILURES or not self.size:
             return (self,)
         end = TokenEvent(self.index, finish_reason=self.finish_reason, usage=self.usage, error=self.error)
@@ -268,8 +268,8 @@ class TokenEvent:
 
 
 def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
-    """Adds an event to earlier ones of its sequence: merged with the last of them if both are small enough and the
-    order of what they say allows it."""
+    """Adds an event to earlier ones of its sequence; merges it with the last of them if both are small enough and their
+    contents stay in order."""
     if events and events[-1].size + later.size <= MOST_PER_EVENT and events[-1].goes_before(later):
         events[-1] = events[-1].merge(later)
     else:
@@ -289,6 +289,6 @@ class ModelInfo:
     max_num_seqs: int  # the most sequences that decode at a time; bounds n
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str | None = None  # how the model spells its calls, or none; None: its template does not say
+    tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
     reasons: bool = False  # whether its answers may begin with a reasoning
-    template_arguments: frozenset[str] = frozenset()  # tools and of reasoning: those that the template reads
+    template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads

@@ -1,4 +1,4 @@
-"""What clients are told whose constraints take too long to compile: too complex, or others are being compiled."""
+"""What clients are told whose constraints take too long to compile: too complex, or that other ones are compiled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
             assert isinstance(error, InvalidInput) and error.field == "structured_outputs.regex"
             assert "takes too long to compile" in error.message
         assert isinstance(late, QueueFull) and late.status == 429
-        assert "structured_outputs.regex: others are being compiled" in str(late)
+        assert "structured_outputs.regex: other constraints are being compiled" in str(late)
         codec.held.set()
         await _start(generator, "fourth")
 

@@ -25,7 +25,7 @@ def parse_bounded(raw: bytes) -> Any:
 
 
 def _containers(raw: bytes) -> int:
-    """The brackets that open lists and objects. Those in strings stand behind an odd number of quotes."""
+    """The number of brackets that open lists and objects. A bracket in a string follows an odd number of quotes."""
     unescaped = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     in_string = np.cumsum(unescaped == ord('"'), dtype=np.uint8) & 1
     opening = (unescaped == ord("[")) | (unescaped == ord("{"))

@@ -119,13 +119,9 @@ def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, An
     return {
         "index": choice.index,
         key: value,
-        "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs),
+        "logprobs": None if choice.logprobs is None else {"content": logprob_entries(choice.logprobs), "refusal": None},
         "finish_reason": reason_of(choice),
     }
-
-
-def _logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": logprob_entries(entries), "refusal": None}
 
 
 def logprob_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

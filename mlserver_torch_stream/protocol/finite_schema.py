@@ -1,4 +1,4 @@
-"""Refuses a JSON schema with a part that has no finite instance: an object, say, that must hold another of its kind.
+"""Refuses a JSON schema with a part that has no finite instance, such as an object that must hold another of its kind.
 
 Knows nothing of what else a schema can get wrong. A part that it cannot read counts as finite.
 """
@@ -37,7 +37,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 class _Search:
-    """Looks for a finite instance of a part. On the way down, a reference that it is within of counts as infinite."""
+    """Looks for a finite instance of a part. A reference from within its own target counts as infinite."""
 
     def __init__(self, field: str, root: Mapping[str, Any]) -> None:
         self._field = field
@@ -85,21 +85,21 @@ class _Search:
         least = part.get("minItems", 0)
         if not isinstance(least, (int, float)) or least < 1:
             return True
-        first = _list(part.get("prefixItems"))
-        needed = [*first[: int(least)], *([part.get("items")] if least > len(first) else [])]
+        prefix = _list(part.get("prefixItems"))
+        needed = [*prefix[: int(least)], *([part.get("items")] if least > len(prefix) else [])]
         return all(self.is_finite(each) for each in needed)
 
     def _of_properties(self, part: Mapping[str, Any]) -> bool:
         said = part.get("properties")
         properties = said if isinstance(said, dict) else {}
         required = _list(part.get("required"))
-        others = part.get("additionalProperties")
+        additional = part.get("additionalProperties")
         if required:
-            return all(self.is_finite(properties.get(str(name), others)) for name in required)
+            return all(self.is_finite(properties.get(str(name), additional)) for name in required)
         least = part.get("minProperties", 0)
         if not isinstance(least, (int, float)) or least < 1 or "patternProperties" in part:
             return True
-        return any(self.is_finite(each) for each in (*properties.values(), others))
+        return any(self.is_finite(each) for each in (*properties.values(), additional))
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -13,13 +13,7 @@ from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.generate_details import event_details, split_by_token, whole_details
 from mlserver_torch_stream.protocol.parameters import SILENT, merge_parameters
-from mlserver_torch_stream.protocol.reply_values import (
-    StreamProgress,
-    WholeReply,
-    event_values,
-    shown_values,
-    totals,
-)
+from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
 from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, refuse_chat_options
 from mlserver_torch_stream.protocol.spelling import (
     JsonObject,
@@ -30,7 +24,6 @@ from mlserver_torch_stream.protocol.spelling import (
     WholeEncoder,
 )
 from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY, refuse_left_over
-from mlserver_torch_stream.protocol.values import most_elements
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt, TokenEvent
 
 _ID = "id"
@@ -50,9 +43,9 @@ class FlatGenerate(Spelling):
         body = posted.json
         refuse_left_over(len(posted.raw))
         _check_id(body.get(_ID))
-        texts = _texts(body[names.TEXT_INPUT], most_elements(info.max_model_len))
+        texts = _texts(body[names.TEXT_INPUT], values.most_elements(info.max_model_len))
         parameters = _parameters(body)
-        details = _details(parameters.pop(_DETAILS, False), info)
+        details = values.named(_DETAILS, values.boolean, parameters.pop(_DETAILS, False), info)
         given = merge_parameters(parameters, (), None, info)
         if not texts or not all(texts):
             raise InvalidInput(names.TEXT_INPUT, "the prompt is empty")
@@ -133,13 +126,6 @@ def _check_id(value: Any) -> None:
     if value is not None and not values.is_text(value):
         raise InvalidInput(_ID, f"must be a string, got {values.shown(value)}")
     check_id(value)
-
-
-def _details(value: Any, info: ModelInfo) -> bool:
-    try:
-        return bool(values.boolean(value, info))
-    except ValueError as error:
-        raise InvalidInput(_DETAILS, str(error)) from None
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Checks a value against a JSON schema, and names the place of the first part that does not fit.
 
-Knows only the keywords that its own tables of parameters use; ``type`` may be a list, and a keyword of one type says
-nothing about values of another, as JSON Schema has it.
+Knows only the keywords that this package's tables of parameters use; ``type`` may be a list, and a keyword of one type
+says nothing about values of another, as in JSON Schema.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.values import is_text, printable, shown
 
 Schema = Mapping[str, Any]
+STRING: Schema = {"type": "string"}
+NULLABLE_STRING: Schema = {"type": ["string", "null"]}
 
 _NAMES = {
     "array": "a list",
@@ -108,17 +110,17 @@ def _take(budget: ElementBudget | None, place: str, elements: Sized) -> None:
 
 
 def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: ElementBudget | None) -> None:
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    if not isinstance(others, bool):
+    properties, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
+    if not isinstance(additional, bool):
         _take(budget, place, value)
     for key, element in value.items():
         name = f"{place}.{printable(key)}"
         if key in properties:
             check(name, element, properties[key], budget)
-        elif others is False:
+        elif additional is False:
             raise InvalidInput(name, f"unknown key{did_you_mean(printable(key), properties, str)}")
-        elif others is not True:
-            check(name, element, others, budget)
+        elif additional is not True:
+            check(name, element, additional, budget)
     for key in schema.get("required", ()):
         if key not in value:
             raise InvalidInput(f"{place}.{key}", "is needed")

@@ -1,6 +1,6 @@
 """Reads the input lines of OpenAI's batches and builds their output lines.
 
-Knows nothing of files nor of models; what a body asks of a model is decoded by ``openai_request``.
+Knows nothing of files nor of models; ``openai_request`` decodes the bodies.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def refused_line(
 
 
 def lost_line(name: str, custom_id: str, code: str, message: str, place: Mapping[str, Any]) -> dict[str, Any]:
-    """The output line of a request that no model was asked."""
+    """The output line of a request that was sent to no model."""
     return _line(name, custom_id, place, None, {"code": code, "message": message})
 
 

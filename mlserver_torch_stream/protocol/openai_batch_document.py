@@ -1,26 +1,27 @@
 """The part of the OpenAPI document that describes files and batches.
 
-Knows nothing of how they are kept; what a row holds is described with the endpoint that the row names.
+Knows nothing of how they are kept; the content of a row is described with the endpoint that the row names.
 """
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import Schema
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
-from mlserver_torch_stream.protocol.openapi_parts import (
-    COUNT,
-    NULLABLE_STRING,
-    STRING,
-    JsonObject,
-    answered,
-    object_schema,
-    reference,
-    response,
-)
+from mlserver_torch_stream.protocol.openapi_parts import COUNT, answered, object_schema, reference, response
+from mlserver_torch_stream.protocol.spelling import JsonObject
 
 _FILE_ID: Schema = {"type": "string", "pattern": "^file-[0-9a-f]{32}$"}
 _BATCH_ID: Schema = {"type": "string", "pattern": "^batch_[0-9a-f]{32}$"}
 _BYTES: JsonObject = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_BATCH_REQUEST: JsonObject = {"application/json": {"schema": reference("BatchRequest")}}
+_FORM: JsonObject = {
+    "multipart/form-data": {
+        "schema": {
+            **object_schema(purpose={"enum": ["batch"]}, file={"type": "string", "format": "binary", "minLength": 1}),
+            "additionalProperties": False,
+        }
+    }
+}
 _NULLABLE_COUNT: Schema = {"type": ["integer", "null"], "minimum": 0}
 _STATUSES = ["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 _METADATA: Schema = {
@@ -35,7 +36,7 @@ _FAILURES = ("404", "503")  # of every path: the server keeps no files, or its s
 def batch_paths() -> JsonObject:
     return {
         "/v1/files": {
-            **_form("createFile", "Keeps a file of rows."),
+            **_create("createFile", "Keeps a file of rows.", "File", _FORM),
             **_list("listFiles", "The files.", "File", _FILE_ID, 10_000, _query("purpose", STRING), _order()),
         },
         "/v1/files/{file_id}": {
@@ -45,14 +46,10 @@ def batch_paths() -> JsonObject:
         },
         "/v1/files/{file_id}/content": {
             "parameters": [_id("file_id")],
-            "get": _operation(
-                "downloadFile",
-                "The content of a file.",
-                _BYTES,
-            ),
+            "get": _operation("downloadFile", "The content of a file.", _BYTES),
         },
         "/v1/batches": {
-            **_create("createBatch", "Answers the rows of a file.", "Batch"),
+            **_create("createBatch", "Answers the rows of a file.", "Batch", _BATCH_REQUEST),
             **_list("listBatches", "The batches, the newest first.", "Batch", _BATCH_ID, 100),
         },
         "/v1/batches/{batch_id}": {
@@ -122,16 +119,8 @@ def _one(method: str, operation: str, summary: str, name: str, *errors: str) -> 
     return {method: _operation(operation, summary, {"application/json": {"schema": reference(name)}}, *errors)}
 
 
-def _create(operation: str, summary: str, name: str) -> JsonObject:
-    body = {"required": True, "content": {"application/json": {"schema": reference(f"{name}Request")}}}
+def _create(operation: str, summary: str, name: str, content: JsonObject) -> JsonObject:
     (created,) = _one("post", operation, summary, name, "400", "413", "415", "429", "507").values()
-    return {"post": {**created, "requestBody": body}}
-
-
-def _form(operation: str, summary: str) -> JsonObject:
-    form = object_schema(purpose={"enum": ["batch"]}, file={"type": "string", "format": "binary", "minLength": 1})
-    content = {"multipart/form-data": {"schema": {**form, "additionalProperties": False}}}
-    (created,) = _one("post", operation, summary, "File", "400", "413", "415", "429", "507").values()
     return {"post": {**created, "requestBody": {"required": True, "content": content}}}
 
 

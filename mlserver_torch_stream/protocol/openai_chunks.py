@@ -1,6 +1,6 @@
 """Folds the chunks of a streamed OpenAI answer into the object that is answered without streaming.
 
-Knows nothing of how they travel. What a chunk holds beyond the known fields is kept.
+Knows nothing of how they are transported. Unknown fields of a chunk are kept.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _merge(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
     for key, value in piece.items():
-        there = whole.get(key)
-        if there is None:
+        known = whole.get(key)
+        if known is None:
             whole[key] = _copy(value)
         elif value is None:
             continue
-        elif isinstance(there, dict):
-            _merge(there, value)
-        elif isinstance(there, list):
-            _extend(there, value)
-        elif isinstance(there, str):
-            whole[key] = there or value if key in _SAID_ONCE else there + value
+        elif isinstance(known, dict):
+            _merge(known, value)
+        elif isinstance(known, list):
+            _extend(known, value)
+        elif isinstance(known, str):
+            whole[key] = known or value if key in _SAID_ONCE else known + value
         else:
             whole[key] = value
 

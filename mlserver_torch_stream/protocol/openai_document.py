@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlserver_torch_stream.protocol.json_schema import Schema
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
 from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_parameters import (
     CHAT_PARAMETERS,
@@ -17,19 +17,10 @@ from mlserver_torch_stream.protocol.openai_parameters import (
     Table,
     Treatment,
 )
-from mlserver_torch_stream.protocol.openapi_parts import (
-    COUNT,
-    NULLABLE_STRING,
-    REQUEST_ID,
-    STRING,
-    JsonObject,
-    answered,
-    object_schema,
-    reference,
-    response,
-)
+from mlserver_torch_stream.protocol.openapi_parts import COUNT, REQUEST_ID, answered, object_schema, reference, response
 from mlserver_torch_stream.protocol.responses_document import response_schemas
 from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
 
 _DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
@@ -38,7 +29,6 @@ _NOT_TAKEN = {
     Treatment.IGNORED: "Ignored: no answer depends on it.",
     Treatment.REFUSED: "Not implemented: only values that ask for nothing are accepted.",
 }
-_NUMBER: Schema = {"type": "number"}
 _FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 _REASONING: Mapping[str, Schema] = {"reasoning": STRING, "reasoning_content": STRING}
 _ERRORS = {
@@ -80,7 +70,7 @@ def openai_document() -> JsonObject:
 
 
 def _generating(operation: str, summary: str, name: str, events: str = "") -> JsonObject:
-    """``events``: what the data of an event of its stream is; nothing: chunks."""
+    """``events`` describes the data of its stream's events; empty: the data is a chunk."""
     whole = {"schema": reference(name)}
     data = {"type": "string", "description": events or f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
     streamed = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
@@ -163,18 +153,11 @@ def _with(described: JsonObject, **optional: Schema) -> JsonObject:
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
     """``text``: the schema of a choice's text. A chunk has a usage if ``stream_options`` ask for it."""
     choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
-    told: Schema = reference("Usage") if usage else {"anyOf": [reference("Usage"), {"type": "null"}]}
-    described = object_schema(
-        id=STRING,
-        object={"enum": [kind]},
-        created=COUNT,
-        model=STRING,
-        choices={"type": "array", "items": choice},
-        usage=told,
-    )
-    return (
-        described if usage else {**described, "required": [name for name in described["required"] if name != "usage"]}
-    )
+    fields: dict[str, Schema] = {"id": STRING, "object": {"enum": [kind]}, "created": COUNT, "model": STRING}
+    fields["choices"] = {"type": "array", "items": choice}
+    if usage:
+        return object_schema(**fields, usage=reference("Usage"))
+    return _with(object_schema(**fields), usage={"anyOf": [reference("Usage"), {"type": "null"}]})
 
 
 def _request(table: Table) -> JsonObject:

@@ -1,6 +1,6 @@
 """Builds OpenAI's error object, and says which status an error has in OpenAI's API.
 
-Knows nothing of how it travels.
+Knows nothing of how it is transported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def openai_status(status: int) -> int:
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """What stands below ``error`` in a body."""
+    """The value of ``error`` in a body."""
     return {"message": message, "type": _kind(status), "param": param, "code": code}
 
 

@@ -1,6 +1,6 @@
 """The table of the parameters of OpenAI's bodies, and of their treatment: taken, ignored, or refused by name.
 
-Knows nothing of what a value comes to mean. The decoder and the OpenAPI document both read this table.
+Knows nothing of what a value means. The decoder and the OpenAPI document both read this table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.parameter_table import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
@@ -44,19 +44,17 @@ class BodyParameter:
         return tuple(self.schema.get("enum", ()))
 
 
-_STRING: Schema = {"type": "string"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _OBJECT: Schema = {"type": "object"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
 _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
-_OPTIONAL_STRING: Schema = {"type": ["string", "null"]}
 _ABSENT: Schema = {"type": "null"}
 _PART: Schema = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {
         "type": {"type": "string", "enum": ["text"], "description": "only parts of text are implemented"},
-        "text": _STRING,
+        "text": STRING,
     },
 }
 _MESSAGE: Schema = {
@@ -65,12 +63,12 @@ _MESSAGE: Schema = {
     "properties": {
         "role": {"type": "string", "minLength": 1},
         "content": {"type": ["string", "array", "null"], "items": _PART},
-        "name": _OPTIONAL_STRING,
+        "name": NULLABLE_STRING,
         "tool_calls": {"type": ["array", "null"], "items": _OBJECT},
-        "tool_call_id": _OPTIONAL_STRING,
-        "refusal": _OPTIONAL_STRING,
-        "reasoning": _OPTIONAL_STRING,
-        "reasoning_content": _OPTIONAL_STRING,
+        "tool_call_id": NULLABLE_STRING,
+        "refusal": NULLABLE_STRING,
+        "reasoning": NULLABLE_STRING,
+        "reasoning_content": NULLABLE_STRING,
         # Of an answer that a client sends back as the SDK has dumped it.
         "annotations": {"type": ["array", "null"], "items": {"type": "object"}},
         "audio": _ABSENT,
@@ -122,86 +120,86 @@ def _strings(most: int) -> Schema:
     }
 
 
-def _needed(name: str, schema: Schema) -> BodyParameter:
+def needs(name: str, schema: Schema) -> BodyParameter:
     return BodyParameter(name, Treatment.TAKEN, schema, required=True)
 
 
-def _taken(name: str, schema: Schema) -> BodyParameter:
+def takes(name: str, schema: Schema) -> BodyParameter:
     return BodyParameter(name, Treatment.TAKEN, schema)
 
 
-def _ignored(name: str, schema: Schema) -> BodyParameter:
+def _ignores(name: str, schema: Schema) -> BodyParameter:
     return BodyParameter(name, Treatment.IGNORED, schema)
 
 
-def _refused(name: str, *harmless: Any) -> BodyParameter:
+def refuses(name: str, *harmless: Any) -> BodyParameter:
     return BodyParameter(name, Treatment.REFUSED, {"enum": list(harmless or harmless_values(name))})
 
 
 _OF_BOTH = (
-    _needed("model", {"type": "string", "minLength": 1}),
-    _taken("stream", _BOOLEAN),
-    _taken("stream_options", _STREAM_OPTIONS),
-    _taken("max_tokens", _integer(1)),
-    _taken("temperature", _number(0, 100)),
-    _taken("top_p", _positive(1)),
-    _taken("n", _integer(1)),
-    _taken("stop", _strings(MAX_STOP_STRINGS)),
-    _taken("seed", _integer(-(2**63), 2**64 - 1)),
-    _taken("presence_penalty", _number(-2, 2)),
-    _taken("frequency_penalty", _number(-2, 2)),
-    _taken("logit_bias", {"type": "object", "additionalProperties": _number(-100, 100)}),
-    _ignored("user", _STRING),
+    needs("model", {"type": "string", "minLength": 1}),
+    takes("stream", _BOOLEAN),
+    takes("stream_options", _STREAM_OPTIONS),
+    takes("max_tokens", _integer(1)),
+    takes("temperature", _number(0, 100)),
+    takes("top_p", _positive(1)),
+    takes("n", _integer(1)),
+    takes("stop", _strings(MAX_STOP_STRINGS)),
+    takes("seed", _integer(-(2**63), 2**64 - 1)),
+    takes("presence_penalty", _number(-2, 2)),
+    takes("frequency_penalty", _number(-2, 2)),
+    takes("logit_bias", {"type": "object", "additionalProperties": _number(-100, 100)}),
+    _ignores("user", STRING),
     # What vLLM's clients send beside OpenAI's own.
-    _taken("top_k", _integer(-1)),
-    _taken("min_p", _number(0, 1)),
-    _taken("typical_p", _positive(1)),
-    _taken("repetition_penalty", _number(LEAST_REPETITION_PENALTY, 100)),
-    _taken("min_tokens", _integer(0)),
-    _taken("stop_token_ids", _TOKEN_IDS),
-    _taken("ignore_eos", _BOOLEAN),
-    _taken("include_stop_str_in_output", _BOOLEAN),
-    _taken("skip_special_tokens", _BOOLEAN),
-    _taken("response_format", RESPONSE_FORMAT),
-    _taken("structured_outputs", STRUCTURED_OUTPUTS),
-    _taken("bad_words", _strings(MAX_BAD_WORDS)),
-    _taken("priority", _integer(0, 2**31 - 1)),
+    takes("top_k", _integer(-1)),
+    takes("min_p", _number(0, 1)),
+    takes("typical_p", _positive(1)),
+    takes("repetition_penalty", _number(LEAST_REPETITION_PENALTY, 100)),
+    takes("min_tokens", _integer(0)),
+    takes("stop_token_ids", _TOKEN_IDS),
+    takes("ignore_eos", _BOOLEAN),
+    takes("include_stop_str_in_output", _BOOLEAN),
+    takes("skip_special_tokens", _BOOLEAN),
+    takes("response_format", RESPONSE_FORMAT),
+    takes("structured_outputs", STRUCTURED_OUTPUTS),
+    takes("bad_words", _strings(MAX_BAD_WORDS)),
+    takes("priority", _integer(0, 2**31 - 1)),
     # Of this runtime alone.
-    _taken("timeout", _integer(0, 2**53)),
-    _taken("model_version", {"type": "string", "minLength": 1}),
+    takes("timeout", _integer(0, 2**53)),
+    takes("model_version", {"type": "string", "minLength": 1}),
 )
 _OF_CHATS = (
-    _needed("messages", {"type": "array", "minItems": 1, "items": _MESSAGE}),
-    _taken("max_completion_tokens", _integer(1)),
-    _taken("logprobs", _BOOLEAN),
-    _taken("top_logprobs", _integer(0, 20)),
-    _taken("chat_template_kwargs", _OBJECT),
-    _taken("tools", TOOLS),
-    _taken("tool_choice", {"type": ["string", "object"]}),
-    _taken("parallel_tool_calls", _BOOLEAN),
-    _taken("reasoning_effort", {"type": "string", "enum": list(REASONING_EFFORTS)}),
-    _ignored("metadata", _OBJECT),
-    _ignored("store", _BOOLEAN),
-    _ignored("safety_identifier", _STRING),
-    _ignored("prompt_cache_key", _STRING),
-    _ignored("prompt_cache_options", _OBJECT),
-    _ignored("prompt_cache_retention", _STRING),
-    _refused("audio"),
-    _refused("function_call", "none", "auto"),
-    _refused("functions"),
-    _refused("modalities"),
-    _refused("moderation"),
-    _refused("prediction"),
-    _refused("service_tier"),
-    _refused("verbosity"),
-    _refused("web_search_options"),
+    needs("messages", {"type": "array", "minItems": 1, "items": _MESSAGE}),
+    takes("max_completion_tokens", _integer(1)),
+    takes("logprobs", _BOOLEAN),
+    takes("top_logprobs", _integer(0, 20)),
+    takes("chat_template_kwargs", _OBJECT),
+    takes("tools", TOOLS),
+    takes("tool_choice", {"type": ["string", "object"]}),
+    takes("parallel_tool_calls", _BOOLEAN),
+    takes("reasoning_effort", {"type": "string", "enum": list(REASONING_EFFORTS)}),
+    _ignores("metadata", _OBJECT),
+    _ignores("store", _BOOLEAN),
+    _ignores("safety_identifier", STRING),
+    _ignores("prompt_cache_key", STRING),
+    _ignores("prompt_cache_options", _OBJECT),
+    _ignores("prompt_cache_retention", STRING),
+    refuses("audio"),
+    refuses("function_call", "none", "auto"),
+    refuses("functions"),
+    refuses("modalities"),
+    refuses("moderation"),
+    refuses("prediction"),
+    refuses("service_tier"),
+    refuses("verbosity"),
+    refuses("web_search_options"),
 )
 _OF_PROMPTS = (
-    _needed("prompt", _PROMPT),
-    _taken("echo", _BOOLEAN),
-    _taken("logprobs", _integer(0, 20)),
-    _refused("best_of"),
-    _refused("suffix"),
+    needs("prompt", _PROMPT),
+    takes("echo", _BOOLEAN),
+    takes("logprobs", _integer(0, 20)),
+    refuses("best_of"),
+    refuses("suffix"),
 )
 
 Table = Mapping[str, BodyParameter]

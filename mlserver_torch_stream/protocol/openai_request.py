@@ -6,26 +6,22 @@ Knows nothing of endpoints or batches. What is not implemented is refused by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.chat import check_messages
-from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters, resolve_sampling
+from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters
 from mlserver_torch_stream.protocol.request_options import (
+    build_request,
     chat_prompt,
-    check_echo,
-    read_constraint,
-    read_echo,
-    read_positive,
-    read_stream_mode,
-    read_timeout,
     refuse_chat_options,
     require_template,
 )
 from mlserver_torch_stream.protocol.tools import check_tools
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, ReplyOptions, TextPrompt, TokensPrompt
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"
 # What V2 replies can be told to hold. An OpenAI object has a fixed shape: the other value of each is refused.
@@ -48,28 +44,16 @@ def decode_body(
     usage_message: bool = False,
     client: str = "",
 ) -> GenerationRequest:
-    """Raises InvalidInput. ``usage_message``: of its stream, as ``ReplyOptions`` has it.
+    """Raises InvalidInput. The caller reads which model the body names, and whether it asks for a stream.
 
-    Which model it names, and whether it asks for a stream, is the caller's to read.
+    ``usage_message``: as in ``ReplyOptions``.
     """
     parameters = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, TOOLS)}
     given = merge_parameters({"llm_parameters": parameters}, (), None, info)
     _refuse_reply_options(given)
     prompts = (_chat(body, given, info),) if MESSAGES in body else _prompts(body, given, info)
-    echo = read_echo(given)
-    if echo:
-        check_echo(given, prompts, streaming=streaming)
-    return GenerationRequest(
-        request_id=request_id,
-        prompts=prompts,
-        sampling=resolve_sampling(given, info),
-        reply=ReplyOptions(echo_prompt=echo, usage_message=usage_message),
-        stream_mode=read_stream_mode(given, streaming=False),
-        priority=read_positive(given, "priority"),
-        timeout_s=read_timeout(given),
-        client=client,
-        constraint=read_constraint(given),
-    )
+    request = build_request(request_id, prompts, given, info, streaming=streaming, client=client)
+    return replace(request, reply=replace(request.reply, usage_message=usage_message))
 
 
 def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:
@@ -112,7 +96,7 @@ def _tokens(place: str, ids: Any, info: ModelInfo) -> TokensPrompt:
         raise ContextLengthExceeded(place, len(ids), info.max_model_len)
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < info.vocab_size:  # of millions in less than 0.1 s
         return TokensPrompt(tuple(ids))
-    position = next(at for at, token_id in enumerate(ids) if not _is_id(token_id, info))
+    position = next(index for index, token_id in enumerate(ids) if not _is_id(token_id, info))
     wrong = values.shown(ids[position])
     raise InvalidInput(f"{place}[{position}]", f"must be a token id below {info.vocab_size}, got {wrong}")
 

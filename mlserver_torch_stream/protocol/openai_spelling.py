@@ -15,12 +15,7 @@ from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat_completion import ChatCompletion
 from mlserver_torch_stream.protocol.json_schema import check
 from mlserver_torch_stream.protocol.openai_error import error_object, openai_status
-from mlserver_torch_stream.protocol.openai_parameters import (
-    CHAT_PARAMETERS,
-    COMPLETION_PARAMETERS,
-    Table,
-    taken_values,
-)
+from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, Table, taken_values
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT, decode_body
 from mlserver_torch_stream.protocol.openai_stream import ChatStream, CompletionStream, OpenAIWhole
 from mlserver_torch_stream.protocol.request_options import MOST_ID_CHARACTERS, read_client

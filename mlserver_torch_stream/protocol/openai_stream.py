@@ -22,15 +22,16 @@ _DONE = b"[DONE]"
 
 
 def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Sequence[TokenLogprob] | None) -> ChatChoice:
-    """What an event says, as OpenAI's objects name it."""
+    """The content of an event, for OpenAI's objects."""
     return ChatChoice(event.index, event.text, reason, logprobs, event.reasoning, event.tool_calls)
 
 
 class OpenAIStream(ABC):
     """Turns the token events of one streamed request into the chunks that the client reads."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, builder: ChatCompletion | TextCompletion) -> None:
         self._usage = UsageCounter(request)
+        self._usage_chunk = builder.usage_chunk
         self._logprobs = request.sampling.logprobs
         self._usage_message = request.reply.usage_message
         self._failed = False
@@ -39,11 +40,12 @@ class OpenAIStream(ABC):
         """Raises RequestError where the event says that its sequence has failed."""
         raise_failure(event)
         last = self._usage.note(event)
-        chunks = self._chunks(event)
+        choice = self._choice(event)
+        chunks: Sequence[JsonObject] = () if choice is None else self._chunks(choice)
         if not self._usage_message:
             return chunks
         chunks = [{**chunk, "usage": None} for chunk in chunks]
-        return [*chunks, self._usage_chunk()] if last else chunks
+        return [*chunks, self._usage_chunk(self._usage)] if last else chunks
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
         if not self._usage.unfinished:
@@ -62,53 +64,38 @@ class OpenAIStream(ABC):
         return event_choice(event, event.finish_reason, logprobs)
 
     @abstractmethod
-    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]: ...
-
-    @abstractmethod
-    def _usage_chunk(self) -> JsonObject: ...
+    def _chunks(self, choice: ChatChoice) -> list[JsonObject]: ...
 
 
 class ChatStream(OpenAIStream):
     """Each choice begins with a chunk that says its role."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
-        super().__init__(request)
         self._chat = ChatCompletion(request.request_id, context.model_name, context.created)
+        super().__init__(request, self._chat)
         self._begun: set[int] = set()
 
-    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]:
-        choice = self._choice(event)
-        if choice is None:
-            return ()
+    def _chunks(self, choice: ChatChoice) -> list[JsonObject]:
         chunk = self._chat.chunk(choice, first=False, usage=None)
-        if event.index in self._begun:
-            return (chunk,)
-        self._begun.add(event.index)
-        return (self._chat.chunk(ChatChoice(event.index, "", None), first=True, usage=None), chunk)
-
-    def _usage_chunk(self) -> JsonObject:
-        return self._chat.usage_chunk(self._usage)
+        if choice.index in self._begun:
+            return [chunk]
+        self._begun.add(choice.index)
+        return [self._chat.chunk(ChatChoice(choice.index, "", None), first=True, usage=None), chunk]
 
 
 class CompletionStream(OpenAIStream):
     """Counts the characters of each choice's tokens, for ``text_offset``."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
-        super().__init__(request)
         self._completion = TextCompletion(request.request_id, context.model_name, context.created)
+        super().__init__(request, self._completion)
         self._offsets = [0] * len(self._usage.unfinished)
 
-    def _chunks(self, event: TokenEvent) -> Sequence[JsonObject]:
-        choice = self._choice(event)
-        if choice is None:
-            return ()
-        chunk = self._completion.chunk(choice, self._offsets[event.index])
+    def _chunks(self, choice: ChatChoice) -> list[JsonObject]:
+        chunk = self._completion.chunk(choice, self._offsets[choice.index])
         if choice.logprobs is not None:
-            self._offsets[event.index] += shown_length(choice.logprobs)
-        return (chunk,)
-
-    def _usage_chunk(self) -> JsonObject:
-        return self._completion.usage_chunk(self._usage)
+            self._offsets[choice.index] += shown_length(choice.logprobs)
+        return [chunk]
 
 
 class OpenAIWhole:

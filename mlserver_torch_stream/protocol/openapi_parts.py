@@ -5,15 +5,10 @@ Knows nothing of paths.
 
 from __future__ import annotations
 
-from typing import Any
+from mlserver_torch_stream.protocol.json_schema import STRING, Schema
+from mlserver_torch_stream.protocol.spelling import JsonObject
 
-from mlserver_torch_stream.protocol.json_schema import Schema
-
-JsonObject = dict[str, Any]
-
-STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
-NULLABLE_STRING: Schema = {"type": ["string", "null"]}
 REQUEST_ID: JsonObject = {"description": "The request's own X-Request-Id, or one that is made up.", "schema": STRING}
 
 

@@ -1,6 +1,6 @@
 """The table of request parameters: their names, how a value is read, and its meaning.
 
-Knows nothing of where a request has them, nor which place counts. Reference tables are made of it.
+Knows nothing of where a request gives them, nor of the precedence of these places. Reference tables are made of it.
 """
 
 from __future__ import annotations

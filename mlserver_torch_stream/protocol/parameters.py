@@ -102,20 +102,8 @@ def read_defaults(info: ModelInfo) -> Merged:
         raise InvalidInput(_DEFAULTS, err.message) from None
 
 
-def read(parameter: Parameter, spelling: str, value: Any, info: ModelInfo) -> Any:
-    try:
-        return parameter.read(value, info)
-    except ValueError as err:
-        raise InvalidInput(spelling, str(err)) from None
-
-
 def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
-    if value is None:
-        return []
-    try:
-        return list(values.json_object(value, info).items())
-    except ValueError as err:
-        raise InvalidInput(name, str(err)) from None
+    return [] if value is None else list(values.named(name, values.json_object, value, info).items())
 
 
 def _as_in_openai(key: str, value: Any) -> Any:
@@ -141,7 +129,7 @@ def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, 
         if parameter is None:
             refuse(spelling, value, _BY_SPELLING)
         elif value is not None:
-            result = read(parameter, spelling, value, info)
+            result = values.named(spelling, parameter.read, value, info)
             earlier = level.setdefault(parameter.name, Given(spelling, result))
             if earlier.value != result:
                 raise InvalidInput(spelling, _differing(earlier.spelling, spelling))

@@ -26,7 +26,7 @@ _MOST_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounde
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """The values of a reply: those that the request asks for, if it lists names only those."""
+    """The names of the values that a reply shows: only the named ones, if the request names outputs."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -188,7 +188,7 @@ class CollectedReply:
         return {name: value for name, value in every.items() if name in shown}
 
     def choices(self) -> list[ChatChoice]:
-        """Every sequence as OpenAI's objects name it."""
+        """Every sequence, for OpenAI's objects."""
         wanted = self._request.sampling.logprobs
         return [
             ChatChoice(

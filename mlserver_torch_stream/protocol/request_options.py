@@ -49,16 +49,16 @@ def build_request(
     outputs: frozenset[str] = frozenset(),
     details: bool = False,
 ) -> GenerationRequest:
-    """The request of its prompts and its parameters. ``outputs``: the values that it names; none: all of them.
-    ``details``: its reply shows them."""
-    mode = read_stream_mode(given, streaming)
+    """``outputs``: the values that the request names; none: all of them. ``details``: as in ``ReplyOptions``."""
+    mode = _read_stream_mode(given, streaming)
     if mode is StreamMode.PROMPT:
         _check_pieces(prompts)
     stream = _read_stream(given, streaming)
     reply = replace(_reply_options(outputs, given), details=details)
     need_logprobs = reply.logprobs or reply.cumulative_logprob or details
     if reply.echo_prompt:
-        check_echo(given, prompts, streaming=streaming and stream is not False)
+        _check_echo(given, prompts, streaming=streaming and stream is not False)
+    microseconds = _read_positive(given, "timeout")
     return GenerationRequest(
         request_id=request_id,
         prompts=prompts,
@@ -66,10 +66,10 @@ def build_request(
         reply=reply,
         stream=stream,
         stream_mode=mode,
-        priority=read_positive(given, "priority"),
-        timeout_s=read_timeout(given),
+        priority=_read_positive(given, "priority"),
+        timeout_s=None if microseconds is None else microseconds / 1e6,
         client=client,
-        constraint=read_constraint(given),
+        constraint=_read_constraint(given),
     )
 
 
@@ -123,15 +123,9 @@ def refuse_chat_options(tools: bool, given: Merged) -> None:
         raise InvalidInput(spellings[0], "only a conversation takes it; send messages")
 
 
-def read_positive(given: Merged, name: str) -> int | None:
+def _read_positive(given: Merged, name: str) -> int | None:
     """Reads a positive number; 0 asks for the default, as in Triton."""
     return int(given[name].value) or None if name in given else None
-
-
-def read_timeout(given: Merged) -> float | None:
-    """Seconds; the request gives microseconds."""
-    timeout = read_positive(given, "timeout")
-    return None if timeout is None else timeout / 1e6
 
 
 def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> bool:
@@ -146,7 +140,7 @@ def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, stream
     return False
 
 
-def read_constraint(given: Merged) -> Constraint | None:
+def _read_constraint(given: Merged) -> Constraint | None:
     """The constraint of the answers of a request; None if it has none."""
     ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
     if len(ways) > 1:
@@ -160,25 +154,25 @@ def read_constraint(given: Merged) -> Constraint | None:
     return constraint
 
 
-def read_stream_mode(given: Merged, streaming: bool) -> StreamMode:
+def _read_stream_mode(given: Merged, streaming: bool) -> StreamMode:
     mode = StreamMode(given["stream_mode"].value) if "stream_mode" in given else StreamMode.EACH
     if mode is StreamMode.PROMPT and not streaming:
         raise InvalidInput("stream_mode", "prompt needs a stream, this endpoint is unary")
     return mode
 
 
-def read_flag(given: Merged, name: str) -> bool | None:
+def _read_flag(given: Merged, name: str) -> bool | None:
     return bool(given[name].value) if name in given else None
 
 
-def read_echo(given: Merged) -> bool:
-    echo, exclude = read_flag(given, "echo"), read_flag(given, "exclude_input_in_output")
+def _read_echo(given: Merged) -> bool:
+    echo, exclude = _read_flag(given, "echo"), _read_flag(given, "exclude_input_in_output")
     if echo is not None and echo == exclude:
         raise InvalidInput("echo", "contradicts exclude_input_in_output")
     return bool(echo) or exclude is False
 
 
-def check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> None:
+def _check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> None:
     """Checks that a reply which begins with the prompt is possible."""
     spelling = "echo" if "echo" in given else "exclude_input_in_output"
     if streaming:
@@ -195,7 +189,7 @@ def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
 
 
 def _read_stream(given: Merged, streaming: bool) -> bool | None:
-    stream = read_flag(given, "stream")
+    stream = _read_flag(given, "stream")
     if stream and not streaming:
         raise InvalidInput("stream", "true on an endpoint that answers once; use the stream endpoint")
     return stream
@@ -203,7 +197,7 @@ def _read_stream(given: Merged, streaming: bool) -> bool | None:
 
 def _reply_options(outputs: frozenset[str], given: Merged) -> ReplyOptions:
     def wanted(flag: str, default: bool) -> bool:
-        value = read_flag(given, flag)
+        value = _read_flag(given, flag)
         return default if value is None else value
 
     asked_for_logprobs = "logprobs" in given and given["logprobs"].value[0]
@@ -214,6 +208,6 @@ def _reply_options(outputs: frozenset[str], given: Merged) -> ReplyOptions:
         cumulative_logprob=wanted("return_cumulative_logprob", names.CUMULATIVE_LOGPROB in outputs),
         logprobs=wanted("return_logprobs", names.LOGPROBS in outputs or asked_for_logprobs),
         token_ids=wanted("return_token_ids", names.TOKEN_IDS in outputs),
-        echo_prompt=read_echo(given),
+        echo_prompt=_read_echo(given),
         outputs=outputs or None,
     )

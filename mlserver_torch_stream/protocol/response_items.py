@@ -22,16 +22,13 @@ class OutputItem(ABC):
     def __init__(self, request_id: str, index: int) -> None:
         self.id = f"{self.prefix}_{request_id}_{index}"
         self._index = index
+        self._pieces: list[str] = []
 
     def begin(self) -> list[JsonObject]:
-        added = self._message("output_item.added", item=self._begun())
-        del added["item_id"]
-        return [added, *self._opening()]
+        return [self._item_message("added", self._begun()), *self._opening()]
 
     def end(self, status: str) -> list[JsonObject]:
-        done = self._message("output_item.done", item=self.shown(status))
-        del done["item_id"]
-        return [*self._closing(), done]
+        return [*self._closing(), self._item_message("done", self.shown(status))]
 
     @abstractmethod
     def shown(self, status: str) -> JsonObject:
@@ -46,6 +43,12 @@ class OutputItem(ABC):
     @abstractmethod
     def _closing(self) -> list[JsonObject]: ...
 
+    def _content(self) -> str:
+        return "".join(self._pieces)
+
+    def _item_message(self, kind: str, item: JsonObject) -> JsonObject:
+        return {"type": f"response.output_item.{kind}", "output_index": self._index, "item": item}
+
     def _message(self, kind: str, **more: Any) -> JsonObject:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self._index, **more}
 
@@ -55,31 +58,33 @@ class _TextualItem(OutputItem):
 
     part_kind: str
 
-    def __init__(self, request_id: str, index: int) -> None:
-        super().__init__(request_id, index)
-        self._pieces: list[str] = []
-
     def delta(self, text: str, **more: Any) -> JsonObject:
         self._pieces.append(text)
         return self._part_message(f"{self.part_kind}.delta", delta=text, **more)
+
+    def shown(self, status: str) -> JsonObject:
+        return {**self._head(status), "content": [self.part(self._content())]}
+
+    def part(self, text: str) -> JsonObject:
+        return {"type": self.part_kind, "text": text}
+
+    @abstractmethod
+    def _head(self, status: str) -> JsonObject:
+        """The item without its content."""
+
+    def _begun(self) -> JsonObject:
+        return {**self._head(IN_PROGRESS), "content": []}
 
     def _opening(self) -> list[JsonObject]:
         return [self._part_message("content_part.added", part=self.part(""))]
 
     def _closing(self) -> list[JsonObject]:
-        text = "".join(self._pieces)
-        part = self.part(text)
+        part = self.part(self._content())
         told = {key: value for key, value in part.items() if key in ("text", "logprobs")}
         return [
             self._part_message(f"{self.part_kind}.done", **told),
             self._part_message("content_part.done", part=part),
         ]
-
-    def _content(self) -> list[JsonObject]:
-        return [self.part("".join(self._pieces))]
-
-    def part(self, text: str) -> JsonObject:
-        return {"type": self.part_kind, "text": text}
 
     def _part_message(self, kind: str, **more: Any) -> JsonObject:
         return self._message(kind, content_index=0, **more)
@@ -99,12 +104,6 @@ class MessageItem(_TextualItem):
         self._logprobs += logprobs
         return self.delta(text, logprobs=list(logprobs))
 
-    def shown(self, status: str) -> JsonObject:
-        return {**self._head(status), "content": self._content()}
-
-    def _begun(self) -> JsonObject:
-        return {**self._head(IN_PROGRESS), "content": []}
-
     def _head(self, status: str) -> JsonObject:
         return {"id": self.id, "type": "message", "status": status, "role": "assistant"}
 
@@ -118,12 +117,6 @@ class ReasoningItem(_TextualItem):
     prefix = "rs"
     part_kind = "reasoning_text"
 
-    def shown(self, status: str) -> JsonObject:
-        return {**self._head(status), "content": self._content()}
-
-    def _begun(self) -> JsonObject:
-        return {**self._head(IN_PROGRESS), "content": []}
-
     def _head(self, status: str) -> JsonObject:
         return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "encrypted_content": None}
 
@@ -136,21 +129,19 @@ class CallItem(OutputItem):
     def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
         super().__init__(request_id, index)
         self._call_id, self._name = call_id, name
-        self._pieces: list[str] = []
 
     def delta(self, arguments: str) -> JsonObject:
         self._pieces.append(arguments)
         return self._message("function_call_arguments.delta", delta=arguments)
 
     def shown(self, status: str) -> JsonObject:
-        return self._call(status, "".join(self._pieces))
+        return self._call(status, self._content())
 
     def _begun(self) -> JsonObject:
         return self._call(IN_PROGRESS, "")
 
     def _closing(self) -> list[JsonObject]:
-        arguments = "".join(self._pieces)
-        return [self._message("function_call_arguments.done", name=self._name, arguments=arguments)]
+        return [self._message("function_call_arguments.done", name=self._name, arguments=self._content())]
 
     def _call(self, status: str, arguments: str) -> JsonObject:
         return {

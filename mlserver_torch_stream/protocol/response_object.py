@@ -1,6 +1,6 @@
-"""Builds the response object of OpenAI's Responses API: what the request said, the output, and the usage.
+"""Builds the response object of OpenAI's Responses API: parameters of the request, the output, and the usage.
 
-Knows nothing of how the output came to be.
+Knows nothing of how the output was generated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mlserver_torch_stream.protocol.chat_completion import TokenCounts
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
-# What a response repeats of its request, with the values of those that it did not give.
+# The parameters of its request that a response repeats, with the values for those that the request does not give.
 _REPEATED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,

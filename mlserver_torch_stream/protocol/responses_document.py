@@ -1,12 +1,13 @@
 """The part of the OpenAPI document that describes responses and the events of their streams.
 
-Knows nothing of requests: what they hold is the table of parameters.
+Knows nothing of requests, which the table of parameters describes.
 """
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import Schema
-from mlserver_torch_stream.protocol.openapi_parts import COUNT, STRING, JsonObject, object_schema, reference
+from mlserver_torch_stream.protocol.json_schema import STRING, Schema
+from mlserver_torch_stream.protocol.openapi_parts import COUNT, object_schema, reference
+from mlserver_torch_stream.protocol.spelling import JsonObject
 
 _OBJECT: Schema = {"type": "object"}
 _OPTIONAL_OBJECT: Schema = {"type": ["object", "null"]}

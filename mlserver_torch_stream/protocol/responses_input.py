@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.json_schema import ElementBudget, Schema, check
+from mlserver_torch_stream.protocol.json_schema import STRING, ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.responses_parameters import INPUT, LOGPROBS
 from mlserver_torch_stream.protocol.values import parse_json, shown
 
-_STRING: Schema = {"type": "string"}
 _OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
 _PARTS: Schema = {"type": ["string", "array"], "items": {"type": "object"}}
-_OF_EVERY_ITEM: Mapping[str, Schema] = {"type": _STRING, "id": _STRING, "status": _STRING}
+_OF_EVERY_ITEM: Mapping[str, Schema] = {"type": STRING, "id": STRING, "status": STRING}
 
 
 def _item(*required: str, **properties: Schema) -> Schema:
@@ -29,9 +28,9 @@ def _item(*required: str, **properties: Schema) -> Schema:
 
 
 _KINDS: Mapping[str, Schema] = {
-    "message": _item("role", "content", role={"type": "string", "minLength": 1}, content=_PARTS, phase=_STRING),
-    "function_call": _item("call_id", "name", "arguments", call_id=_STRING, name=_STRING, arguments=_STRING),
-    "function_call_output": _item("call_id", "output", call_id=_STRING, output=_PARTS),
+    "message": _item("role", "content", role={"type": "string", "minLength": 1}, content=_PARTS, phase=STRING),
+    "function_call": _item("call_id", "name", "arguments", call_id=STRING, name=STRING, arguments=STRING),
+    "function_call_output": _item("call_id", "output", call_id=STRING, output=_PARTS),
     "reasoning": _item(summary=_OBJECTS, content=_OBJECTS),
 }
 # What a name of a chat's body is called here, the longer names first.
@@ -53,7 +52,7 @@ def own_name(field: str) -> str:
 
 
 def chat_body(taken: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """``taken``: what the table of parameters has accepted; ``most``: elements of the input that are looked at. Raises
+    """``taken``: the parameters that the table has accepted; ``most``: elements of the input that are looked at. Raises
     InvalidInput."""
     body = {key: value for key, value in taken.items() if key not in _CONVERTED}
     body["messages"] = _messages(taken, most)
@@ -172,7 +171,7 @@ class _Conversation:
 
 def _part(place: str, part: Mapping[str, Any], kinds: Sequence[str]) -> str:
     check(f"{place}.type", part.get("type"), {"type": "string", "enum": list(kinds)})
-    check(f"{place}.text", part.get("text"), _STRING)
+    check(f"{place}.text", part.get("text"), STRING)
     return str(part["text"])
 
 

@@ -1,22 +1,17 @@
 """The table of the parameters of bodies of OpenAI's Responses API.
 
-Knows nothing of what an input comes to mean. What means the same in a chat is the chat's row.
+Knows nothing of what an input means. A parameter that means the same in a chat has the chat's row.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from mlserver_torch_stream.protocol.json_schema import Schema
-from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, BodyParameter, Table, Treatment
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
+from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, Table, needs, refuses, takes
 from mlserver_torch_stream.protocol.parameter_table import REASONING_EFFORTS
 from mlserver_torch_stream.protocol.tools import FUNCTION, MOST_TOOLS
 
 INPUT = "input"
 LOGPROBS = "message.output_text.logprobs"
-_STRING: Schema = {"type": "string"}
-_BOOLEAN: Schema = {"type": "boolean"}
-_OPTIONAL_STRING: Schema = {"type": ["string", "null"]}
 _ITEMS: Schema = {
     "type": ["string", "array"],
     "minLength": 1,
@@ -41,8 +36,8 @@ _FORMAT: Schema = {
     "required": ["type"],
     "properties": {
         "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
-        "name": _OPTIONAL_STRING,
-        "description": _OPTIONAL_STRING,
+        "name": NULLABLE_STRING,
+        "description": NULLABLE_STRING,
         "schema": {"type": ["object", "null"]},
         "strict": {"type": ["boolean", "null"]},
     },
@@ -71,7 +66,7 @@ _INCLUDE: Schema = {
     "items": {"type": "string", "enum": [LOGPROBS, "reasoning.encrypted_content"]},
     "maxItems": 16,
 }
-_METADATA: Schema = {"type": "object", "additionalProperties": _STRING}
+_METADATA: Schema = {"type": "object", "additionalProperties": STRING}
 _STREAM_OPTIONS: Schema = {
     "type": "object",
     "properties": {"include_obfuscation": {"type": ["boolean", "null"]}},
@@ -87,37 +82,27 @@ _AS_IN_CHATS = (
     *("include_stop_str_in_output", "skip_special_tokens", "chat_template_kwargs"),
     *("priority", "timeout", "model_version"),
 )
-
-
-def _takes(name: str, schema: Schema, required: bool = False) -> BodyParameter:
-    return BodyParameter(name, Treatment.TAKEN, schema, required)
-
-
-def _refuses(name: str, *harmless: Any) -> BodyParameter:
-    return BodyParameter(name, Treatment.REFUSED, {"enum": list(harmless)})
-
-
 _OWN = (
-    _takes(INPUT, _ITEMS, required=True),
-    _takes("instructions", _STRING),
-    _takes("max_output_tokens", {"type": "integer", "minimum": 1}),
-    _takes("tools", _TOOLS),
-    _takes("text", _TEXT),
-    _takes("reasoning", _REASONING),
-    _takes("include", _INCLUDE),
-    _takes("metadata", _METADATA),
-    _takes("stream_options", _STREAM_OPTIONS),
+    needs(INPUT, _ITEMS),
+    takes("instructions", STRING),
+    takes("max_output_tokens", {"type": "integer", "minimum": 1}),
+    takes("tools", _TOOLS),
+    takes("text", _TEXT),
+    takes("reasoning", _REASONING),
+    takes("include", _INCLUDE),
+    takes("metadata", _METADATA),
+    takes("stream_options", _STREAM_OPTIONS),
     # The server keeps no responses.
-    _refuses("store", False),
-    _refuses("background", False),
-    _refuses("truncation", "disabled"),
-    _refuses("previous_response_id"),
-    _refuses("conversation"),
-    _refuses("prompt"),
-    _refuses("max_tool_calls"),
-    _refuses("context_management"),
-    _refuses("access_programs"),
-    _refuses("background_options"),
-    _refuses("image"),
+    refuses("store", False),
+    refuses("background", False),
+    refuses("truncation", "disabled"),
+    refuses("previous_response_id"),
+    refuses("conversation"),
+    refuses("prompt"),
+    refuses("max_tool_calls"),
+    refuses("context_management"),
+    refuses("access_programs"),
+    refuses("background_options"),
+    refuses("image"),
 )
 RESPONSE_PARAMETERS: Table = {each.name: each for each in (*_OWN, *(CHAT_PARAMETERS[name] for name in _AS_IN_CHATS))}

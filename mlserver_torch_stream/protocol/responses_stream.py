@@ -40,7 +40,7 @@ class ResponsesStream:
         self._id = request.request_id
         self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
         self._usage = UsageCounter(request)
-        self._told_logprobs = request.sampling.logprobs
+        self._shows_logprobs = request.sampling.logprobs
         self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
         self._output: list[JsonObject] = []  # the items that are whole
         self._open: OutputItem | None = None
@@ -82,8 +82,8 @@ class ResponsesStream:
         return [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
 
     def _grow(self, event: TokenEvent) -> Iterable[JsonObject]:
-        """An event says its reasoning before its text, and its text before its calls."""
-        if self._told_logprobs:
+        """The reasoning of an event comes before its text, and its text before its calls."""
+        if self._shows_logprobs:
             self._logprobs += logprob_entries(event.logprobs)
         if event.reasoning:
             reasoning, opened = self._opened(ReasoningItem)
@@ -132,7 +132,7 @@ class ResponsesStream:
         return len(self._output) + (self._open is not None)
 
     def _finish(self, reason: FinishReason | None) -> list[JsonObject]:
-        """An answer of nothing at all is a message without text."""
+        """An empty answer is a message without text."""
         messages = [] if self._next() else self._opened(MessageItem)[1]
         cut = reason is FinishReason.LENGTH
         status = INCOMPLETE if cut else COMPLETED
@@ -142,7 +142,7 @@ class ResponsesStream:
         return [*messages, {"type": f"response.{status}", "response": ended}]
 
     def _numbered(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
-        numbered = [{**message, "sequence_number": self._number + at} for at, message in enumerate(messages)]
+        numbered = [{**each, "sequence_number": number} for number, each in enumerate(messages, self._number)]
         self._number += len(numbered)
         return numbered
 

@@ -1,7 +1,7 @@
 """Rebuilds a conversation from the parallel tensors of Seldon Core 2's OpenAI translator.
 
-Knows nothing of tensors beyond their elements as text: ``role`` says how many messages there are; for one message
-the elements of the others are its parts, for several each element is one message's list of parts, as JSON.
+Knows nothing of tensors beyond their elements as text. ``role`` has one element for each message. For one message the
+elements of the other tensors are its parts; for several messages each element is one message's list of parts, as JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.chat import check_messages
-from mlserver_torch_stream.protocol.values import parse_json, shown
+from mlserver_torch_stream.protocol.values import named, parse_json, shown
 
 MESSAGE_TENSORS = ("role", "content", "type", "tool_calls", "tool_call_id")
 
@@ -24,12 +24,11 @@ def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
     roles = columns.get("role", ())
     if not roles:
         raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
-    rows = [_only_message(columns)] if len(roles) == 1 else _each_message(columns, len(roles))
+    if len(roles) == 1:
+        rows: list[Columns] = [{name: columns.get(name, ()) for name in MESSAGE_TENSORS}]
+    else:
+        rows = _each_message(columns, len(roles))
     return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)], most)
-
-
-def _only_message(columns: Columns) -> Columns:
-    return {name: [element for element in columns.get(name, ())] for name in MESSAGE_TENSORS}
 
 
 def _each_message(columns: Columns, count: int) -> list[Columns]:
@@ -47,7 +46,7 @@ def _cell(columns: Columns, name: str, row: int) -> list[str]:
     plain_content = name == "content" and "type" in columns and columns["type"][row] == "text"
     if name in ("role", "tool_call_id") or plain_content or (name == "type" and text == "text"):
         return [text]
-    parts = read_json(name, text)
+    parts = named(name, parse_json, text)
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise InvalidInput(name, f"element {row} must be a JSON list of strings, got {shown(text)}")
     return parts
@@ -61,15 +60,7 @@ def _message(role: str, row: Columns) -> dict[str, Any]:
         raise InvalidInput("type", f"names {len(row['type'])} parts, content has {len(row['content'])}")
     message: dict[str, Any] = {"role": role, "content": "".join(row["content"])}
     if row["tool_calls"]:
-        message["tool_calls"] = [read_json("tool_calls", call) for call in row["tool_calls"]]
+        message["tool_calls"] = [named("tool_calls", parse_json, call) for call in row["tool_calls"]]
     if row["tool_call_id"]:
         message["tool_call_id"] = row["tool_call_id"][0]
     return message
-
-
-def read_json(name: str, text: str) -> Any:
-    """Parses the JSON element of a tensor. ``name``: the tensor's name, for errors."""
-    try:
-        return parse_json(text)
-    except ValueError as err:
-        raise InvalidInput(name, str(err)) from None

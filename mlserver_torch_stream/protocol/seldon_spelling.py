@@ -68,7 +68,7 @@ def has_message(inputs: Iterable[str]) -> bool:
 
 
 def warning_of_name(name: str) -> str | None:
-    """What is to be said of a model's name under which Seldon's proxy refuses every OpenAI request; else None.
+    """A warning if Seldon's proxy refuses every OpenAI request to a model of this name; else None.
 
     The proxy takes the name to end at the first "_", as Seldon adds "_" and a version to the names of its models.
     """
@@ -109,8 +109,8 @@ class SeldonStreamReply(StreamReply):
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
         tensors = super()._tensors(event, final)
-        behind_text = int(names.TEXT_OUTPUT in self._shown)
-        tensors[behind_text:behind_text] = _message_tensors([event.text], self._message_shown)
+        after_text = int(names.TEXT_OUTPUT in self._shown)
+        tensors[after_text:after_text] = _message_tensors([event.text], self._message_shown)
         if names.OUTPUT_ALL in self._message_shown:
             tensors.append(_output_all(self._openai_message(event, final)))
         self._begun.add(event.index)

@@ -115,9 +115,4 @@ class Spelling(ABC):
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """Status and body of an error before the first token."""
-        return self.error(error.status, error.message, error.field)
-
-    def error(self, status: int, message: str, param: str | None) -> tuple[int, JsonObject]:
-        """``refusal`` for a spelling that needs no more of an error. ``status`` is that of the error table; ``param``
-        is the field of the request that is wrong."""
-        return status, {"error": message}
+        return error.status, {"error": error.message}

@@ -1,7 +1,7 @@
 """Reads the constraint of a request's answers: a schema, an expression, a list of choices, or a grammar.
 
-Knows nothing of tokens. Whether a constraint can be kept to is found out later, by the engine's compiler; what is
-looked for here is a schema that no finite answer matches.
+Knows nothing of tokens. A schema that no finite answer matches is refused here; the engine's compiler finds out later
+whether a constraint is implemented.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STRUCTURED_OUTPUTS: Schema = {
             "items": {"type": "string", "minLength": 1},
         },
         "grammar": _OPTIONAL_STRING,
-        # What vLLM's own class holds beside those, with the values that ask for nothing.
+        # Further fields of vLLM's own class, with the values that ask for nothing.
         "disable_any_whitespace": {"type": "boolean"},
         "disable_additional_properties": {"type": "boolean", "enum": [False]},
         "disable_fallback": {"type": "boolean"},
@@ -123,10 +123,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Constraint:
 def _of_schema(schema: Any, field: str) -> Constraint:
     """``schema``: as an object, or written as JSON. The order of its properties stays."""
     if isinstance(schema, str):
-        try:
-            schema = values.parse_json(schema)
-        except ValueError as error:
-            raise InvalidInput(field, str(error)) from None
+        schema = values.named(field, values.parse_json, schema)
     if not isinstance(schema, Mapping):
         raise InvalidInput(field, f"must be a JSON object, got {values.shown(schema)}")
     if "x-guidance" in schema:

@@ -1,6 +1,6 @@
 """Builds OpenAI's text_completion objects, or whichever object answers a request.
 
-Knows nothing of how they travel, and no tokenizer: a token whose bytes are unknown is named ``token_id:<id>``.
+Knows nothing of transports or tokenizers: a token whose bytes are unknown is named ``token_id:<id>``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks the tools of a conversation, which of them its answer may call, and the calls in its history.
 
-Knows nothing of how a model spells a call.
+Knows nothing of how a model writes a call.
 """
 
 from __future__ import annotations

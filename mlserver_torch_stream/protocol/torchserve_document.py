@@ -6,8 +6,9 @@ were generated from its documents find them.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import Schema
-from mlserver_torch_stream.protocol.openapi_parts import STRING, JsonObject, object_schema
+from mlserver_torch_stream.protocol.json_schema import STRING, Schema
+from mlserver_torch_stream.protocol.openapi_parts import object_schema
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
 
 _ANYTHING: JsonObject = {"*/*": {"schema": {"type": "string", "format": "binary"}}}

@@ -1,4 +1,4 @@
-"""The binary tensor data extension of V2 over REST: elements as raw bytes behind the JSON object.
+"""The binary tensor data extension of V2 over REST: elements as raw bytes after the JSON object.
 
 Knows nothing of what a tensor means, nor of HTTP: it is given the object and the bytes that followed it.
 """
@@ -37,7 +37,7 @@ _FORMATS = {
 
 
 def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str, Any]:
-    """The request's object with the elements of its binary tensors, which stand in ``raw`` one after another.
+    """The request's object with the elements of its binary tensors, which follow each other in ``raw``.
 
     ``most``: elements that a tensor may have. More are refused before they are made: the four million empty strings
     of 16 MiB would keep the event loop for seconds.
@@ -60,7 +60,7 @@ def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str
 
 
 def refuse_left_over(count: int) -> None:
-    """Raises InvalidInput if bytes are left behind the JSON object that are no input's elements."""
+    """Raises InvalidInput if ``count`` bytes after the JSON object are no input's elements."""
     if count:
         raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")
 
@@ -120,7 +120,7 @@ def _name(tensor: Mapping[str, Any]) -> str:
 
 
 def _size(tensor: Any) -> int | None:
-    """How many bytes the tensor's elements have behind the object; None if they are in the object."""
+    """The number of bytes of the tensor's elements after the object; None if the elements are in the object."""
     parameters = tensor.get("parameters") if isinstance(tensor, dict) else None
     if not isinstance(parameters, dict) or SIZE not in parameters:
         return None

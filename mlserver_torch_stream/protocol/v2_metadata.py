@@ -30,7 +30,7 @@ def input_metadata() -> list[MetadataTensor]:
 
 
 def output_metadata() -> list[MetadataTensor]:
-    """Every output tensor, also those that only some replies have."""
+    """Every output tensor, also tensors that only some replies have."""
     outputs = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
     return [_tensor(name, datatype, 1 if name == names.OUTPUT_ALL else -1) for name, datatype in outputs.items()]
 

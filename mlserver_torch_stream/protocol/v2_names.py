@@ -46,5 +46,5 @@ OUTPUT_DATATYPES = {
 }
 CHAT_OUTPUT_DATATYPES = {ROLE: "BYTES", CONTENT: "BYTES", TYPE: "BYTES", OUTPUT_ALL: "BYTES"}
 
-# Says who sent a request, so that one client's flood does not delay the others.
+# The header that names the client of a request, so that one client's flood does not delay other clients.
 CLIENT_HEADER = "x-client-id"

@@ -30,21 +30,14 @@ def response(
     outputs: list[JsonObject],
 ) -> JsonObject:
     """One response; gRPC drops parameters that are no string, integer or boolean."""
-    if model_version is None:
-        return {"model_name": model_name, "id": request_id, "parameters": parameters, "outputs": outputs}
-    return {
-        "model_name": model_name,
-        "model_version": model_version,
-        "id": request_id,
-        "parameters": parameters,
-        "outputs": outputs,
-    }
+    version = {} if model_version is None else {"model_version": model_version}
+    return {"model_name": model_name, **version, "id": request_id, "parameters": parameters, "outputs": outputs}
 
 
 def as_response(body: JsonObject) -> InferenceResponse:
     """MLServer's model of a response: BYTES are bytes, as gRPC needs, and there is no ``error`` beside the outputs.
 
-    Validation in Rust is the cheap way to make one.
+    Validation in Rust is the fastest way to construct the model.
     """
     message = {**body, "outputs": [_as_bytes(tensor) for tensor in body["outputs"]]}
     message.pop("error", None)

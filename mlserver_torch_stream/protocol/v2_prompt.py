@@ -1,6 +1,6 @@
 """Finds the one prompt source among the input tensors of a request and reads its prompts.
 
-Knows nothing of sampling; of the request's parameters only those that shape a conversation.
+Knows nothing of sampling; it reads only the parameters that shape a conversation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import Merged
 from mlserver_torch_stream.protocol.request_options import chat_prompt, refuse_chat_options, require_template
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_json, read_messages
+from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS, read_messages
 from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.protocol.v2_tensors import Tensor
 from mlserver_torch_stream.types import ChatPrompt, ModelInfo, Prompt, TextPrompt, TokensPrompt
@@ -72,7 +72,7 @@ def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
 def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> ChatPrompt:
     require_template(source, info)
     if source == names.MESSAGES:
-        parsed = read_json(source, tensors[source].require({"BYTES"}).single())
+        parsed = values.named(source, values.parse_json, tensors[source].require({"BYTES"}).single())
         messages = chat.check_messages(source, parsed, values.most_checked(info))
     else:
         columns = {name: tensors[name].require({"BYTES"}).elements for name in MESSAGE_TENSORS if name in tensors}
@@ -84,7 +84,8 @@ def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str,
     """The tools, as a JSON list in one element or one object in each."""
     if names.TOOLS not in tensors:
         return None
-    tools = [read_json(names.TOOLS, text) for text in tensors[names.TOOLS].require({"BYTES"}).elements]
+    texts = tensors[names.TOOLS].require({"BYTES"}).elements
+    tools = [values.named(names.TOOLS, values.parse_json, text) for text in texts]
     if len(tools) == 1 and isinstance(tools[0], list):
         tools = tools[0]
     return check_tools(names.TOOLS, tools, values.most_checked(info))

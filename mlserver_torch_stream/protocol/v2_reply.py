@@ -12,13 +12,7 @@ from typing import Any
 import orjson
 
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.reply_values import (
-    StreamProgress,
-    WholeReply,
-    event_values,
-    shown_values,
-    totals,
-)
+from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.v2_outputs import output, response
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent

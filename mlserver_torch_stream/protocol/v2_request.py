@@ -39,14 +39,13 @@ def decode_request(
     refuse_unreadable(payload)
     check_id(payload.id)
     tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
-    given = merge_parameters(
-        parameters_of(payload.parameters), _scalar_tensors(tensors), _sampling_tensor(tensors), info
-    )
+    parameters = parameters_of(payload.parameters)
+    given = merge_parameters(parameters, _scalar_tensors(tensors), _sampling_tensor(tensors), info)
     prompts = read_prompts(tensors, given, info)
     named = _output_names(payload.outputs or (), outputs)
     client = read_client((payload.parameters.headers if payload.parameters else None) or {})
     request = build_request(request_id, prompts, given, info, streaming=streaming, client=client, outputs=named)
-    usage_message = read_usage_message(parameters_of(payload.parameters), info, streaming=streaming)
+    usage_message = read_usage_message(parameters, info, streaming=streaming)
     return replace(request, reply=replace(request.reply, usage_message=usage_message))
 
 

@@ -1,6 +1,6 @@
-"""A message that could not be read as a V2 request, in the place of that request.
+"""Stands for a message that could not be read as a V2 request.
 
-Knows nothing of why: it is refused where every other bad request is, alone and with the same bookkeeping.
+Knows nothing of the reason. Decoding it raises the error, so that it is refused and recorded like any bad request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads one loosely typed value: numbers that may be strings, lists and objects that may be JSON.
 
-Knows nothing of which parameter it reads: every reader raises ValueError, whose text the caller puts behind a name.
+Knows nothing of which parameter it reads: every reader raises ValueError, to whose text ``named`` adds the name.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.bounded_json import parse_bounded
 from mlserver_torch_stream.types import ModelInfo
 
+T = TypeVar("T")
 Reader = Callable[[Any, ModelInfo], Any]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -22,6 +24,14 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 # event loop for most of a minute.
 _MOST_ELEMENTS = 4096
 _SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
+
+
+def named(field: str, read: Callable[..., T], *arguments: Any) -> T:
+    """The result of a reader. Its ValueError becomes the InvalidInput of ``field``."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        raise InvalidInput(field, str(error)) from None
 
 
 def shown(value: Any) -> str:

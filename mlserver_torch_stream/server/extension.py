@@ -1,15 +1,17 @@
-"""Extends one MLServer, once: our routes on its REST port, and the ports of our own beside its ports.
+"""Adds our routes to one MLServer, and opens our own ports beside its ports.
 
-Knows nothing of models. Where our model repository is set, it happens when the REST server starts; elsewhere MLServer
-tells of nothing that is ours before it registers a model of ours.
+Knows nothing of models. With our model repository it happens when the REST server starts; without it MLServer calls
+nothing of this package before it registers a model of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
@@ -17,6 +19,7 @@ from mlserver.settings import Settings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.batches.served_rows import ServedRows
 from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.grpc_port import mlservers_listener, open_port
 from mlserver_torch_stream.server.lifecycle import health, ports, shutdown
 from mlserver_torch_stream.server.management import management_listener
 from mlserver_torch_stream.server.observability import telemetry
@@ -33,8 +36,8 @@ from mlserver_torch_stream.server.rest import (
     torchserve_routes,
 )
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.server.torchserve_grpc import inference_ports
-from mlserver_torch_stream.server.triton import triton_listener
+from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
+from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 _MARK = "_torch_stream_extended"
 
@@ -57,7 +60,7 @@ def extend_at_start(server: RESTServer) -> None:
 
 
 async def extend(server: RESTServer) -> ServerOptions:
-    """Idempotent. Raises ModelNotLoaded, after a line in the log, for a wrong variable or a port that cannot be had."""
+    """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
         options = read_options()
         ACCESS.check(options)
@@ -77,9 +80,25 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     add_routes(server, options)
     shutdown.take_signals()
     _warn_of_server_settings(server._settings)
-    await triton_listener.install(server, options, LIFECYCLE, ACCESS)
+    await _open_grpc_services(server, options)
     await management_listener.install(server, options, LIFECYCLE, ACCESS)
-    await inference_ports.install(server, options, LIFECYCLE, ACCESS)
+
+
+async def _open_grpc_services(server: RESTServer, options: ServerOptions) -> None:
+    """Triton's service is on its own port, TorchServe's on MLServer's port too. Raises ModelNotLoaded for a port that
+    cannot be had."""
+    open_ours = partial(open_port, server, LIFECYCLE, ACCESS)
+    stalled_after = options.stalled_reader_timeout
+    if port := options.grpc_port_triton:
+        inference = InferenceServicer(server._data_plane, server._model_repository_handlers)
+        triton = TritonServicer(inference, stalled_after).handler()
+        await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
+    torchserve = InferenceService(server._data_plane, LIFECYCLE, stalled_after).handler()
+    listener = mlservers_listener(server)
+    if listener is not None:
+        listener.add_generic_rpc_handlers((torchserve,))
+    if port := options.grpc_port_torchserve:
+        await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", torchserve)
 
 
 def add_routes(server: RESTServer, options: ServerOptions) -> None:

@@ -1,6 +1,6 @@
 """Converts the gRPC messages and replies of our models that MLServer cannot convert.
 
-A message that is no request is refused as bad input, where MLServer reports a failure of its own; an id that metadata
+A message that is no request is refused as bad input; MLServer would report an internal error. An id that metadata
 cannot carry is left out of the reply's metadata. Knows nothing of what a request means. MLServer converts the messages
 for other models.
 """
@@ -24,8 +24,7 @@ from mlserver_torch_stream.protocol.v2_binary import SIZE
 from mlserver_torch_stream.protocol.v2_request import first_complaint
 from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
 from mlserver_torch_stream.server.cloud_events import as_headers
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 _RAW = "raw_input_contents"
 _SHARED_MEMORY = "shared_memory_"
@@ -44,11 +43,11 @@ class RefusedMessage:
 
 def install() -> None:
     """Wraps the conversion of messages to our models and of replies from them. Called once."""
-    InferenceServicer._InsertHeaders = _reading(InferenceServicer._InsertHeaders)
-    InferenceServicer._SetTrailingMetadata = _closing(InferenceServicer._SetTrailingMetadata)
+    InferenceServicer._InsertHeaders = _wrap_conversion(InferenceServicer._InsertHeaders)
+    InferenceServicer._SetTrailingMetadata = _wrap_metadata(InferenceServicer._SetTrailingMetadata)
 
 
-def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
+def _wrap_conversion(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
     @functools.wraps(original)
     def convert(
         servicer: InferenceServicer, request: pb.ModelInferRequest | RefusedMessage, context: grpc.ServicerContext
@@ -70,7 +69,7 @@ def _reading(original: Callable[..., InferenceRequest]) -> Callable[..., Inferen
     return convert
 
 
-def _closing(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_metadata(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def set_metadata(servicer: InferenceServicer, result: InferenceResponse, context: grpc.ServicerContext) -> None:
         parameters = result.parameters

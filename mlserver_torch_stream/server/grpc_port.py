@@ -1,4 +1,4 @@
-"""A gRPC port of our own, opened beside MLServer's; and MLServer's own.
+"""Opens gRPC ports of this package beside MLServer's, and finds MLServer's own gRPC listener.
 
 Knows nothing of the services on it.
 """
@@ -40,11 +40,11 @@ async def open_port(
     """
     settings = server._settings
     host = settings.host if address is None else address
-    mlservers = GRPCServer(settings, server._data_plane, server._model_repository_handlers)
+    mlservers_port = GRPCServer(settings, server._data_plane, server._model_repository_handlers)
     listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),
         # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
-        options=[*mlservers._get_options(), ("grpc.so_reuseport", 0)],
+        options=[*mlservers_port._get_options(), ("grpc.so_reuseport", 0)],
     )
     listener.add_generic_rpc_handlers((handler,))
     try:
@@ -57,7 +57,7 @@ async def open_port(
 
 
 def mlservers_listener(server: RESTServer) -> aio.Server | None:
-    """MLServer's own gRPC listener, which runs by then; None where no MLServer has made this registry.
+    """MLServer's own gRPC listener, which runs already; None if no MLServer has made this registry.
 
     The REST server does not know it; the registry calls a method of the MLServer at each load.
     """
@@ -69,7 +69,7 @@ def mlservers_listener(server: RESTServer) -> aio.Server | None:
 
 
 def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
-    """Those of MLServer's own port, but for that of its metrics, which may exist once in a process."""
+    """The interceptors of MLServer's own port without that of its metrics, which can exist only once in a process."""
     access_log = [LoggingInterceptor()] if settings.debug else []
     if not settings.tracing_server:
         return access_log

@@ -24,13 +24,12 @@ from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.grpc_messages import RefusedMessage
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, details_that_fit
 
 
 class _NoMessage(MLServerError):  # type: ignore[misc]
-    """A message is missing, or its bytes are none."""
+    """A message is missing, or its bytes cannot be parsed."""
 
 
 M = TypeVar("M", bound=Message)
@@ -120,14 +119,14 @@ def _no_message(why: str) -> _NoMessage:
 
 
 async def _with_first(
-    servicer: InferenceServicer, first: pb.ModelInferRequest, others: AsyncIterator[pb.ModelInferRequest]
+    servicer: InferenceServicer, first: pb.ModelInferRequest, following: AsyncIterator[pb.ModelInferRequest]
 ) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage]:
     """All messages. A later one that cannot be decoded, or that names another model, is refused alone."""
     yield first
     registry = servicer._data_plane._model_registry
     ours = is_ours(find_model(registry, first.model_name, first.model_version))
     try:
-        async for message in others:
+        async for message in following:
             model = find_model(registry, message.model_name, message.model_version)
             if ours and message.model_name and model is not find_model(registry, first.model_name, first.model_version):
                 problem = "differs from that of the stream's first message, or its version does"

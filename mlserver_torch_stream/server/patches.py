@@ -18,6 +18,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.lifecycle import default_version, looped_worker, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest import routes
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -43,7 +44,7 @@ def install() -> None:
 
     @functools.wraps(original)
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
-        if readiness.is_ours(model):
+        if is_ours(model):
             options = await extension.extend(server)
             routes.add(server, options, model.rest_routes)
         return await original(server, model)
@@ -67,7 +68,7 @@ def keep_out_of_workers(settings: ModelSettings) -> None:
 
 
 def keep_out_of_the_cache(settings: ModelSettings) -> None:
-    """Switches MLServer's response cache off: every client would get the sample of the first."""
+    """Switches MLServer's response cache off, with which every client would get the first client's sample."""
     settings.cache_enabled = False
 
 

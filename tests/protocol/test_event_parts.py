@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
-from mlserver_torch_stream.types import (
-    MOST_PER_EVENT,
-    FinishReason,
-    TokenEvent,
-    Usage,
-    add_event,
-)
+from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, TokenEvent, Usage, add_event
 
 _WORDS = st.text("ab{\x01", min_size=1, max_size=200)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.reply_values import CollectedReply, StreamProgress
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
@@ -32,8 +32,9 @@ class TrialSpelling(Spelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> TrialWhole:
         return TrialWhole(request)
 
-    def error(self, status: int, message: str, param: str | None) -> tuple[int, JsonObject]:
-        return 400 if status == 422 else status, {"problem": {"what": message, "where": param}}
+    def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
+        status = 400 if error.status == 422 else error.status
+        return status, {"problem": {"what": error.message, "where": error.field}}
 
 
 class TrialStream(StreamProgress):

@@ -1,1 +1,1 @@
-"""Who may ask: keys and TLS of every port of the server."""
+"""Keys and TLS for every port of the server."""

@@ -1,6 +1,6 @@
-"""What guards the ports of this process: the keys, the endpoints that need none, and the certificate.
+"""Holds the API keys, the endpoints that need no key, and the certificate of this process's ports.
 
-Knows nothing of how a port is guarded.
+Knows nothing of how a port applies them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class AccessControl:
             raise SettingsError(f"{PREFIX}API_KEYS_FILE: {error}") from None
 
     def without_keys(self) -> AccessControl:
-        """For a port that checks its own token: only the certificate is checked."""
-        other = AccessControl()
-        other.tls = self.tls
-        return other
+        """The certificate alone, for a port that checks a token of its own."""
+        unkeyed = AccessControl()
+        unkeyed.tls = self.tls
+        return unkeyed
 
     def check(self, options: ServerOptions) -> None:
-        """Raises SettingsError if the options ask for keys or TLS, and the ports were opened without."""
+        """Raises SettingsError if the options ask for keys or TLS, but the ports were opened without them."""
         asked = {"API_KEYS_FILE": options.api_keys_file, "TLS_CERT_FILE": options.tls_cert_file}
         for name, value in asked.items():
             if value and not self._guards:

@@ -1,4 +1,4 @@
-"""The keys that clients send, read from a file, and read again when the file changes.
+"""Reads API keys from a file, again whenever the file changes, and checks the keys of requests.
 
 Knows nothing of transports. Only digests of the keys are kept, and no message quotes a key.
 """
@@ -58,7 +58,7 @@ class ApiKeys:
             logger.error(f"The keys in {self._path} cannot be read again, so the keys read last stay valid: {reason}")
 
     def _file_version(self) -> tuple[int, int, int, int]:
-        """What differs when the file has been written, or another one, perhaps of the same age, has taken its place."""
+        """Differs once the file has been written, or replaced by another one, even by one of the same age."""
         found = self._path.stat()
         return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_size
 
@@ -75,5 +75,5 @@ class ApiKeys:
 
 
 def _digest(key: str) -> bytes:
-    """Of one length for all keys, so that a comparison tells nothing of theirs."""
+    """All digests have one length, so that the time of a comparison does not depend on the length of a key."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()

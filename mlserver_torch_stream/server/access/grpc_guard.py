@@ -21,7 +21,7 @@ async def _refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerCont
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, Unauthorized().message)
 
 
-def _asks_each_time(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
+def _check_each_message(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
     """Stops reading messages when the key is no longer valid. Requests in flight are answered; then the call is
     refused."""
 
@@ -66,7 +66,7 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
             return _REFUSED
         handler = await continuation(handler_call_details)
         streams = handler is not None and handler.stream_stream is not None
-        return _asks_each_time(handler, accepts) if streams else handler
+        return _check_each_message(handler, accepts) if streams else handler
 
 
 class GuardedAio:

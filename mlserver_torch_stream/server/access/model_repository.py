@@ -1,7 +1,7 @@
-"""MLServer's model repository, whose creation puts keys and TLS before every port, and patches MLServer.
+"""A model repository for MLServer; its construction guards every port with keys and TLS, and patches MLServer.
 
-Knows nothing of models: it lists them as MLServer's own does. MLServer opens its ports before it resolves the class of
-any model, and creates the repository, whose class is a setting of its own, before it creates them.
+Knows nothing of models: it lists them as MLServer's own repository does. MLServer creates its repository, whose class
+is a setting, before it opens its ports; it resolves the class of a model only after that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which endpoints need no key: health, the files of the page, and by the operator's choice metrics and the repository.
+"""Tells which endpoints need no key: health, the page's files, and by the operator's choice metrics and the repository.
 
-Knows nothing of keys. Every path and method that is not named here needs one, also of other runtimes' models.
+Knows nothing of keys. Every other path and method needs one, also for other runtimes' models.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _path(scope: Scope) -> str:
 
 
 async def _refuse(path: str, send: Send) -> None:
-    """In the spelling of the path."""
+    """Answers 401 in the spelling of the path."""
     error = Unauthorized()
     headers = [(b"www-authenticate", b"Bearer")]
     if _TORCHSERVE.fullmatch(path):

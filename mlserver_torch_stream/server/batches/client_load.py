@@ -1,7 +1,6 @@
 """Counts the requests of clients: sequences in flight by model, and prompts that have no token yet.
 
-Knows nothing of batches: whoever wants to give way to clients is called at each change. It runs on the event loop's
-thread.
+Knows nothing of batches: it calls its listeners at each change. It runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides when a row of a batch may run: one slot stays free for clients, and no row starts while a prompt waits.
+"""Decides when a row of a batch may run: one slot stays free for clients, and no row starts while their prompts wait.
 
 Knows no engine: it counts the rows that it let in and asks for the load of the clients. A client's prompt waits for
 the end of the step that runs, so steps are short while clients are active: one row is prefilled at a time, and few rows
@@ -14,16 +14,17 @@ from mlserver_torch_stream.generation import RequestObserver, RequestObservers
 from mlserver_torch_stream.server.batches.client_load import ClientLoad
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
-# Of the slots, for rows beside active clients: a quarter of 32 made the time to a first token 1.59 times that without
-# a batch, an eighth 1.36 times (make bench, two cores with AMX). The embedded model's step takes 13.6 ms for 1
-# sequence, 17 for 8 and 30 for 31 (benchmarks/LOG.md), beside 57 ms until the first token of a prompt of 128 tokens.
+# The share of the slots for rows while clients are active. With a quarter of 32 slots the time to a first token was
+# 1.59 times that without a batch, with an eighth 1.36 times (make bench, two cores with AMX). The embedded model's step
+# takes 13.6 ms for 1 sequence, 17 for 8 and 30 for 31 (benchmarks/LOG.md), beside 57 ms until the first token of a
+# prompt of 128 tokens.
 _SHARE = 1 / 8
 _PATIENCE_S = 60.0  # under a load of clients that never ends, a batch still goes on by a row in this time
 
 
 class RowSlots:
-    """The slots of one model, ``slots`` of them. Rows come in the order in which they ask. One that has waited for
-    ``patience_s`` seconds while clients let none run is overdue: it need not give way to them."""
+    """The ``slots`` slots of one model. Rows start in the order in which they ask. A row that has waited for
+    ``patience_s`` seconds because of clients, while no other row ran, is overdue: it no longer gives way to them."""
 
     def __init__(self, model: str, slots: int, clients: ClientLoad, patience_s: float = _PATIENCE_S) -> None:
         self._model = model
@@ -32,7 +33,7 @@ class RowSlots:
         self._patience_s = patience_s
         self._waiting: deque[RowTurn] = deque()
         self._running: set[RowTurn] = set()
-        self._timer: asyncio.TimerHandle | None = None  # until the first of those that wait is overdue
+        self._timer: asyncio.TimerHandle | None = None  # until the first waiting row is overdue
 
     def ask(self, sequences: int) -> RowTurn:
         """Returns the turn of a row of so many sequences."""

@@ -23,12 +23,11 @@ from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.server.batches.client_load import ClientLoad
 from mlserver_torch_stream.server.batches.row_slots import RowSlots
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
-_LAST = 1_000_000_000  # behind the priority of any client
+_LAST = 1_000_000_000  # a lower priority than that of any client
 
 
 class ServedRows:

@@ -111,7 +111,7 @@ class BaseRuntime(MLModel, ABC):
         """Opens the replies to gRPC messages. Raises NotServing."""
 
     def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
-        """Records a request that meets no engine: MLServer's gRPC methods, unlike our REST endpoints, do not."""
+        """Records a request that the opener refuses, which our REST endpoints do themselves."""
         try:
             return self.opener(endpoint)
         except NotServing as error:

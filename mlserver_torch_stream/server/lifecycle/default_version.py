@@ -1,4 +1,4 @@
-"""Makes the version that its settings mark the default one of a model, as TorchServe's ``defaultVersion`` does.
+"""Makes the version whose settings have ``defaultVersion`` the default version of a model, as TorchServe does.
 
 Knows nothing of how versions are loaded. Without a mark MLServer's registry decides: the newest version.
 """
@@ -20,7 +20,7 @@ def install() -> None:
     @functools.wraps(refresh)
     def refresh_default(registry: SingleModelRegistry, new_model: MLModel | None = None) -> MLModel | None:
         default = refresh(registry, new_model)
-        if default is None or default.version:  # one without a version is held nowhere else
+        if default is None or default.version:  # the registry has no other place for a model without a version
             registry._default = _marked(registry) or default
         return registry._default
 

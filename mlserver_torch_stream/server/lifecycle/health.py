@@ -5,21 +5,21 @@ Knows nothing of the reasons themselves. MLServer's own routes answer for other 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mlserver import MLModel
 from mlserver.handlers import DataPlane
 from mlserver.rest.server import RESTServer
 from mlserver.rest.utils import to_status_code
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
-from mlserver_torch_stream.server.rest.routes import all_models, find_model
+from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 
-_NAME = "torch_stream:health"
 _LIVE = "/v2/health/live"
 _PATHS = (
     _LIVE,
@@ -30,34 +30,27 @@ _PATHS = (
 
 
 def add_routes(server: RESTServer, lifecycle: Lifecycle) -> None:
-    """Puts our routes for health before MLServer's. Idempotent."""
-    routes = server._app.router.routes
-    if not any(getattr(route, "name", None) == _NAME for route in routes):
-        routes[:0] = [_HealthRoute(path, server._data_plane, lifecycle) for path in _PATHS]
+    """Puts our routes for health before MLServer's. Called once for a server."""
+    server._app.router.routes[:0] = [_HealthRoute(path, server._data_plane, lifecycle) for path in _PATHS]
 
 
-class _HealthRoute(Route):
+class _HealthRoute(SelectiveRoute):
     """Answers for the whole server and for models of this package; MLServer's own route answers for other models."""
 
     def __init__(self, path: str, data_plane: DataPlane, lifecycle: Lifecycle) -> None:
-        super().__init__(path, self._answer, name=_NAME)
+        super().__init__(path, self._answer)
         self._data_plane = data_plane
         self._lifecycle = lifecycle
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL:
-            path = child["path_params"]
-            if "model_name" not in path or self._is_ours(self._models(path)):
-                return match, child
-        return Match.NONE, {}
-
-    def _is_ours(self, versions: list[MLModel]) -> bool:
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         """A name without a model is ours during a shutdown: the registry forgets a model whose load is interrupted."""
-        return any(map(is_ours, versions)) or (not versions and self._lifecycle.shutdown_reason is not None)
+        if "model_name" not in path:
+            return True
+        models = self._models(path)
+        return any(map(is_ours, models)) or (not models and self._lifecycle.shutdown_reason is not None)
 
     async def _answer(self, request: Request) -> JSONResponse:
-        """MLServer's answer, or 503 if there is trouble by then, also if it began while MLServer was asked."""
+        """MLServer's answer; 503 with the reason if there is trouble, also if that began while MLServer was asked."""
         path = request.path_params
         trouble = self._trouble(path)
         healthy = trouble is None and await self._ask_mlserver(path)
@@ -68,14 +61,14 @@ class _HealthRoute(Route):
         name = {"name": path["model_name"]} if "model_name" in path else {}
         return JSONResponse({**name, "live" if self.path == _LIVE else "ready": healthy}, to_status_code(healthy))
 
-    async def _ask_mlserver(self, path: dict[str, str]) -> bool:
+    async def _ask_mlserver(self, path: Mapping[str, str]) -> bool:
         if self.path == _LIVE:
             return bool(await self._data_plane.live())
         if "model_name" in path:
             return bool(await self._data_plane.model_ready(path["model_name"], path.get("model_version")))
         return bool(await self._data_plane.ready())
 
-    def _trouble(self, path: dict[str, str]) -> str | None:
+    def _trouble(self, path: Mapping[str, str]) -> str | None:
         if self.path == _LIVE:
             return self._lifecycle.failure
         if self._lifecycle.shutdown_reason is not None and ("model_name" not in path or not self._models(path)):
@@ -83,7 +76,7 @@ class _HealthRoute(Route):
         ours = filter(is_ours, self._models(path))
         return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
 
-    def _models(self, path: dict[str, str]) -> list[MLModel]:
+    def _models(self, path: Mapping[str, str]) -> list[MLModel]:
         if "model_name" not in path:
             return all_models(self._data_plane._model_registry)
         model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))

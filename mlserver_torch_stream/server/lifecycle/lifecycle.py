@@ -45,7 +45,7 @@ class Member:
         self.name = name
         self.inflight = InflightRequests()
         self.engine: Drainable | None = None  # before the load has ended
-        self.settled = OneTimeEvent()  # the load has ended, well or not
+        self.settled = OneTimeEvent()  # the load has ended, with or without success
         self.retired = False  # True: no new request can reach the model
 
 
@@ -54,19 +54,14 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self._shutdown_reason: str | None = None
+        self.shutdown_reason: str | None = None  # why the process accepts no more requests; None while it does
         self._shutdown_begun = OneTimeEvent()
         self._grace_skipped = OneTimeEvent()
         self.refusing = OneTimeEvent()  # the process takes no further request
         self.listeners_closed = OneTimeEvent()  # no client can send a request any more
-        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # the stops of our own, each with its grace
+        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own listeners, with a grace in seconds
         self.draining = False
         self.failure: str | None = None
-
-    @property
-    def shutdown_reason(self) -> str | None:
-        """The reason why the process accepts no more requests; None while it accepts them."""
-        return self._shutdown_reason
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
         """All members, or those of one engine: its present user, and earlier users with requests still in flight."""
@@ -84,9 +79,9 @@ class Lifecycle:
 
     def begin_shutdown(self, why: str) -> None:
         """Makes the process not ready; requests are still accepted."""
-        if self._shutdown_reason is None:
+        if self.shutdown_reason is None:
             logger.info(f"Not ready any more: {why}")
-        self._shutdown_reason = self._shutdown_reason or why
+        self.shutdown_reason = self.shutdown_reason or why
         self._shutdown_begun.set()
 
     def skip_grace(self) -> None:

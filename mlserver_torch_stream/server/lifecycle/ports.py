@@ -1,7 +1,7 @@
-"""Checks MLServer's ports before any model is loaded; for a port that cannot be used the log gets one line.
+"""Checks the server's ports before any model is loaded, and logs one line for a port that cannot be used.
 
-Knows nothing of models. Without it a busy port ends the process with tracebacks, and a busy gRPC port only after all
-models are loaded.
+Knows nothing of models. Without this check a busy port ends the process with tracebacks, and a busy gRPC port does so
+only after all models are loaded.
 """
 
 from __future__ import annotations

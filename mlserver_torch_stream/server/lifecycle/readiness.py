@@ -14,7 +14,7 @@ from mlserver.context import model_name_var, model_version_var
 from mlserver.handlers import DataPlane
 
 from mlserver_torch_stream.server.process_state import LIFECYCLE
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 
@@ -69,7 +69,3 @@ def _unless(trouble: Callable[[], str | None], check: HealthCheck) -> HealthChec
         return trouble() is None and await check(data_plane)
 
     return checked
-
-
-def is_ours(model: MLModel | None) -> bool:
-    return bool(getattr(model, "streams_tokens", False))

@@ -32,13 +32,13 @@ class RegistryLock:
     async def hold(self, name: str) -> AsyncIterator[None]:
         while (change := self._changing.get(name)) is not None:
             await change.wait()
-        mine = self._changing[name] = OneTimeEvent()
+        change = self._changing[name] = OneTimeEvent()
         try:
             await self._lifecycle.settled(name)  # the load that installs this lock began before it
             yield
         finally:
             del self._changing[name]
-            mine.set()
+            change.set()
 
     def covers(self, subject: ModelSettings | str) -> bool:
         """Whether these settings, or this name, belong to a model of this package."""

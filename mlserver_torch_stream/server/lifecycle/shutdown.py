@@ -22,10 +22,10 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.lifecycle.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
 
 _WHY = "the server is shutting down"
@@ -112,16 +112,16 @@ async def _drain(server: MLServer, why: str) -> None:
         rest.config.timeout_graceful_shutdown = _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
     metrics = server._metrics_server
-    _wrap_listeners(rest, [] if metrics is None else [metrics._server])
+    _wrap_listeners(rest, [rest] if metrics is None else [rest, metrics._server])
 
 
-def _wrap_listeners(rest: Any, others: Sequence[Any]) -> None:
+def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:
     """Lets interrupted loads fail when the REST listener closes, from when on no client can ask for their models.
 
     MLServer's main task waits for the listeners and raises the exception of any of them. After a failure the last
     listener to close raises, so that the process ends with an error and no listener is cut off.
     """
-    open_listeners = [rest, *others]
+    open_listeners = list(listeners)
 
     def wrapped(listener: Any) -> Callable[..., Awaitable[None]]:
         shutdown = listener.shutdown
@@ -136,5 +136,5 @@ def _wrap_listeners(rest: Any, others: Sequence[Any]) -> None:
 
         return shut_down
 
-    for listener in [rest, *others]:
+    for listener in listeners:
         listener.shutdown = wrapped(listener)

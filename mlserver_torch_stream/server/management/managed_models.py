@@ -18,15 +18,15 @@ from mlserver_torch_stream.errors import LoadFailed, NotServing
 from mlserver_torch_stream.server.lifecycle import default_version
 from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
-from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
-from mlserver_torch_stream.server.rest.routes import all_models, find_model
+from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
+from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
 from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 
 ACCEPTED = (202, "Processing worker updates...")
-Answer = tuple[int, str]  # the status of a reply, and what it says
+Answer = tuple[int, str]  # the status and the message of a reply
 
 
 class ManagedModels:
@@ -43,11 +43,11 @@ class ManagedModels:
         self._repository = repository
         self._files = files
         self._defaults = defaults
-        self._urls: dict[tuple[str, str | None], str] = {}  # of those that were registered here
+        self._urls: dict[tuple[str, str | None], str] = {}  # of the models that this API has registered
         self._registering: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # --- what there is ---
+    # --- queries ---
 
     def urls(self) -> dict[str, str]:
         """The names of all models, each with the place of its default version's archive."""
@@ -55,12 +55,7 @@ class ManagedModels:
         return {model.name: self._url(model) for model in defaults if model is not None}
 
     def find(self, name: str, version: str | None) -> MLModel:
-        model = find_model(self._registry, name, version)
-        if model is not None:
-            return model
-        if version is None or find_model(self._registry, name, None) is None:
-            raise NoSuchModel(name)
-        raise NoSuchVersion(name, version)
+        return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:
         self.find(name, None)
@@ -92,11 +87,12 @@ class ManagedModels:
         path = await in_thread(lambda: self._files.fetch(asked.url))
         try:
             described = await in_thread(lambda: registered_settings(asked, path, self._defaults))
-            self._reserve(described["name"], described["parameters"]["version"])
+            name, parameters = described["name"], described["parameters"]
+            version, extra = parameters["version"], parameters["extra"]
+            self._reserve(name, version)
         except BaseException:
             await self._remove_download(asked.url)
             raise
-        name, version, extra = described["name"], described["parameters"]["version"], described["parameters"]["extra"]
         self._keep_default(name, extra)
         loading = self._run(self._load(name, version, described, asked.url))
         workers = extra["minWorkers"]
@@ -106,26 +102,30 @@ class ManagedModels:
         message = f'Model "{name}" Version: {version} registered with {workers} initial workers'
         return 200, message if workers else f"{message}. Use scale workers API to add workers for the model."
 
-    async def scale(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
+    async def scale(
+        self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
+    ) -> None:
         """Raises ManagementRefusal with the reason where a worker cannot be started."""
         model = self._find_scalable(name, version)
         try:
-            await model.scale_workers(least, most, grace)
+            await model.scale_workers(min_workers, max_workers, grace)
         except LoadFailed as error:
             raise internal(
                 f"Failed to start workers for model {name} version: {version or model.version}: {error}"
             ) from None
 
-    def scale_later(self, name: str, version: str | None, least: int, most: int, grace: float | None) -> None:
+    def scale_later(
+        self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
+    ) -> None:
         """Scales in the background and returns at once. A failure is logged."""
         self._find_scalable(name, version)
-        self._run(self.scale(name, version, least, most, grace))
+        self._run(self.scale(name, version, min_workers, max_workers, grace))
 
     def set_default(self, name: str, version: str) -> None:
         registry = self._registry._models.get(name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
-        model = self._exact(name, version) if version else None
+        model = find_model(self._registry, name, version) if version else None
         if model is None:
             raise ManagementRefusal(
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
@@ -155,13 +155,10 @@ class ManagedModels:
 
     def _reserve(self, name: str, version: str) -> None:
         """A version that another request registers at the same time is refused before its load has begun."""
-        if (name, version) in self._registering or self._exact(name, version) is not None:
+        if (name, version) in self._registering or find_model(self._registry, name, version) is not None:
             message = f"Model version {version} is already registered for model {name}"
             raise ManagementRefusal(409, "ConflictStatusException", message)
         self._registering.add((name, version))
-
-    def _exact(self, name: str, version: str) -> MLModel | None:
-        return find_model(self._registry, name, version)
 
     def _keep_default(self, name: str, extra: dict[str, Any]) -> None:
         """The first version of a model is its default until another one is set, as in TorchServe."""

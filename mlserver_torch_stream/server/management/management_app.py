@@ -28,7 +28,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.registration import is_true
 
 _MOST_BODY_BYTES = 1 << 20
-Reply = tuple[int, Any]  # a status, and what is written as JSON
+Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
 class ManagementApp:
@@ -37,7 +37,7 @@ class ManagementApp:
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls
         self._token = token
-        self.ending = OneTimeEvent()  # set when the port is about to be closed: what still runs is refused
+        self.ending = OneTimeEvent()  # set when the port is about to be closed: requests that still run are refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -112,7 +112,7 @@ class ManagementApp:
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:
-    """Those of the query, or a JSON object in the body. Raises RequestError or ClientLeft."""
+    """The parameters of the query, or of a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
     body = await read_body(request.scope, request.receive, _MOST_BODY_BYTES)
@@ -128,9 +128,6 @@ async def _parameters(request: Request) -> Mapping[str, Any]:
 def _status_and_body(error: RequestError) -> tuple[int, bytes]:
     if isinstance(error, ManagementRefusal):
         return error.status, as_json({"code": error.status, "type": error.kind, "message": error.message})
-    if isinstance(error, NotServing):
-        message = {"code": error.status, "type": "ServiceUnavailableException", "message": error.message}
-        return error.status, as_json(message)
     return status_and_body(error)
 
 

@@ -1,4 +1,4 @@
-"""The calls of TorchServe's management API, over HTTP and gRPC alike: parameters in, what the reply says out.
+"""The calls of TorchServe's management API, for HTTP and gRPC: they take parameters, and return the reply's content.
 
 Knows nothing of paths and messages, nor of how models are loaded or scaled.
 """
@@ -26,7 +26,7 @@ _ALL = "all"
 
 
 class ManagementCalls:
-    """All methods raise RequestError. Those that change something raise NotServing while the server shuts down.
+    """All methods raise RequestError. Methods that change something raise NotServing while the server shuts down.
 
     ``registers``: whether models may be registered and unregistered.
     """
@@ -39,11 +39,11 @@ class ManagementCalls:
     def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
         limit = whole_number(given, "limit") if "limit" in given else _MOST_LISTED
         limit = limit if 0 <= limit <= _MOST_LISTED else _MOST_LISTED
-        first = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
+        start = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
         found = [{"modelName": name, "modelUrl": url} for name, url in self.models.urls().items()]
-        last = first + limit
-        more = {"nextPageToken": str(last)} if last <= len(found) else {}
-        return {**more, "models": found[first:last]}
+        end = start + limit
+        more = {"nextPageToken": str(end)} if end <= len(found) else {}
+        return {**more, "models": found[start:end]}
 
     async def describe(
         self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]
@@ -65,24 +65,24 @@ class ManagementCalls:
 
     async def scale(self, given: Mapping[str, Any], name: str, version: str | None) -> Answer:
         self._refuse_at_shutdown()
-        least = whole_number(given, "min_worker") if "min_worker" in given else 1
-        most = whole_number(given, "max_worker") if "max_worker" in given else least
+        min_workers = whole_number(given, "min_worker") if "min_worker" in given else 1
+        max_workers = whole_number(given, "max_worker") if "max_worker" in given else min_workers
         timeout = whole_number(given, "timeout") if "timeout" in given else -1
-        if least < 0:
-            raise bad_request(f"min_worker: must not be below 0, got {least}")
-        if least > _MOST_WORKERS:
+        if min_workers < 0:
+            raise bad_request(f"min_worker: must not be below 0, got {min_workers}")
+        if min_workers > _MOST_WORKERS:
             raise bad_request(f"min_worker: must not be above {_MOST_WORKERS}")
-        if most < least:
+        if max_workers < min_workers:
             raise bad_request("max_worker cannot be less than min_worker.")
         if timeout > _MOST_TIMEOUT_S:
             raise bad_request(f"timeout: must not be above {_MOST_TIMEOUT_S} seconds")
         grace = None if timeout < 0 else float(timeout)
         if not is_true(given.get("synchronous")):
-            self.models.scale_later(name, version, least, most, grace)
+            self.models.scale_later(name, version, min_workers, max_workers, grace)
             return ACCEPTED
-        await self.models.scale(name, version, least, most, grace)
+        await self.models.scale(name, version, min_workers, max_workers, grace)
         of = f"{name}, version: {version}" if version is not None else name
-        return 200, f"Workers scaled to {least} for model: {of}"
+        return 200, f"Workers scaled to {min_workers} for model: {of}"
 
     def set_default(self, name: str, version: str) -> str:
         self._refuse_at_shutdown()
@@ -108,7 +108,7 @@ Descriptions = list[dict[str, Any]]
 
 
 async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
-    """What the handler says of itself, which is to be a JSON object, as in TorchServe. Raises RequestError."""
+    """The handler's description of itself; as in TorchServe it must be a JSON object. Raises RequestError."""
     if not hasattr(model, "open_prediction"):
         return {}
     reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlserver_torch_stream.version import __version__
 
-# Path, method, what it does, the parameters of its query, and its statuses.
+# Path, method, name of the operation, parameters of the query, statuses.
 _OPERATIONS: tuple[tuple[str, str, str, str, str], ...] = (
     ("/", "options", "apiDescription", "", "200"),
     ("/models", "get", "listModels", "limit next_page_token", "200 400"),

@@ -35,7 +35,7 @@ _API = "TorchServe's management API"
 
 
 async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Opens the ports that the options name. Raises ModelNotLoaded if one cannot be had, SettingsError for others."""
+    """Opens the ports that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
     port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
     if not port and not grpc_port:
         return

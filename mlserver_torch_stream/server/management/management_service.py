@@ -22,7 +22,7 @@ from mlserver_torch_stream.server.torchserve_grpc.call_status import end_call
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
 
 _SERVICE = "org.pytorch.serve.grpc.management.ManagementAPIsService"
-_Call = Callable[[Mapping[str, Any]], Awaitable[str]]  # the fields that are given -> what the reply says
+_Call = Callable[[Mapping[str, Any]], Awaitable[str]]  # the fields that are given -> the message of the reply
 
 
 class ManagementService:
@@ -89,7 +89,7 @@ class ManagementService:
 
 
 def _fields(kind: str, message: bytes) -> dict[str, Any]:
-    """Those that are given. Raises RequestError."""
+    """The fields that the message sets. Raises RequestError."""
     try:
         parsed = message_class(kind).FromString(message)
     except DecodeError as error:

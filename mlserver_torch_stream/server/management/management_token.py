@@ -1,4 +1,4 @@
-"""The token of the management API: where it comes from, and whether a request has it.
+"""Reads the token of the management API, and checks that a request has it.
 
 Knows nothing of what a request asks.
 """

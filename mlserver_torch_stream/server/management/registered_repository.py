@@ -30,8 +30,8 @@ class RegisteredRepository(ModelRepository):  # type: ignore[misc]
         return [*await self._original.list(), *self._registered.values()]
 
     async def find(self, name: str) -> Found:
-        mine = [settings for (known, _), settings in self._registered.items() if known == name]
-        if not mine:
+        registered = [settings for (known, _), settings in self._registered.items() if known == name]
+        if not registered:
             found: Found = await self._original.find(name)
             return found
-        return [*(each for each in await self._original.list() if each.name == name), *mine]
+        return [*(each for each in await self._original.list() if each.name == name), *registered]

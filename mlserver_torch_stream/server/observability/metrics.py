@@ -7,6 +7,7 @@ Knows nothing of scrapers. The labels are a model's name and version from its se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,32 +20,22 @@ from mlserver_torch_stream.server.observability.request_metrics import ModelRequ
 
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
-_ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "running_sequences": (
-        "Sequences that decode, or wait to be computed again after a preemption",
-        lambda now: now.running_sequences,
-    ),
-    "waiting_requests": ("Prompts in the queue", lambda now: now.waiting_requests),
-    "waiting_tokens": ("Tokens of the prompts in the queue", lambda now: now.waiting_tokens),
-    "prefilling_requests": ("Admitted prompts that are being computed", lambda now: now.prefilling_requests),
-    "open_prompts": (
-        "Prompts that are being sent in pieces; they do not count towards `max_num_seqs`",
-        lambda now: now.open_prompts,
-    ),
-    "kv_cache_bytes": (
-        "Bytes of the pages and states that sequences hold now; a page that several share counts once, and nothing is "
-        "set aside for `max_tokens`",
-        lambda now: now.kv_cache_bytes,
-    ),
-    "kv_cache_budget_bytes": ("Bytes that pages and states may take", lambda now: now.kv_cache_budget),
-    "prefix_cache_bytes": (
-        "Bytes of pages that no sequence holds and that are kept for later prompts",
-        lambda now: now.prefix_cache_bytes,
-    ),
-    "kv_cache_usage_ratio": (
-        "The share of the budget that sequences hold, from 0 to 1; near 1 sequences are preempted",
-        lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
-    ),
+_ENGINE_GAUGES = {
+    "running_sequences": "Sequences that decode, or wait to be computed again after a preemption",
+    "waiting_requests": "Prompts in the queue",
+    "waiting_tokens": "Tokens of the prompts in the queue",
+    "prefilling_requests": "Admitted prompts that are being computed",
+    "open_prompts": "Prompts that are being sent in pieces; they do not count towards `max_num_seqs`",
+    "kv_cache_bytes": "Bytes of the pages and states that sequences hold now; a page that several share counts once, "
+    "and nothing is set aside for `max_tokens`",
+    "kv_cache_budget_bytes": "Bytes that pages and states may take",
+    "prefix_cache_bytes": "Bytes of pages that no sequence holds and that are kept for later prompts",
+    "kv_cache_usage_ratio": "The share of the budget that sequences hold, from 0 to 1; near 1 sequences are preempted",
+}
+# The gauges that are no field of the same name.
+_COMPUTED: dict[str, Callable[[EngineStats], float]] = {
+    "kv_cache_budget_bytes": lambda now: now.kv_cache_budget,
+    "kv_cache_usage_ratio": lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
 }
 _ENGINE_COUNTERS = {
     "decode_steps": "Steps in which sequences decoded",
@@ -107,7 +98,8 @@ class TokenMetrics(Collector):
         requests: list[tuple[Labels, ModelRequests]],
     ) -> Iterator[Metric]:
         yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models that are loaded", value=len(gauges))
-        for name, (text, read) in _ENGINE_GAUGES.items():
+        for name, text in _ENGINE_GAUGES.items():
+            read = _COMPUTED.get(name, attrgetter(name))
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
             for labels, stats in gauges.items():
                 gauge.add_metric(labels, read(stats))

@@ -52,8 +52,8 @@ class ModelRequests:
         self.request = Histogram(_REQUEST)
         self.success = Duration()
         self.fail = Duration()
-        self.queued = Duration()  # of the requests that succeeded, as is the next
-        self.computed = Duration()
+        self.queued = Duration()  # of the requests that succeeded
+        self.computed = Duration()  # of the requests that succeeded
         self.inferences = 0  # sequences of the requests that succeeded
         self.last_request = 0.0  # when the last one ended, in seconds since the epoch
 

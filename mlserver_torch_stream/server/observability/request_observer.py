@@ -147,8 +147,8 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         record.reasons.append(reason)
         if event.usage is not None:
             record.queue_s = max(record.queue_s or 0.0, event.usage.queue_s)
-        told = self._streaming and (self._seen or event.size > 0)
-        if event.error is not None and (reason is FinishReason.ERROR or not told):
+        has_output = self._streaming and (self._seen or event.size > 0)  # the client has been sent something before
+        if event.error is not None and (reason is FinishReason.ERROR or not has_output):
             record.error = record.error or event.error
         self._unfinished -= 1
         if not self._unfinished:

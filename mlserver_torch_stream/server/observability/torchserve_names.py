@@ -1,4 +1,4 @@
-"""Exports the counts of requests under TorchServe's names, for dashboards that read those.
+"""Exports the counts of requests under TorchServe's names, for dashboards that read these names.
 
 Knows no dashboard. A model without a version is ``default``, as TorchServe says of requests that name none. Counters of
 microseconds have no suffix ``_total``, and so the type ``untyped``: prometheus_client would add the suffix.

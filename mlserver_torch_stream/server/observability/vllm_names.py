@@ -1,4 +1,4 @@
-"""Exports our metrics under vLLM's names, for routers that read those.
+"""Exports our metrics under vLLM's names, for routers that read these names.
 
 Knows no router. The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use
 of the cache, and newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in

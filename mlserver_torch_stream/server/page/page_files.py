@@ -32,7 +32,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """``index.html`` is at ``/``; the others are below ``/page/``."""
+    """``index.html`` is at ``/``, all other files are below ``/page/``."""
     return {_path(place): _read(place) for place in sorted(_FOLDER.iterdir()) if place.suffix in _MEDIA_TYPES}
 
 

@@ -1,4 +1,4 @@
-"""Routes for the page at ``/`` and its files. They need no key; what the page asks the server for does.
+"""Routes for the page at ``/`` and its files. They need no key; the requests that the page sends do.
 
 Knows nothing of what the files do. Other methods of ``/`` are left to the routes that have them.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
 
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.page.page_files import PageFile, page_files
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 
 
 def add_routes(server: RESTServer, options: ServerOptions) -> None:
@@ -21,16 +20,12 @@ def add_routes(server: RESTServer, options: ServerOptions) -> None:
         server._app.router.routes[:0] = [_PageRoute(path, file) for path, file in page_files().items()]
 
 
-class _PageRoute(Route):
+class _PageRoute(SelectiveRoute):
     """One file, read when the server starts."""
 
     def __init__(self, path: str, file: PageFile) -> None:
-        super().__init__(path, self._answer, methods=["GET"], name=f"torch_stream:{path}")
+        super().__init__(path, self._answer)
         self._file = file
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        return (match, child) if match is Match.FULL else (Match.NONE, {})
 
     async def _answer(self, request: Request) -> Response:
         """304 to a browser that has the file."""

@@ -2,7 +2,7 @@
 
 Raw bytes of tensors may follow the object: the header ``Inference-Header-Content-Length`` says where they begin.
 
-Knows nothing of what the object says. How slowly a client may send is the HTTP server's affair.
+Knows nothing of what the object says. The HTTP server limits how slowly a client may send.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 from mlserver_torch_stream.protocol.bounded_json import parse_bounded
+from mlserver_torch_stream.protocol.values import named
 
 JSON_LENGTH = "inference-header-content-length"
-_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space behind a header's value is no part of it
+_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after a header's value is no part of it
 _CODINGS = ("identity", "gzip", "x-gzip")
 
 
@@ -54,21 +55,17 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
 
 
 def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
-    """The JSON of a body, and the raw bytes of tensors behind it. Raises InvalidInput."""
+    """The JSON of a body, and the raw bytes of tensors after it. Raises InvalidInput."""
     declared = headers.get(JSON_LENGTH)
-    length = len(body) if declared is None else _json_length(declared, len(body))
+    if declared is None:
+        return body, b""
+    length = as_length(declared)
+    if length is None or not 0 < length <= len(body):
+        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {len(body)} bytes, got {declared[:20]!r}")
     return body[:length], body[length:]
 
 
-def _json_length(declared: str, size: int) -> int:
-    """How many bytes of a body of this size are its JSON object."""
-    length = _as_length(declared)
-    if length is None or not 0 < length <= size:
-        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {size} bytes, got {declared[:20]!r}")
-    return length
-
-
-def _as_length(declared: str) -> int | None:
+def as_length(declared: str) -> int | None:
     """None if the text is not a number of bytes. Python cannot convert numbers of thousands of digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
@@ -84,15 +81,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def parse_json(raw: bytes) -> Any:
     """Raises InvalidInput."""
-    try:
-        return parse_bounded(raw)
-    except ValueError as error:
-        raise InvalidInput("body", str(error)) from None
+    return named("body", parse_bounded, raw)
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
     """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
-    declared = _as_length(headers.get("content-length", ""))
+    declared = as_length(headers.get("content-length", ""))
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
 

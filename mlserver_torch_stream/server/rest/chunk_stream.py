@@ -1,6 +1,6 @@
 """One response in chunks: begun as late as possible, and given up when its client reads nothing.
 
-Knows nothing of what a chunk says, nor of what is to be done when the reader has stalled: it is told whom to call.
+Knows nothing of what a chunk says. It calls a function when the reader has stalled.
 """
 
 from __future__ import annotations

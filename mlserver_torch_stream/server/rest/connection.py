@@ -1,7 +1,7 @@
 """The client's end of one request: watched until it leaves, cut off when it stalls.
 
-Knows nothing of what is sent. ASGI gives no way to a connection, so the outermost layer of MLServer's app, where
-uvicorn's own objects still come in, notes it in the scope.
+Knows nothing of what is sent. ASGI hides the connection, so the outermost layer of MLServer's app, which still gets
+uvicorn's own objects, puts the connection into the scope.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEY = "mlserver_torch_stream.transport"
 _UNSENT_BYTES = 16 * 1024
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _UNWATCHED_S = 0.02
-_RESET = struct.pack("ii", 1, 0)  # linger for no time: what the kernel still holds goes too
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: the kernel drops the bytes that it still holds
 
 
 class NotesTransport:

@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 from uuid import uuid4
 
 import orjson
-from mlserver import ModelSettings
 from mlserver.errors import ModelNotFound
 from mlserver.handlers import DataPlane
 from mlserver.logging import logger
@@ -33,6 +32,7 @@ from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
@@ -40,18 +40,7 @@ from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 Context = Callable[[str], ReplyContext]
-"""What a reply shows, for the id of its request."""
-
-
-class TokenModel(Protocol):
-    """A model whose requests every spelling can decode."""
-
-    name: str
-    version: str | None
-    settings: ModelSettings
-
-    def generator(self, entrance: EndpointKind) -> Generator:
-        """Raises NotServing."""
+"""Makes the context of a reply from the id of its request."""
 
 
 class EndpointReply(Protocol):
@@ -86,7 +75,7 @@ class AnswersItself(Protocol):
         """A body without binary tensors, as ``open_reply`` takes it."""
 
     def open_reply(
-        self, posted: PostedBody, route: RestRoute, streaming: bool, entrance: EndpointKind, context: Context
+        self, posted: PostedBody, route: RestRoute, streaming: bool, endpoint: EndpointKind, context: Context
     ) -> EndpointReply:
         """The reply, not begun."""
 
@@ -151,14 +140,14 @@ class _EndpointRequest:
     async def refuse(self, error: Exception) -> None:
         """Answers with an error, and records it unless the observer of an opened request has done so."""
         if self._model is not None and not self._opened:
-            observers = ModelRequestObservers(self._model.name, self._model.version, self._entrance)
+            observers = ModelRequestObservers(self._model.name, self._model.version, self._kind)
             observers.refused(self._request_id, error)
         refused = as_refusal(error)
         status, body = self._spelling.refusal(refused)
         await send_refusal(self._send, status, orjson.dumps(body), refused.retry_after, self._spelling_headers())
 
     @property
-    def _entrance(self) -> EndpointKind:
+    def _kind(self) -> EndpointKind:
         return EndpointKind.REST_STREAM if self._streaming else EndpointKind.REST_UNARY
 
     def _spelling_headers(self) -> EncodedHeaders:
@@ -170,7 +159,7 @@ class _EndpointRequest:
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
         model = await self._endpoint.data_plane._model_registry.get_model(name, version)
-        if getattr(model, "streams_tokens", False):
+        if is_ours(model):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
             raise ModelNotFound(name, version)
@@ -197,7 +186,7 @@ class _EndpointRequest:
             body = parse_object(spelled)
         return PostedBody(body, dict(self._headers), raw)
 
-    async def _unary(self, model: TokenModel, posted: PostedBody) -> None:
+    async def _unary(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         try:
             async with watched(self._receive, partial(self._leave, reply)):
@@ -212,7 +201,7 @@ class _EndpointRequest:
         else:
             await send_whole(self._send, 200, *_with_binary(whole, raw, headers))
 
-    async def _stream(self, model: TokenModel, posted: PostedBody) -> None:
+    async def _stream(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         try:
             notice_lag_early(self._scope)
@@ -223,22 +212,22 @@ class _EndpointRequest:
         if reply.error is not None:
             raise _AlreadyReported from reply.error
 
-    def _open(self, model: TokenModel, posted: PostedBody) -> EndpointReply:
+    def _open(self, model: Any, posted: PostedBody) -> EndpointReply:
         """The reply, not begun. Raises RequestError."""
         context = partial(self._context, model)
         if hasattr(model, "open_reply"):
             route = self._endpoint.route
-            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._entrance, context)
+            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._kind, context)
             self._opened = True
             return own
-        generator = model.generator(self._entrance)
+        generator: Generator = model.generator(self._kind)
         self._request_id = self._request_id or str(uuid4())
         request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=self._request_id)
         self._opened = True
         start = partial(generator.start, request)
         return TokenReply(request, self._spelling, context(request.request_id), start, posted)
 
-    def _context(self, model: TokenModel, request_id: str) -> ReplyContext:
+    def _context(self, model: Any, request_id: str) -> ReplyContext:
         """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
         headers = self._cloud_events(model, request_id) if self._streaming else {}
         return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
@@ -254,7 +243,7 @@ class _EndpointRequest:
         )
 
     async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
-        """Raises an error as long as nothing has been sent; later the stream reports it."""
+        """Raises an error only while nothing has been sent; later the stream reports it."""
         try:
             async for body in reply.bodies():
                 await events.send(orjson.dumps(body), self._spelling.event_name(body))
@@ -279,14 +268,14 @@ class _EndpointRequest:
         self._leave(reply)
         abort(self._scope)
 
-    def _cloud_events(self, model: TokenModel, request_id: str) -> dict[str, str]:
+    def _cloud_events(self, model: Any, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
         self._endpoint.data_plane._inference_middleware.response_middleware(response, model.settings)
         return extract_headers(response) or {}
 
 
 def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple[bytes, EncodedHeaders]:
-    """The JSON object and, behind it, the elements of its binary outputs."""
+    """The JSON object, followed by the elements of its binary outputs."""
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]

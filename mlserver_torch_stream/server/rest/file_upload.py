@@ -1,6 +1,6 @@
-"""Receives one file of a form and hands it to the store as it comes: no more than pieces of it are in memory.
+"""Receives one file of a form and writes it to the store as it arrives: only pieces of it are in memory.
 
-Knows nothing of what the file holds. A file over the bound is refused as soon as that is known, its rest is not read.
+Knows nothing of what the file holds. A file over the bound is refused as soon as that is known; the rest is not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.values import shown
-from mlserver_torch_stream.server.rest.body import ClientLeft, UnknownCoding
+from mlserver_torch_stream.server.rest.body import ClientLeft, UnknownCoding, as_length
 from mlserver_torch_stream.server.rest.form_reader import FormEvent, FormReader, PartBegan, PartPiece
 
 _AROUND = 64 * 1024  # bytes of a form beside its file
@@ -61,7 +61,7 @@ async def _chunks(request: Request, timeout: float) -> AsyncIterator[bytes]:
         try:
             message = await asyncio.wait_for(request.receive(), timeout or None)
         except asyncio.TimeoutError:
-            raise UploadStalled(f"file: nothing has come of it for {timeout:g} s") from None
+            raise UploadStalled(f"file: no data has arrived for {timeout:g} s") from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
         yield message.get("body", b"")
@@ -73,9 +73,8 @@ def _refuse_declared(request: Request, most_bytes: int) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented for files")
-    declared = request.headers.get("content-length", "").strip()
-    number = int(declared) if declared.isascii() and declared.isdecimal() and len(declared) <= 20 else 0
-    if number > most_bytes + _AROUND:
+    declared = as_length(request.headers.get("content-length", ""))
+    if declared is not None and declared > most_bytes + _AROUND:
         raise _too_large(most_bytes)
 
 

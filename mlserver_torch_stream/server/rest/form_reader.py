@@ -1,4 +1,4 @@
-"""Reads multipart/form-data as it comes: the beginning of each part, its bytes in pieces, and its end.
+"""Reads multipart/form-data as it arrives: the beginning of each part, its bytes in pieces, and its end.
 
 Knows nothing of what the parts mean, and keeps nothing of them.
 """
@@ -68,7 +68,7 @@ class FormReader:
             raise InvalidInput("content-type", f"its boundary is refused: {error}") from None
 
     def feed(self, chunk: bytes) -> Sequence[FormEvent]:
-        """What the next bytes of the body hold."""
+        """The events of the next bytes of the body."""
         self._found = []
         try:
             self._parser.write(chunk)

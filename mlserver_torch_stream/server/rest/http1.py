@@ -1,7 +1,7 @@
 """Extends uvicorn for two kinds of HTTP/1 clients: those that offer another protocol, and those of HTTP/1.0.
 
-Knows nothing of what is asked or answered. It holds for every request of the REST port, as uvicorn has one protocol
-class for all of them.
+Knows nothing of requests and replies. It applies to every request of the REST port, as uvicorn has one protocol class
+for all of them.
 """
 
 from __future__ import annotations
@@ -76,17 +76,8 @@ class _Parser:
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
             self._parser.feed_data(head)
 
-    def get_method(self) -> bytes:
-        return self._parser.get_method()
-
-    def get_http_version(self) -> str:
-        return self._parser.get_http_version()
-
-    def should_keep_alive(self) -> bool:
-        return self._parser.should_keep_alive()
-
-    def should_upgrade(self) -> bool:
-        return self._parser.should_upgrade()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
 
 
 class _UntilClosed(RequestResponseCycle):

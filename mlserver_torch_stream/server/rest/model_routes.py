@@ -5,7 +5,7 @@ Knows nothing of what they say. MLServer has no such routes: paths of other runt
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from mlserver.errors import MLServerError
 from mlserver.handlers import DataPlane, ModelRepositoryHandlers
@@ -14,13 +14,12 @@ from mlserver.types import RepositoryIndexRequest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 from mlserver_torch_stream.server.triton.model_config import read_config
 from mlserver_torch_stream.server.triton.model_statistics import read_statistics
 
@@ -47,21 +46,15 @@ def add_routes(server: RESTServer) -> None:
     server._app.router.routes[:0] = [*routes, _IndexRoute(server._model_repository_handlers)]
 
 
-class _ModelRoute(Route):
+class _ModelRoute(SelectiveRoute):
     """Answers for models of this package, and for names that no model has."""
 
     def __init__(self, path: str, data_plane: DataPlane, read: Read) -> None:
-        super().__init__(path, self._answer, name=f"torch_stream:{path}")
+        super().__init__(path, self._answer)
         self._data_plane = data_plane
         self._read = read
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL and self._is_ours(child["path_params"]):
-            return match, child
-        return Match.NONE, {}
-
-    def _is_ours(self, path: dict[str, str]) -> bool:
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         name = path.get("model_name", "stats")  # the path of all statistics may be that of a model of this name
         model = find_model(self._data_plane._model_registry, name, path.get("model_version"))
         return model is None or ("model_name" in path and is_ours(model))
@@ -69,28 +62,23 @@ class _ModelRoute(Route):
     async def _answer(self, request: Request) -> JSONResponse:
         path = request.path_params
         try:
-            return JSONResponse(
-                await self._read(self._data_plane, path.get("model_name", ""), path.get("model_version"))
-            )
+            found = await self._read(self._data_plane, path.get("model_name", ""), path.get("model_version"))
+            return JSONResponse(found)
         except MLServerError as error:
             refusal = as_refusal(error)
             return JSONResponse({"error": refusal.message}, refusal.status)
 
 
-class _IndexRoute(Route):
+class _IndexRoute(SelectiveRoute):
     """The index of models for a request without a body, which MLServer's own route refuses."""
 
     def __init__(self, handlers: ModelRepositoryHandlers) -> None:
-        super().__init__("/v2/repository/index", self._answer, methods=["POST"], name="torch_stream:index")
+        super().__init__("/v2/repository/index", self._answer, ["POST"])
         self._handlers = handlers
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL:
-            headers = Headers(scope=scope)
-            if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-                return match, child
-        return Match.NONE, {}
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        headers = Headers(scope=scope)
+        return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
     async def _answer(self, request: Request) -> JSONResponse:
         index = await self._handlers.index(RepositoryIndexRequest())

@@ -1,7 +1,7 @@
-"""OpenAI's list of models, its object of one of them, and the OpenAPI document of what they take.
+"""OpenAI's list of models, its object of one model, and the OpenAPI document of its endpoints.
 
-Knows nothing of how a model is asked. Models of other runtimes, and handlers, which generate no tokens, are not listed;
-a handler's readiness is told in KServe's first protocol, which has it at the same path.
+Knows nothing of generation. Models of other runtimes, and handlers, which generate no tokens, are not listed; a path of
+a handler answers with its readiness, as in KServe's V1 protocol, which has the same path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlserver_torch_stream.protocol.openai_document import openai_document
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
@@ -40,29 +40,25 @@ def add_routes(server: RESTServer) -> None:
 
 
 class OpenAIModels:
-    """Answers from MLServer's registry, as it is at the moment. Of each name it shows the newest version."""
+    """Answers from MLServer's registry. Each name is listed once, with its default version."""
 
     def __init__(self, data_plane: DataPlane) -> None:
         self._data_plane = data_plane
 
     async def listed(self, request: Request) -> JSONResponse:
-        shown = [shown_model(model) for model in self._models().values()]
+        defaults = [versions.default for _, versions in sorted(self._data_plane._model_registry._models.items())]
+        shown = [shown_model(model) for model in defaults if hasattr(model, "generator")]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
         name = request.path_params["model_name"]
-        model = self._models().get(name)
-        handler = find_model(self._data_plane._model_registry, name, None)
-        if handler is not None and hasattr(handler, "open_prediction"):
-            ready = bool(handler.ready)
+        model: Any = find_model(self._data_plane._model_registry, name, None)
+        if hasattr(model, "open_prediction"):
+            ready = bool(model.ready)
             return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
-        if model is None:
+        if not hasattr(model, "generator"):
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
         return openai_answer(request, 200, shown_model(model))
-
-    def _models(self) -> dict[str, MLModel]:
-        named = {name: each.default for name, each in self._data_plane._model_registry._models.items()}
-        return {name: model for name, model in sorted(named.items()) if hasattr(model, "generator")}
 
 
 async def _document(request: Request) -> JSONResponse:

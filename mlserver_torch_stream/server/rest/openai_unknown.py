@@ -1,26 +1,27 @@
-"""Answers what no route below ``/v1`` takes, a path or a method, with OpenAI's error object.
+"""Answers requests below ``/v1`` whose path or method no route takes, with OpenAI's error object.
 
-Knows no path of OpenAI's API. Routes of other runtimes are left alone: also the one of KServe's V1 spelling, which
-MLServer has not.
+Knows no path of OpenAI's API. Paths of other runtimes' models are left to MLServer, also KServe's V1 path, which
+MLServer does not have.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from mlserver.registry import MultiModelRegistry
 from mlserver.rest.server import RESTServer
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.routing import BaseRoute, Match, Router
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.openai_error import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.openai_models import openai_answer
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 
 _OURS = "torch_stream:"  # the names of our routes begin with it
 _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
@@ -33,33 +34,31 @@ def add_routes(server: RESTServer) -> None:
     router.routes[:0] = [_UnknownRoute(prefix, router, registry) for prefix in OPENAI_PREFIXES]
 
 
-class _UnknownRoute(Route):
-    """Matches the paths below its prefix for which no other route is."""
+class _UnknownRoute(SelectiveRoute):
+    """Takes the paths below its prefix that no other route takes."""
 
     def __init__(self, prefix: str, router: Router, registry: MultiModelRegistry) -> None:
-        super().__init__(f"{prefix}/{{rest:path}}", self._answer, name=f"{_OURS}{prefix}")
+        super().__init__(f"{prefix}/{{rest:path}}", self._answer)
         self.methods = None  # all of them; starlette takes None in its constructor for GET
         self._router = router
         self._registry = registry
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         """A path that ends with a slash is left to starlette, which redirects it to the one without."""
-        match, child = super().matches(scope)
-        rest = child["path_params"]["rest"] if match is Match.FULL else ""
-        if rest and not rest.endswith("/") and all(_is_ours(each) for each in self._others(scope)):
-            return match, child
-        return Match.NONE, {}
+        rest = path["rest"]
+        return bool(rest) and not rest.endswith("/") and all(map(_is_ours, self._other_routes(scope)))
 
-    def _others(self, scope: Scope) -> list[BaseRoute]:
-        """The routes of the path; they take other methods if they are ours, since those that match come first."""
-        others = [each for each in self._router.routes if not isinstance(each, _UnknownRoute)]
-        return [each for each in others if each.matches(scope)[0] is not Match.NONE]
+    def _other_routes(self, scope: Scope) -> list[BaseRoute]:
+        """The routes of the path; if they are ours, they take other methods, since a route that matches comes first."""
+        routes = [each for each in self._router.routes if not isinstance(each, _UnknownRoute)]
+        return [each for each in routes if each.matches(scope)[0] is not Match.NONE]
 
     async def _answer(self, request: Request) -> JSONResponse:
         path = request.scope["path"]
         if self._is_foreign(path):
             raise HTTPException(404)
-        allowed = sorted({method for each in self._others(request.scope) for method in getattr(each, "methods", ())})
+        routes = self._other_routes(request.scope)
+        allowed = sorted({method for route in routes for method in getattr(route, "methods", ())})
         if not allowed:
             message = f"{path} is not implemented by this runtime; use /v1/chat/completions"
             return openai_answer(request, 404, {"error": error_object(404, message, code="unknown_url")})

@@ -73,7 +73,7 @@ class _FormFields:
 
 
 def url_encoded(body: bytes) -> list[BodyField]:
-    """The fields of a form, or of the part of a URL behind its question mark. Raises InvalidInput."""
+    """The fields of a form, or of the query of a URL. Raises InvalidInput."""
     pairs = [pair for pair in body.split(b"&") if pair]
     _check_count(len(pairs) - 1)
     fields = []

@@ -38,7 +38,7 @@ class UnsendableHead(RequestError):
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's own id; else a new one, behind the prefix that the client has asked for."""
+    """The client's own id; else a new one, after the prefix that the client has asked for."""
     own = OPENAI_CHAT.request_id({}, headers)
     if own:
         return own

@@ -1,4 +1,4 @@
-"""Reads a path of TorchServe's: the model, its version, and what stands behind them.
+"""Reads a path of TorchServe's: the model, its version, and the rest of the path.
 
 Knows nothing of what a path asks for.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model
 
 _API = "v1"
 

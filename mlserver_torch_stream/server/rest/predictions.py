@@ -17,10 +17,10 @@ from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.protocol.torchserve_document import model_document
-from mlserver_torch_stream.server.handler_models import find_ours
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
@@ -88,7 +88,7 @@ class RunsHandler(Protocol):
 class PredictionEndpoint:
     """The ASGI application of one path. ``explain``: the handler is asked for an explanation.
 
-    ``takes_query``: the parameters behind the path are fields, too.
+    ``takes_query``: the parameters of the query are fields, too.
     """
 
     data_plane: DataPlane
@@ -136,7 +136,7 @@ class _Prediction:
         method, path, endpoint = self._scope["method"], self.path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model = find_ours(endpoint.data_plane._model_registry, path.name, path.version)
+        model = find_accepted(endpoint.data_plane._model_registry, path.name, path.version, is_ours)
         if method == "OPTIONS":
             await self._describe(model)
             return
@@ -166,10 +166,9 @@ class _Prediction:
     async def _describe(self, model: Any) -> None:
         """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""
         name = self.path.name
-        own = tuple(path.format(name) for path in _MODEL_PATHS)
-        paths = own if hasattr(model, "open_prediction") else self._endpoint.tokens.paths(name)
-        body = as_json(model_document(name, paths))
-        await send_json(self._send, 200, body, reply_headers(self._request_id))
+        handlers = tuple(path.format(name) for path in _MODEL_PATHS)
+        paths = handlers if hasattr(model, "open_prediction") else self._endpoint.tokens.paths(name)
+        await send_json(self._send, 200, as_json(model_document(name, paths)), reply_headers(self._request_id))
 
     async def _fields(self) -> list[BodyField]:
         body = await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes)
@@ -183,7 +182,7 @@ class _Prediction:
         return reply
 
     async def _answer(self, reply: PieceReply, pieces: AsyncGenerator[Piece, None]) -> None:
-        """Raises an error as long as nothing has been sent."""
+        """Raises an error only while nothing has been sent; later raises _BrokenStream."""
         first = await anext(pieces)
         check_status(first.status)
         headers = reply_headers(self._request_id, first.content_type, first.headers)

@@ -1,7 +1,7 @@
 """An error as a REST client sees it before the first token: status, message, ``Retry-After``.
 
 Knows no route, nor the spelling of the body. In V2 a request to a registered model is never answered 400 or 404: Seldon
-Core 2's agent takes those as "model not loaded" and reloads the model.
+Core 2's agent takes these statuses as "model not loaded" and reloads the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_CONTENT = 204  # has no content-length, says RFC 9110
 
 
 def as_refusal(error: Exception) -> RequestError:
-    """Any exception as an error of the error table. One that is not in it is a bug, and logged with its traceback."""
+    """Any exception as an error of the error table. An unexpected exception is a bug, and logged with its traceback."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ModelNotReady):

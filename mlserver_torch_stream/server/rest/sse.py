@@ -1,4 +1,4 @@
-"""One response of server-sent events, kept alive in silence.
+"""One response of server-sent events; pings keep it alive while there are no events.
 
 Knows nothing of what an event says.
 """

@@ -11,10 +11,10 @@ from mlserver.handlers import DataPlane
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import no_handler
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 from mlserver_torch_stream.server.rest.openai_models import openai_answer, shown_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchPath, WrongMethod
@@ -24,7 +24,7 @@ _MODELS = "v1/models"
 
 
 class TokenPredictions:
-    """Answers requests whose path names a model that generates tokens. What the body says of a model does not count."""
+    """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
 
     def __init__(self, data_plane: DataPlane, options: ServerOptions) -> None:
         self._endpoints = {
@@ -46,8 +46,7 @@ class TokenPredictions:
         elif path.rest:
             raise NoSuchPath(path.rest, self.paths(path.name))
         else:
-            message = f"{path.name} generates tokens and runs no TorchServe handler: ask it at"
-            raise InvalidInput("model", f"{message} {self.paths(path.name)[0]} or /v2/models/{path.name}/generate")
+            raise no_handler(path.name, self.paths(path.name)[0])
 
     def paths(self, name: str) -> tuple[str, ...]:
         return tuple(f"/predictions/{name}/{rest}" for rest in self._endpoints)

@@ -5,33 +5,34 @@ Knows nothing of how a request is served. Paths of other runtimes' models are le
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlserver.registry import MultiModelRegistry
 from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.torchserve_document import server_document
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint
-from mlserver_torch_stream.server.rest.routes import PrefixedRoute, all_models, find_model
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 
 @dataclass(frozen=True)
 class _Path:
-    """``methods`` are those that the route matches; with None the endpoint itself refuses wrong ones.
+    """``methods``: the methods that the route takes; with None the endpoint itself refuses wrong methods.
 
-    ``legacy`` paths are those that TorchServe has kept from its predecessor. There the parameters of the query are
-    fields. If no model of ours has the name, the path may belong to another route.
+    ``legacy``: TorchServe has kept the path from its predecessor. There the parameters of the query are fields. If no
+    model of ours has the name, the path may belong to another route.
     """
 
     path: str
@@ -66,35 +67,21 @@ def add_routes(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle)
         ),
         Route("/ping", _Ping(registry, lifecycle).answer, methods=["GET"], name="torch_stream:/ping"),
         Route("/api-description", _describe, methods=["GET"], name="torch_stream:/api-description"),
-        _DescriptionRoute("/", _describe, methods=["OPTIONS"], name="torch_stream:/"),
+        SelectiveRoute("/", _describe, ["OPTIONS"]),
     ]
 
 
-class _PredictionRoute(PrefixedRoute):
-    """Matches paths of our models, and of names that no model has, unless others may serve those."""
+class _PredictionRoute(SelectiveRoute):
+    """Takes paths of our models, and of names that no model has, unless another route may have such a path."""
 
     def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path.path, endpoint, path.methods)
         self._unknown = not path.legacy
         self._registry = registry
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        if match is Match.FULL and self._is_ours(child["path_params"]["model_name"]):
-            return match, child
-        return Match.NONE, {}
-
-    def _is_ours(self, name: str) -> bool:
-        model = find_model(self._registry, name, None)
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        model = find_model(self._registry, path["model_name"], None)
         return self._unknown if model is None else is_ours(model)
-
-
-class _DescriptionRoute(Route):
-    """Leaves other methods of its path to MLServer."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = super().matches(scope)
-        return (match, child) if match is Match.FULL else (Match.NONE, {})
 
 
 async def _describe(request: Request) -> Response:

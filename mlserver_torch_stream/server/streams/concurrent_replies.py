@@ -21,7 +21,7 @@ class MessageReply(Protocol[Body_co]):
     def bodies(self) -> AsyncIterator[Body_co]: ...
 
     def failure(self, error: Exception) -> Sequence[Body_co]:
-        """The last bodies of a reply that failed while others go on."""
+        """The last bodies of a reply that failed while other replies go on."""
 
     def close(self) -> None:
         """Cancels the work for this reply. Synchronous and idempotent."""
@@ -47,7 +47,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
         self._outbox: asyncio.Queue[Response | Exception | None] = asyncio.Queue(1)
-        self._turn = asyncio.Lock()  # who waits first puts first, which a queue alone does not promise
+        self._turn = asyncio.Lock()  # the task that waits first puts first, which a queue alone does not promise
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False

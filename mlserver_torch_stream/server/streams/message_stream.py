@@ -25,7 +25,7 @@ class MessageStream(Generic[Body]):
 
     At a shutdown no further message is read, and NotServing is raised in the end: after a normal end a client would go
     on sending requests into a stream that has no reader. ``stalled_after``: seconds in which the client must take a
-    body (0: no bound). ``client``: what the log calls a client that does not.
+    body (0: no bound). ``client``: the name of a client in the log.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MessageStream(Generic[Body]):
         self._ended = False  # the client has closed its side
         self._stalled_after = stalled_after
         self._client = client
-        self._replies = ConcurrentReplies(self._until_shutdown(), answer, _unchanged, _MOST_OPEN)
+        self._replies = ConcurrentReplies(until(LIFECYCLE.refusing, self._all()), answer, _unchanged, _MOST_OPEN)
         self._unread = ReadTimeout(self._replies, stalled_after, self._stalled)
 
     def __aiter__(self) -> AsyncIterator[Body]:
@@ -62,10 +62,6 @@ class MessageStream(Generic[Body]):
     def _stalled(self) -> None:
         logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is closed")
         self._replies.close()
-
-    async def _until_shutdown(self) -> AsyncIterator[bytes]:
-        async for message in until(LIFECYCLE.refusing, self._all()):
-            yield message
 
     async def _all(self) -> AsyncIterator[bytes]:
         async for message in self._messages:

@@ -38,7 +38,7 @@ _REASONS: tuple[tuple[type[RequestError], str], ...] = (
 )
 
 
-# By the name of an exception of the management API; the others are of its HTTP.
+# The packages of the management API's exceptions; all other exceptions are in org.pytorch.serve.http.
 _PACKAGES = {
     "ModelNotFoundException": "org.pytorch.serve.archive.model",
     "ModelVersionNotFoundException": "org.pytorch.serve.archive.model",

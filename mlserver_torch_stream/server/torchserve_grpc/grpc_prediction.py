@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
-from mlserver_torch_stream.server.handler_models import find_ours, refuse_token_model
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter
 from mlserver_torch_stream.server.rest.prediction_head import request_id_of
@@ -49,7 +49,7 @@ class Prediction:
 class GrpcPrediction:
     """Answers one request, once: by a response for each piece, or by a single one.
 
-    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: what the handler finds as headers.
+    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: the handler gets it as headers.
     """
 
     def __init__(
@@ -118,8 +118,9 @@ class GrpcPrediction:
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")
-        self._model = find_ours(self._data_plane._model_registry, name, self._version)
-        refuse_token_model(self._model)
+        self._model = find_accepted(self._data_plane._model_registry, name, self._version, is_ours)
+        if not hasattr(self._model, "open_prediction"):
+            raise no_handler(name)
         self._sequence = self._read_sequence()
 
     def _read_sequence(self) -> dict[str, str | bool]:

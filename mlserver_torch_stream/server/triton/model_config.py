@@ -12,8 +12,7 @@ from mlserver.handlers import DataPlane
 from mlserver.types import MetadataModelResponse, MetadataTensor
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
-from mlserver_torch_stream.server.rest.routes import find_model
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 
 async def read_config(data_plane: DataPlane, name: str, version: str | None) -> JsonObject:

@@ -12,10 +12,9 @@ from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.observability.request_metrics import Duration
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
-from mlserver_torch_stream.server.rest.routes import all_models
+from mlserver_torch_stream.server.registered_models import all_models, is_ours
 
 
 async def read_statistics(registry: MultiModelRegistry, name: str, version: str | None) -> JsonObject:

@@ -1,7 +1,7 @@
 """The messages of Triton's gRPC service that MLServer's does not have, in a descriptor pool of their own.
 
 Knows nothing of when they are sent. Triton's messages and MLServer's are both of the package ``inference``, so they
-cannot share protobuf's default pool. Those that both have are the same on the wire, and MLServer's are used for them.
+cannot share protobuf's default pool. Messages that both have are the same on the wire, so MLServer's are used for them.
 Field names, numbers and types are those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this
 server never fills are left out.
 """
@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from mlserver_torch_stream.server.message_pool import Enums, Fields, message_classes
 
+_DURATIONS = (
+    *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
+    *("cache_hit", "cache_miss"),
+)
 _FIELDS: Fields = {
     # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
     "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
@@ -40,16 +44,7 @@ _FIELDS: Fields = {
         "execution_count": (5, "uint64"),
         "inference_stats": (6, "InferStatistics"),
     },
-    "InferStatistics": {
-        "success": (1, "StatisticDuration"),
-        "fail": (2, "StatisticDuration"),
-        "queue": (3, "StatisticDuration"),
-        "compute_input": (4, "StatisticDuration"),
-        "compute_infer": (5, "StatisticDuration"),
-        "compute_output": (6, "StatisticDuration"),
-        "cache_hit": (7, "StatisticDuration"),
-        "cache_miss": (8, "StatisticDuration"),
-    },
+    "InferStatistics": {name: (number, "StatisticDuration") for number, name in enumerate(_DURATIONS, 1)},
     "StatisticDuration": {"count": (1, "uint64"), "ns": (2, "uint64")},
 }
 _ENUMS: Enums = {

@@ -22,10 +22,9 @@ from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.grpc_refusals import read_message
-from mlserver_torch_stream.server.lifecycle.readiness import is_ours
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.rest.routes import find_model
 from mlserver_torch_stream.server.status import StreamStatus
 from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
@@ -65,7 +64,7 @@ class TritonReply:
         self._index = index
         self._request = pb.ModelInferRequest()
         self._reply: BodyReply | None = None
-        self._recorded = False  # it has its line in the log, or will have
+        self._recorded = False  # the request has a line in the log, or will get one
         self._begun = False
 
     async def bodies(self) -> AsyncIterator[Framed]:

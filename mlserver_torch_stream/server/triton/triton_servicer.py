@@ -1,4 +1,4 @@
-"""Triton's gRPC service: MLServer's servicer answers the methods that it has too, and this module the others.
+"""Triton's gRPC service: MLServer's servicer answers the methods that it has too, and this module all other methods.
 
 Knows nothing of the port. Methods take and return the bytes of messages, so that bytes which are no message are refused
 like any other bad input.
@@ -6,8 +6,7 @@ like any other bad input.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -21,15 +20,18 @@ from mlserver.types import RepositoryIndexRequest
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
-from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message
-from mlserver_torch_stream.server.rest.routes import find_model
-from mlserver_torch_stream.server.status import as_server_error
+from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message, refuse
+from mlserver_torch_stream.server.registered_models import find_model
+from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.status import RefusedCall, as_server_error
+from mlserver_torch_stream.server.streams.message_stream import MessageStream
 from mlserver_torch_stream.server.triton.model_config import read_config
 from mlserver_torch_stream.server.triton.model_statistics import read_statistics
 from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
-from mlserver_torch_stream.server.triton.triton_stream import triton_stream
+from mlserver_torch_stream.server.triton.triton_reply import TritonReply
 
 SERVICE = "inference.GRPCInferenceService"
+_ERRORS_END_IT = "triton_grpc_error"
 # What MLServer's servicer answers as Triton's clients expect it.
 _DELEGATED: dict[str, type[Message]] = {
     "ServerLive": pb.ServerLiveRequest,
@@ -54,7 +56,8 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """``inference``: MLServer's own servicer, of the same data plane."""
+    """``inference``: MLServer's own servicer, of the same data plane. ``stalled_reader_timeout``: seconds in which a
+    client must take a response (0: no bound)."""
 
     def __init__(self, inference: InferenceServicer, stalled_reader_timeout: float) -> None:
         self._inference = inference
@@ -72,8 +75,7 @@ class TritonServicer:
             **{name: _refused(name, instead) for name, instead in _REFUSED.items()},
         }
         methods = {name: grpc.unary_unary_rpc_method_handler(_guarded(method)) for name, method in unary.items()}
-        stream = partial(triton_stream, self._inference, self._stalled_reader_timeout)
-        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(stream)
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._model_stream_infer)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _model_ready(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -83,7 +85,7 @@ class TritonServicer:
         return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
 
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Outputs are raw contents whatever the inputs are: Triton's clients read no others."""
+        """Outputs are raw contents whatever the inputs are: Triton's clients read no other contents."""
         request = read_message(pb.ModelInferRequest, message)
         payload = self._inference._InsertHeaders(request, context)
         result = await self._data_plane.infer(payload, request.model_name, request.model_version)
@@ -108,6 +110,35 @@ class TritonServicer:
         for item in index.root:
             response.models.add(name=item.name, version=item.version, state=item.state.value, reason=item.reason)
         return bytes(response.SerializeToString())
+
+    async def _model_stream_infer(
+        self, messages: AsyncIterator[bytes], context: grpc.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """The responses to all messages, each of which is a request. At a shutdown the call ends with UNAVAILABLE.
+
+        With the metadata ``triton_grpc_error: true`` the first error of a request ends the call, with the status of
+        that error.
+        """
+        errors_end_it = (_ERRORS_END_IT, "true") in {(key, value) for key, value in context.invocation_metadata()}
+
+        def answer(message: bytes, index: int) -> TritonReply:
+            return TritonReply(self._inference, context, message, index)
+
+        responses = MessageStream(messages, answer, self._stalled_reader_timeout, "A client of Triton's port")
+        try:
+            async for response in responses:
+                if response.error and errors_end_it:
+                    raise RefusedCall(response.error, response.status)
+                yield response.serialized()
+        except RefusedCall as error:
+            refuse(context, error)
+        except RequestError as error:
+            refuse(context, as_server_error(error, streaming=True))
+        except Exception as error:
+            refusal = as_refusal(error)
+            refuse(context, RefusedCall(refusal.message, refusal.status))
+        finally:
+            responses.close()  # the client may have left
 
     def _delegated(self, name: str, request: type[Message]) -> Unary:
         async def answer(message: bytes, context: grpc.ServicerContext) -> bytes:
