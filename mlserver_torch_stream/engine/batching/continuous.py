@@ -165,9 +165,9 @@ class ContinuousBatcher(Batcher):
 
     def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
         """Makes the text of a step's tokens, which may end sequences, and delivers it."""
-        for sequence in chosen.sequences:
+        for sequence in chosen.tokens_before:
             sequence.write()
-        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.sequences.items()))
+        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.tokens_before.items()))
         sequences = self._release_ended(step)
         # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
         # running until a step that computes it is done.
