@@ -142,9 +142,9 @@ class ContinuousBatcher(Batcher):
             self._busy |= step.sequences
             self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
-            if isinstance(self._flights, InlineForwards) and self._flights.overlap:
-                self.progress.completed(step)  # ``step`` waits for it, perhaps behind others that have the device
-        self._gauge()  # an admitted request no longer waits, however long the step takes
+            if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
+                self.progress.completed(step)
+        self._gauge()  # before a long step: an admitted request no longer waits
 
     def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
         """Gives the sequences of a step their tokens, without text, and releases those that have ended by them."""
