@@ -280,10 +280,10 @@ class ContinuousBatcher(Batcher):
         scheduler = self._scheduler
         self._stats = replace(
             self._stats,
-            running_sequences=scheduler.running_sequences,
+            running_sequences=scheduler.admitted.running_sequences,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
-            prefilling_requests=scheduler.prefilling_requests,
+            prefilling_requests=scheduler.admitted.prefilling_requests,
             open_prompts=scheduler.open_prompts,
             kv_cache_bytes=scheduler.used_bytes,
             prefix_cache_bytes=scheduler.cached_bytes,

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mlserver_torch_stream.engine.request_state import RequestState
 
-# How many later requests may be admitted before one that does not fit yet; then all others wait for it.
+# How many later requests may be admitted before one that does not fit yet. Then all requests wait for that one.
 _MOST_OVERTAKEN = 16
 _MOST_TRIED = 16  # per admission: a long queue costs a step no more than a short one
 
