@@ -330,16 +330,16 @@ class EngineCore:
         with contextlib.nullcontext() if lock is None else lock.held_by(self._batcher.progress):
             began = time.monotonic()
             self._batcher.progress.at("a step")
-            busy = self._batcher.step(self._deliver, self._poll, self._let_others_in)
+            busy = self._batcher.step(self._deliver, self._poll, self._yield_device)
             self._batcher.progress.rest()
             self._service_rate.note(time.monotonic() - began)
             return busy
 
-    def _let_others_in(self) -> None:
-        """Runs between the tokens of a long step: lets other engines use the cores."""
+    def _yield_device(self) -> None:
+        """Lets other engines run a step on the device, between two forwards of this engine's step."""
         self._batcher.progress.rest()
         if self._fair_lock is not None:
-            self._fair_lock.let_others_in()
+            self._fair_lock.yield_turn()
         self._batcher.progress.at("the next token of an answer alone")
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:

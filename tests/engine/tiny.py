@@ -172,6 +172,12 @@ def run(coroutine: Any, timeout: float = 60) -> Any:
     return asyncio.run(bounded())
 
 
+def run_with_engine(scenario: Callable[[EngineCore], Any], model: PreTrainedModel, **more: Any) -> None:
+    """Runs the scenario with an engine over the model. ``more``: of ``running``."""
+    with running(model, **more) as engine:
+        run(scenario(engine))
+
+
 def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:
     """The serial engine's backend over the model."""
     return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB), max_num_seqs=8, **options)

@@ -18,7 +18,7 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepResult, each_alone, whole_result
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
@@ -117,7 +117,7 @@ class ContinuousBatcher(Batcher):
 
     # --- a step ---
 
-    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
         self._launch()
         if not len(self._flights):
             return False
