@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepResult, each_alone, whole_result
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
-from mlserver_torch_stream.engine.fault_injection import FaultInjector
+from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
@@ -79,13 +79,13 @@ class ContinuousBatcher(Batcher):
         drafts_forced: bool = True,
         pipeline: Pipeline | None = None,
         flights: Flights | None = None,
-        faults: FaultInjector | None = None,
+        faults: Sequence[InjectedFault] = (),
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
         if pipeline is not None:
             forward = StagedForward(forward, pipeline)
-        self._forward: Forward = forward if faults is None else faults.wrap(forward)
+        self._forward: Forward = FaultyForward(faults, forward) if faults else forward
         self._cache = cache
         self._drafter = Drafter(lookup, drafts_forced)
         self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
