@@ -71,7 +71,7 @@ class EngineCore:
         self._open: dict[Mailbox, list[RequestState]] = {}
         self._service_rate = ServiceRate()
         self._submitted = self._submitted_tokens = 0  # requests and prompt tokens; the loop's thread writes them
-        self._accepted = self._accepted_tokens = 0  # that the batcher has
+        self._accepted = self._accepted_tokens = 0  # by the batcher; the engine's thread writes them
         self._cancelled = self._timed_out = 0  # sequences
         self._stats_before = EngineStats()  # of the batchers that have died
         self._draining: str | None = None  # the reason
@@ -91,7 +91,7 @@ class EngineCore:
     def trouble(self) -> str | None:
         if not self.alive:
             return "its engine died"
-        holder = None if self._fair_lock is None else self._fair_lock.progress  # an engine that this one may wait for
+        holder = None if self._fair_lock is None else self._fair_lock.progress  # of the engine with the device
         before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
         return self.overdue or (None if before is None else f"it waits for its device: {before}")
 
@@ -123,7 +123,7 @@ class EngineCore:
             self._feed_prompt(mailbox, requests, accepted)
         self._submitted += len(accepted)
         self._submitted_tokens += sum(len(request.prompt) for request in accepted)
-        self._open[mailbox] = accepted  # at once: the watchdog must find it if the thread never takes it in
+        self._open[mailbox] = accepted  # now: the watchdog must find it even if the thread never takes it in
         self._watchdog.watch(accepted)
         if not self._inbox.post(lambda: self._accept(mailbox, accepted)):
             self._open.pop(mailbox, None)
@@ -213,7 +213,7 @@ class EngineCore:
         self._accepted_tokens += sum(len(request.prompt) for request in requests)
         if mailbox.closed_at is not None:
             self._cancel(mailbox)
-        elif mailbox in self._open:  # otherwise it has ended with all others
+        elif mailbox in self._open:  # else ``_end_all`` has ended it
             now = time.monotonic()
             for request in requests:
                 self._batcher.add(request)
@@ -225,7 +225,7 @@ class EngineCore:
         if requests is not None:
             cancelled = sum(request.unfinished for request in requests)
             self._end(requests, FinishReason.ABORT, None)
-            self._cancelled += cancelled  # afterwards: what is counted as cancelled holds no slot any more
+            self._cancelled += cancelled  # last: a sequence that counts as cancelled holds no slot
 
     def _time_out(self, end: EndRequest) -> None:
         self._timed_out += sum(request.unfinished for request in end.requests)  # before its reader sees the end

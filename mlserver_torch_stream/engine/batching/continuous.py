@@ -1,6 +1,6 @@
 """Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
 
-Carries out the scheduler's decisions. Knows nothing of threads, event loops or the layout of the cache.
+Carries out the scheduler's decisions. Knows nothing of event loops or the layout of the cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time of its decision."""
+    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled."""
 
     plan: StepPlan
     began: float
@@ -57,14 +57,14 @@ class _StepInFlight:
 
 
 class ContinuousBatcher(Batcher):
-    """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
+    """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
-    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``flights`` runs the forwards; None: that of the pipeline, or this thread runs them.
-    Where they overlap with this thread, the next step is launched before the text of the last one is made. A sequence
-    that ends by its text is in that step in vain. ``drafts_forced``: tokens that a constraint forces are computed
-    together, which a captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so
-    the error ends the thread.
+    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
+    waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
+    without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
+    made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
+    constraint forces are computed together, which a captured step cannot do. ``check_devices`` raises if a device is
+    lost: no request is to blame, so the error ends the thread.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ContinuousBatcher(Batcher):
             self.progress.rest()  # while it waits for a forward
         completed = [(step, self._complete(step, forward)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
-            poll()  # whoever has come meanwhile is in the next step, and whoever has left is not
+            poll()  # the next step takes new requests, and none whose stream was closed
             self._launch()
         for step, chosen in completed:
             self._write(step, chosen, deliver)
@@ -147,7 +147,7 @@ class ContinuousBatcher(Batcher):
         self._gauge()  # before a long step: an admitted request no longer waits
 
     def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
-        """Gives the sequences of a step their tokens, without text, and releases those that have ended by them."""
+        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
@@ -170,19 +170,19 @@ class ContinuousBatcher(Batcher):
         self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.tokens_before.items()))
         sequences = self._release_ended(step)
         # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
-        # running until a step that computes it is done.
+        # running while a launched step computes it.
         self._gauge()
         deliver(sequences)
 
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
-        """Returns all sequences of a step's requests."""
+        """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._release(sequence for sequence in sequences if sequence.ended)
         return sequences
 
     def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
-        """Ends the sequences whose logits hold NaN, unless pages that another sequence wrote may have brought it."""
+        """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
         if not chosen.spoiled:
             return
         doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
@@ -210,7 +210,7 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
-        """Returns what came of a step's forward, and ends the sequences that failed."""
+        """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward.result())
         except BatchAheadFailed:
@@ -224,7 +224,7 @@ class ContinuousBatcher(Batcher):
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
-            # A prompt is that of all sequences of its request, which have no tokens yet.
+            # A sequence without tokens computes the prompt of all sequences of its request.
             culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
             for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
@@ -236,7 +236,7 @@ class ContinuousBatcher(Batcher):
         return self._forward(batch, self._cache)
 
     def _fresh(self, result: StepResult) -> StepResult:
-        """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
+        """Leaves out sequences that ended while the forward ran, and prompts that were sealed with other ids."""
         ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
         stale = [each.part.sequence for each in result.without(ended).computed if each.is_stale]
         void = self._scheduler.recompute(stale) if stale else []
@@ -245,13 +245,13 @@ class ContinuousBatcher(Batcher):
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
-        """Drops requests whose streams were closed, before the engine knows of it."""
+        """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
         self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Frees the pages of sequences that are in no forward.
+        """Releases sequences, except those of steps in flight.
 
-        Returns the sequences that must be computed again, because they share pages that those have not written.
+        Returns the sequences that are computed again, as they share pages that the released ones have not written.
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
