@@ -76,13 +76,12 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
-        for request in [request for request in self._open if request.sealed]:
-            self._open.remove(request)
-            self._waiting.add(request)
-        admitted = self._waiting.admit(lambda request: True)
-        if admitted is None:
+        for sealed in [each for each in self._open if each.sealed]:
+            self._open.remove(sealed)
+            self._waiting.add(sealed)
+        request = self._waiting.admit(lambda request: True)
+        if request is None:
             return False
-        request, _ = admitted
         request.started_at = time.monotonic()
         self._running = 1
         self._gauge()

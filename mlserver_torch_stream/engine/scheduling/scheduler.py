@@ -210,29 +210,30 @@ class Scheduler(CachedSequences):
         if not self._ahead and not self._pool.fits(reserved):
             return False  # now: a long queue would be looked up in the prefix cache for nothing
 
-        def place(request: RequestState) -> SequenceAccount | None:
-            fits = request.params.n <= places and request.priority < before
-            return self._place(self._accounts[request.sequences[0]], reserved, busy) if fits else None
+        def fits(request: RequestState) -> bool:
+            if request.params.n > places or request.priority >= before:
+                return False
+            return self._prompt_fits(self._accounts[request.sequences[0]], reserved, busy)
 
-        admitted = self.waiting.admit(place)
-        if admitted is None:
+        request = self.waiting.admit(fits)
+        if request is None:
             return False
-        _, account = admitted
+        account = self._accounts[request.sequences[0]]
         self._ahead.pop(account, None)
         self._given_up.discard(account)
         self.admitted.add(account)
         self._take_chunk(account, draft, busy)
         return True
 
-    def _place(self, account: SequenceAccount, reserved: list[int], busy: Busy) -> SequenceAccount | None:
-        """Returns the account if there are enough pages for its whole prompt, not counting the pages that it shares."""
+    def _prompt_fits(self, account: SequenceAccount, reserved: list[int], busy: Busy) -> bool:
+        """Whether there are pages for the whole prompt, beside the pages that it shares and the reserved ones."""
         account.look_up()
         needed = added(account.needed_with_forks(self.limits), reserved)
         if self._make_room(account, needed, busy, 1 + len(account.forks)):
-            return account
+            return True
         if account not in self._ahead:
             self._clear(account)
-        return None
+        return False
 
     # --- preemption ---
 
