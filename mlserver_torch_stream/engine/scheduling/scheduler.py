@@ -192,26 +192,23 @@ class Scheduler(CachedSequences):
 
     # --- admission ---
 
-    def _admit_all(self, draft: StepDraft, busy: Busy, before: float = math.inf) -> None:
-        """Admits requests of a priority ``before`` a number as long as the step takes prompts."""
+    def _admit_all(self, draft: StepDraft, busy: Busy, below: float = math.inf) -> None:
+        """Admits requests with a priority number ``below`` this one as long as the step takes prompts."""
         admitted = True
         while admitted and draft.takes_prompts:
-            admitted = self._admit(draft, busy, before)
+            admitted = self._admit(draft, busy, below)
 
-    def _admit(self, draft: StepDraft, busy: Busy, before: float) -> bool:
-        """Admits the next request of the queue, of a priority ``before`` a number, and adds its first chunk.
-
-        Returns False if none can be admitted.
-        """
-        places, before = self.admitted.places, min(before, self.admitted.restarting_priority)
-        if places <= 0 or not self.waiting.has_before(before):
+    def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
+        """Admits the next such request of the queue, and adds its first chunk. Returns False if there is none."""
+        places, below = self.admitted.places, min(below, self.admitted.restarting_priority)
+        if places <= 0 or not self.waiting.has_before(below):
             return False
         reserved = self.admitted.reserved()
         if not self._ahead and not self._pool.fits(reserved):
             return False  # now: a long queue would be looked up in the prefix cache for nothing
 
         def fits(request: RequestState) -> bool:
-            if request.params.n > places or request.priority >= before:
+            if request.params.n > places or request.priority >= below:
                 return False
             return self._prompt_fits(self._accounts[request.sequences[0]], reserved, busy)
 
