@@ -30,9 +30,7 @@ def post_events(sequences: Sequence[SequenceState]) -> None:
 
 def end_for_readers(requests: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
     """Gives readers their last events, as the engine's thread does not. Sequences that have ended stay as they are."""
-    _run_on_loops(
-        (request.mailbox.loop, partial(request.end_for_reader, reason, error)) for request in requests
-    )
+    _run_on_loops((request.mailbox.loop, partial(request.end_for_reader, reason, error)) for request in requests)
 
 
 def _run_on_loops(actions: Iterable[tuple[asyncio.AbstractEventLoop, _Action]]) -> None:

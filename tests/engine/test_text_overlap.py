@@ -265,7 +265,10 @@ def _answer(model: PreTrainedModel, count: int, poll: Callable[[ContinuousBatche
 
     Returns how many generated tokens the batcher has counted.
     """
-    batcher, loop = batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)), asyncio.new_event_loop()
+    batcher, loop = (
+        batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
+        asyncio.new_event_loop(),
+    )
     asked = EngineRequest(prompt_of(5), greedy(count))
     request = RequestState(asked, Mailbox(loop, 1, lambda: None), TextCodec(byte_tokenizer()), (), 100)
     batcher.add(request)

@@ -104,7 +104,7 @@ def nan_at(model: PreTrainedModel, position: int) -> Iterator[None]:
 def test_forced_tokens_before_a_row_that_fails_are_counted(model: PreTrainedModel, forced: str) -> None:
     """One token is sampled, the forced ones are accepted in the next step, and the logits of the last one are NaN."""
     last = PROMPT + len(forced)  # the position of the last forced token
-    with nan_at(model, last), running(model, prefill_tokens=64) as engine:
+    with running(model, prefill_tokens=64) as engine, nan_at(model, last):
         request = EngineRequest(prompt_of(PROMPT), greedy(30), constraint=compiled(f"[ab]{forced}[ab]{{5}}"))
         event = run(collect(engine, [request]))[0]
         stats = engine.stats()

@@ -105,9 +105,7 @@ class SerialBatcher(Batcher):
             open_prompts=len(self._open),
         )
 
-    def _generate(
-        self, sequence: SequenceState, deliver: Deliver, poll: Poll, yield_device: YieldDevice
-    ) -> None:
+    def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> None:
         request, sampler = sequence.request, sequence.sampler
         assert sampler is not None
         self.progress.at(f"the prefill of {len(request.prompt)} tokens by generate", len(request.prompt))
