@@ -306,7 +306,8 @@ class ModelledEngine:
         busy = self.busy
         requests = dict.fromkeys(sequence.request for sequence in sequences)
         ended = [each for request in requests for each in request.sequences if each.ended]
-        self.scheduler.release([each for each in ended if each not in busy])
+        # A sequence that ends in flight has not written its pages: the result of those that share them is void.
+        self.void.update(self.scheduler.release([each for each in ended if each not in busy]))
 
     def cancel(self, request: RequestState) -> None:
         for sequence in request.sequences:
