@@ -34,32 +34,16 @@ from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLi
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
-from tests.engine.tiny_models import (
-    CONTEXT as CONTEXT,
-)
-from tests.engine.tiny_models import (
-    EOS as EOS,
-)
-from tests.engine.tiny_models import (
-    FAMILIES as FAMILIES,
-)
-from tests.engine.tiny_models import (
-    SERIAL_FAMILIES as SERIAL_FAMILIES,
-)
-from tests.engine.tiny_models import (
-    VOCAB as VOCAB,
-)
-from tests.engine.tiny_models import (
-    byte_tokenizer as byte_tokenizer,
-)
-from tests.engine.tiny_models import (
-    prompt_of as prompt_of,
-)
-from tests.engine.tiny_models import (
-    reference as reference,
-)
-from tests.engine.tiny_models import (
-    tiny_model as tiny_model,
+from tests.engine.tiny_models import (  # noqa: F401 tests import these from here, too
+    CONTEXT,
+    EOS,
+    FAMILIES,
+    SERIAL_FAMILIES,
+    VOCAB,
+    byte_tokenizer,
+    prompt_of,
+    reference,
+    tiny_model,
 )
 
 
