@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 _THREADS = 2
 _STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
-_NICE_LEVELS = 10  # such a thread gets a tenth of the time of others on a busy core
+_NICE_LEVELS = 10  # the thread gets about a tenth of a busy core
 
 
 class CompileThreads(Generic[_T]):

@@ -138,11 +138,6 @@ class SequencePages:
                     table[index] = GIVEN_BACK
             self._first[group] = max(self._first[group], min(seen_from, len(table)))
 
-    def needed(self, tokens: int, step: int) -> list[int]:
-        """Returns how many more pages of each group it takes until ``tokens`` are computed, ``step`` at a time."""
-        most = self._spec.most_pages(tokens, step)
-        return [max(0, pages - held) for pages, held in zip(most, self.held, strict=True)]
-
     def lacking(self, end: int) -> list[int]:
         """Returns how many pages of each group its tables lack for the tokens up to ``end``."""
         return [max(0, self._spec.pages(end) - len(table)) for table in self.tables]

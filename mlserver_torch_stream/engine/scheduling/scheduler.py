@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
@@ -250,12 +251,10 @@ class Scheduler(CachedSequences):
         return least
 
     def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
-        for other in reversed(self.admitted):
-            if other is account:
-                return None
-            if other.sequence not in busy and other not in draft and other.holds_something:
-                return other
-        return None
+        """Returns the last sequence after this one that holds pages, and is neither in this step nor in flight."""
+        after = takewhile(lambda each: each is not account, reversed(self.admitted))
+        idle = (each for each in after if each.sequence not in busy and each not in draft)
+        return next((each for each in idle if each.holds_something), None)
 
     # --- open prompts ---
 

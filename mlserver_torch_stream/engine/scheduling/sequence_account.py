@@ -24,6 +24,7 @@ class SequenceAccount:
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool) -> None:
         self.sequence = sequence
+        self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
         self.pages = SequencePages(spec, pool, self.token_ids)
         self.slot = NO_SLOT
@@ -75,7 +76,8 @@ class SequenceAccount:
     def needed(self, limits: SchedulerLimits) -> list[int]:
         """Returns how many more pages of each group it needs until all its tokens are computed."""
         tokens = self.sequence.length
-        return self.pages.needed(tokens, limits.chunk(tokens))
+        most = self._spec.most_pages(tokens, limits.chunk(tokens))
+        return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
 
     def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
         """Returns ``needed``, and the page of each group that each of its forks copies."""
