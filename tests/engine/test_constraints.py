@@ -45,16 +45,6 @@ _SCHEMA = {
 _WRITTEN = r'\{"name": ?"([^"\\]|\\.)*", ?"size": ?"(small|large)"\}'
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
-
-
 def _compiled(codec: TextCodec, kind: str, source: Any, behind: ReasoningMarks | None = None) -> CompiledConstraint:
     text = source if isinstance(source, str) else json.dumps(source)
     return codec.compile(Constraint(ConstraintKind(kind), text, "field"), behind)

@@ -13,12 +13,6 @@ from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, ServiceRate
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
-from tests.engine.tiny import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
 
 
 def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", priority: int = 100) -> RequestState:

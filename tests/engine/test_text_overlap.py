@@ -64,11 +64,6 @@ BOUND = 20  # seconds that no step takes
 
 
 @pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
 def findings(model: PreTrainedModel) -> SelfCheckResult:
     with torch.inference_mode():
         return check_batching(model)

@@ -51,11 +51,6 @@ _HANGS_S = 30.0
 BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 
 
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
-
-
 @pytest.fixture
 def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
