@@ -6,7 +6,7 @@ Imports no torch, so that the rooms outside the engine can import it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint as CompiledConstraint
@@ -38,8 +38,28 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of counters and gauges; counters only ever grow."""
+class EngineCounters:
+    """Counts from the start of an engine on."""
+
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
+    generation_tokens: int = 0
+    num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
+    draft_tokens: int = 0  # drafted by prompt lookup
+    accepted_draft_tokens: int = 0  # drafts that equal the tokens that were then sampled
+    forced_tokens: int = 0  # that a constraint left no choice about, computed together with the token before them
+    cancelled_sequences: int = 0  # whose stream was closed
+    timed_out_sequences: int = 0
+    wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
+
+
+COUNTERS = tuple(each.name for each in fields(EngineCounters))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats(EngineCounters):
+    """A snapshot of counters and gauges."""
 
     running_sequences: int = 0  # that decode
     waiting_requests: int = 0  # in the queue
@@ -49,36 +69,10 @@ class EngineStats:
     kv_cache_bytes: int = 0  # in pages of running and prefilling sequences, and of open prompts
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # used by the prefix cache
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
-    generation_tokens: int = 0
-    num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
-    draft_tokens: int = 0  # drafted by prompt lookup
-    accepted_draft_tokens: int = 0  # of them, equal to the tokens that were then sampled
-    forced_tokens: int = 0  # that a constraint left no choice about, computed together with the token before them
-    cancelled_sequences: int = 0  # whose stream was closed
-    timed_out_sequences: int = 0
-    wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
 
     def counting_on(self, before: EngineStats) -> EngineStats:
         """Returns these stats with the counters of ``before``, a batcher that this one has replaced, added."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
-
-
-COUNTERS = (
-    "decode_steps",
-    "prefill_tokens",
-    "prefix_cache_hit_tokens",
-    "generation_tokens",
-    "num_preemptions",
-    "draft_tokens",
-    "accepted_draft_tokens",
-    "forced_tokens",
-    "cancelled_sequences",
-    "timed_out_sequences",
-    "wasted_tokens",
-)
 
 
 class TokenStream(Protocol):

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.captured_forward import CapturedForwards
-from mlserver_torch_stream.engine.fault_injection import VARIABLE, FaultInjector, read_faults
+from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
@@ -202,8 +202,8 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
     return PromptLookup(settings.speculative.prompt_lookup)
 
 
-def _faults() -> FaultInjector | None:
+def _faults() -> tuple[InjectedFault, ...]:
     faults = read_faults(os.environ)
-    if faults is not None:
+    if faults:
         logger.warning("%s is set: this engine injects faults", VARIABLE)
     return faults

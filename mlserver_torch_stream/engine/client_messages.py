@@ -1,10 +1,15 @@
 """Describes an exception of a model or a device to a client: by its kind, never by its text.
 
-The text can hold paths of source files, addresses of other machines or a part of another prompt, so the caller writes
-it to the log. Knows nothing of requests.
+The text can hold paths of source files, addresses of machines or a part of another prompt, so only the log has it.
 """
 
 from __future__ import annotations
+
+import logging
+
+from mlserver_torch_stream.errors import GenerationFailed
+
+logger = logging.getLogger(__name__)
 
 
 class StepTimeout(RuntimeError):
@@ -20,3 +25,14 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
     return f"{type(error).__name__}, of which the server's log says more"
+
+
+def log_failure(what: str, error: Exception) -> GenerationFailed:
+    """Logs that ``what`` failed, and returns the error for the client.
+
+    A ``GenerationFailed``, such as that of a constraint, is for the client already: it is returned as it is.
+    """
+    if isinstance(error, GenerationFailed):
+        return error
+    logger.error("%s failed", what, exc_info=error)
+    return GenerationFailed(f"{what} failed: {in_short(error)}")

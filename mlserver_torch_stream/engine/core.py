@@ -25,7 +25,7 @@ from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduling.admission import Admission
-from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits, ServiceRate
+from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.step_progress import Work
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, out_of_time, trouble
@@ -69,9 +69,6 @@ class EngineCore:
         self._on_death = on_death
         self._inbox = Inbox()
         self._open: dict[Mailbox, list[RequestState]] = {}
-        self._service_rate = ServiceRate()
-        self._submitted = self._submitted_tokens = 0  # requests and prompt tokens; the loop's thread writes them
-        self._accepted = self._accepted_tokens = 0  # that the batcher has
         self._cancelled = self._timed_out = 0  # sequences
         self._stats_before = EngineStats()  # of the batchers that have died
         self._draining: str | None = None  # the reason
@@ -91,7 +88,7 @@ class EngineCore:
     def trouble(self) -> str | None:
         if not self.alive:
             return "its engine died"
-        holder = None if self._fair_lock is None else self._fair_lock.progress  # an engine that this one may wait for
+        holder = None if self._fair_lock is None else self._fair_lock.progress  # of the engine with the device
         before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
         return self.overdue or (None if before is None else f"it waits for its device: {before}")
 
@@ -107,11 +104,7 @@ class EngineCore:
         if self._draining is not None:
             raise NotServing(self._draining)
         self._admission.check(requests, self._batcher.refusal)
-        stats, in_inbox = self._batcher.stats(), self._submitted - self._accepted
-        waiting = in_inbox + stats.waiting_requests
-        waiting_tokens = self._submitted_tokens - self._accepted_tokens + stats.waiting_tokens
-        self._admission.check_queue(requests, waiting, waiting_tokens, self._service_rate)
-        self._admission.check_open_prompts(requests, in_inbox + stats.open_prompts)
+        self._admission.check_queue(requests, self._batcher.stats())
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
         mailbox = Mailbox(loop, sequences, lambda: self._inbox.post(lambda: self._cancel(mailbox)))
         context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
@@ -121,9 +114,8 @@ class EngineCore:
         ]
         if any(request.open for request in requests):
             self._feed_prompt(mailbox, requests, accepted)
-        self._submitted += len(accepted)
-        self._submitted_tokens += sum(len(request.prompt) for request in accepted)
-        self._open[mailbox] = accepted  # at once: the watchdog must find it if the thread never takes it in
+        self._admission.submitted(accepted)
+        self._open[mailbox] = accepted  # now: the watchdog must find it even if the thread never takes it in
         self._watchdog.watch(accepted)
         if not self._inbox.post(lambda: self._accept(mailbox, accepted)):
             self._open.pop(mailbox, None)
@@ -156,8 +148,8 @@ class EngineCore:
 
     @property
     def load(self) -> int:
-        stats, in_inbox = self._batcher.stats(), self._submitted - self._accepted
-        return in_inbox + stats.waiting_requests + stats.prefilling_requests + stats.running_sequences
+        stats = self._batcher.stats()
+        return self._admission.waiting(stats) + stats.prefilling_requests + stats.running_sequences
 
     def stats(self) -> EngineStats:
         stats = self._batcher.stats().counting_on(self._stats_before)
@@ -209,11 +201,10 @@ class EngineCore:
     # --- on the engine's thread ---
 
     def _accept(self, mailbox: Mailbox, requests: list[RequestState]) -> None:
-        self._accepted += len(requests)
-        self._accepted_tokens += sum(len(request.prompt) for request in requests)
+        self._admission.accepted(requests)
         if mailbox.closed_at is not None:
             self._cancel(mailbox)
-        elif mailbox in self._open:  # otherwise it has ended with all others
+        elif mailbox in self._open:  # else ``_end_all`` has ended it
             now = time.monotonic()
             for request in requests:
                 self._batcher.add(request)
@@ -225,7 +216,7 @@ class EngineCore:
         if requests is not None:
             cancelled = sum(request.unfinished for request in requests)
             self._end(requests, FinishReason.ABORT, None)
-            self._cancelled += cancelled  # afterwards: what is counted as cancelled holds no slot any more
+            self._cancelled += cancelled  # last: a sequence that counts as cancelled holds no slot
 
     def _time_out(self, end: EndRequest) -> None:
         self._timed_out += sum(request.unfinished for request in end.requests)  # before its reader sees the end
@@ -332,16 +323,16 @@ class EngineCore:
                 self._batcher.others_stepped()
             began = time.monotonic()
             self._batcher.progress.at("a step")
-            busy = self._batcher.step(self._deliver, self._poll, self._let_others_in)
+            busy = self._batcher.step(self._deliver, self._poll, self._yield_device)
             self._batcher.progress.rest()
-            self._service_rate.note(time.monotonic() - began)
+            self._admission.service_rate.note(time.monotonic() - began)
             return busy
 
-    def _let_others_in(self) -> None:
-        """Runs between the tokens of a long step: lets other engines use the cores."""
+    def _yield_device(self) -> None:
+        """Lets other engines run a step on the device, between two forwards of this engine's step."""
         self._batcher.progress.rest()
         if self._fair_lock is not None:
-            self._fair_lock.let_others_in()
+            self._fair_lock.yield_turn()
         self._batcher.progress.at("the next token of an answer alone")
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:
@@ -351,4 +342,4 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 mailbox = sequence.request.mailbox
                 if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
-                    self._service_rate.finished(len(self._open.pop(mailbox)))
+                    self._admission.service_rate.finished(len(self._open.pop(mailbox)))

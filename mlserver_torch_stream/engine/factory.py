@@ -41,7 +41,7 @@ OnDeath = Callable[[BaseException], None]
 class RunningEngine:
     """An engine with its codec and the lease on its weights.
 
-    The replicas behind a ``ReplicatedEngine`` are its ``parts``; its codec and its weights are those of the first.
+    The replicas of a ``ReplicatedEngine`` are its ``parts``; the codec and the weights are those of the first replica.
     """
 
     engine: Engine

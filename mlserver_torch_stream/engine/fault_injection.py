@@ -31,38 +31,28 @@ class InjectedFault:
     seconds: float = 0.0
 
 
-class FaultInjector:
-    """All faults of one engine, as in ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
+def read_faults(environ: Mapping[str, str]) -> tuple[InjectedFault, ...]:
+    """Reads faults such as ``decode:5:raise,prefill:2:oom,decode:9:nan,decode:20:death,decode:1:slow=0.1``.
 
-    ``raise`` raises an exception, ``oom`` torch's out-of-memory error. ``nan`` sets the logits of
-    the phase's first row. ``death``
-    ends the thread. ``slow`` sleeps for seconds.
+    Raises LoadFailed for an unknown fault.
     """
-
-    def __init__(self, faults: Sequence[InjectedFault]) -> None:
-        self._faults = tuple(faults)
-
-    def wrap(self, forward: Forward) -> Forward:
-        return _Faulty(self._faults, forward)
-
-
-def read_faults(environ: Mapping[str, str]) -> FaultInjector | None:
-    """Reads the faults of the environment; None without any. Raises LoadFailed for an unknown fault."""
     text = environ.get(VARIABLE, "")
-    if not text:
-        return None
     faults = []
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         match = _FORM.fullmatch(part.strip())
         if match is None:
             raise LoadFailed(f"{VARIABLE}: {part!r} is not a fault; write, for example, decode:5:raise")
         kind = match["kind"].partition("=")[0]
         faults.append(InjectedFault(match["phase"], int(match["call"]), kind, float(match["seconds"] or 0)))
-    return FaultInjector(faults)
+    return tuple(faults)
 
 
-class _Faulty:
-    """A forward with faults. One of prompts and of running sequences is a call of both phases."""
+class FaultyForward:
+    """A forward with faults. A batch of prompts and of running sequences is a call of both phases.
+
+    ``raise`` raises an exception, ``oom`` torch's out-of-memory error, ``death`` ends the engine's thread. ``nan`` sets
+    the logits of the phase's first row. ``slow`` sleeps for seconds.
+    """
 
     def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:
         self._faults = faults

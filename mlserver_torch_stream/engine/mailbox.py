@@ -80,7 +80,7 @@ class Mailbox:
         waiting = self._pending.pop(next(iter(self._pending)))
         event = waiting.popleft()
         if waiting:
-            self._pending[event.index] = waiting  # behind the other sequences, so that all of them advance
+            self._pending[event.index] = waiting  # now after the other sequences, so that all of them advance
         if event.finish_reason is not None:
             self._unfinished -= 1
         return event

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports torch, which servers without an engine need not 
 
 
 class ProcessResources:
-    """The one place where the engines of a process learn of each other."""
+    """What the engines of a process share: promised host memory, locks, and pools of weights and engines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class FairLock:
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
         """Holds the lock, and yields whether another thread had it.
 
-        ``progress`` shows the engines that wait for the lock what the holder's step is at.
+        In ``progress`` the engines that wait for the lock see how long the holder's step takes.
         """
         with self as waited:
             self.progress = progress
@@ -92,8 +92,8 @@ class FairLock:
             else:
                 self._held = False
 
-    def let_others_in(self) -> None:
-        """Releases the lock, which the caller holds, and takes it again behind all waiting threads."""
+    def yield_turn(self) -> None:
+        """Releases the lock, which the caller holds, and takes it again after all waiting threads."""
         progress, self.progress = self.progress, None
         self.__exit__()
         self.__enter__()

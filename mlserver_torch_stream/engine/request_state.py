@@ -5,17 +5,15 @@ Knows nothing of tensors, batches or caches.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
-from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -23,24 +21,23 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
-logger = logging.getLogger(__name__)
-
 
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
 
-    A token comes in two steps: ``accept`` takes its id, which is all that the next forward needs, and ``write`` makes
-    its text, beside that forward where the device computes by itself.
+    ``accept`` takes the id of a token, which is all that the next forward needs; ``write`` makes its text, beside that
+    forward where the device computes by itself. So a sequence ends twice: ``ended`` once it gets no further token, and
+    ``finish_reason`` is set once its text is complete.
     """
 
     def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
         self.request = request
         self.index = index
         self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None  # set once its text is complete
         self.last_event_taken = False  # by ``take_events``
         self.sampler: RowSampler | None = None
-        self._last: FinishReason | None = None  # why the newest token is the last one, by the ids alone
+        self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
         self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
         self._writer = AnswerWriter(index, request.params, request.answer, codec)
         self._first_token_at: float | None = None
@@ -53,13 +50,13 @@ class SequenceState:
 
     @property
     def matcher(self) -> TokenMatcher | None:
-        """Of an answer that has a constraint, once its prompt is computed."""
+        """The matcher of the request's constraint, once the prompt is computed; None without a constraint."""
         return None if self.sampler is None else self.sampler.matcher
 
     @property
     def ended(self) -> bool:
-        """Whether it gets no further token. The text of its last ones may not be made yet."""
-        return self._last is not None or self.finish_reason is not None
+        """Whether it gets no further token. The text of its newest tokens may not be made yet."""
+        return self._reason_by_ids is not None or self.finish_reason is not None
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Adds the next token. If its id ends the sequence, ``ended`` is set afterwards."""
@@ -68,15 +65,15 @@ class SequenceState:
         self.tokens.append(token_id)
         self._unwritten.append(logprob)
         if self._is_end(len(self.tokens)) or (self.matcher is not None and self.matcher.complete):
-            self._last = FinishReason.STOP
+            self._reason_by_ids = FinishReason.STOP
         elif len(self.tokens) >= self.request.max_tokens:
-            self._last = FinishReason.LENGTH
+            self._reason_by_ids = FinishReason.LENGTH
 
     def write(self) -> None:
         """Makes the text of the new tokens.
 
-        If the text ends the sequence, ``finish_reason`` is set, and the tokens behind are dropped. A token whose text
-        cannot be made ends it in an error.
+        If the text ends the sequence, ``finish_reason`` is set, and the tokens after the last one of the text are
+        dropped. A token whose text cannot be made ends the sequence in an error.
         """
         unwritten, self._unwritten = self._unwritten, []
         known = len(self.tokens) - len(unwritten)
@@ -84,9 +81,7 @@ class SequenceState:
             try:
                 self._write(count, logprob)
             except Exception as error:
-                logger.exception("the text of a token could not be made")
-                failure = GenerationFailed(f"token {self.tokens[count - 1]} failed: {in_short(error)}")
-                self.finish(FinishReason.ERROR, failure)
+                self.finish(FinishReason.ERROR, log_failure(f"token {self.tokens[count - 1]}", error))
             if self.finish_reason is not None:
                 del self.tokens[count:]
                 break
@@ -99,15 +94,18 @@ class SequenceState:
         self._writer.write(self.tokens[count - 1], logprob, hidden=hidden, stops=count > params.min_tokens)
         if self._writer.stopped:
             self.finish(FinishReason.STOP)
-        elif self._last is not None and count == len(self.tokens):
-            self.finish(self._last)
+        elif self._reason_by_ids is not None and count == len(self.tokens):
+            self.finish(self._reason_by_ids)
 
     def _is_end(self, count: int) -> bool:
         """Whether the token with this number, from 1, ends the answer by its id."""
         return self.tokens[count - 1] in self.request.end_ids and count > self.request.params.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Ends the sequence behind the text of all its tokens, unless that has ended it."""
+        """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
+
+        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error.
+        """
         self.write()
         if self.finish_reason is not None:
             return
@@ -177,18 +175,19 @@ class RequestState:
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
-        self.kept = 0  # ids at the beginning of an open prompt that its end did not change
+        self.kept = 0  # the first ids of an open prompt that ``grow`` did not change when it was sealed
         self.cached_tokens = 0  # of the prompt: found in the prefix cache
         indices = range(given.first_index, given.first_index + given.sampling.n)
         self.sequences = [SequenceState(self, index, codec) for index in indices]
 
     @property
     def unfinished(self) -> int:
-        """The number of sequences that have not finished."""
+        """The number of sequences that get further tokens."""
         return sum(not sequence.ended for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:
+        """Whether all sequences have their ``finish_reason``."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
@@ -207,7 +206,7 @@ class RequestState:
         return len(self.prompt) + self.max_tokens
 
     def grow(self, prompt_ids: Ids[int], whole: bool) -> None:
-        """Extends an open prompt, or sets it as a whole."""
+        """Extends an open prompt, or sets it as a whole and seals it."""
         if not whole:
             self.prompt.extend(prompt_ids)
             return

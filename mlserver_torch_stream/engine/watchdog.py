@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the engine's thread to end a request itself, with the text that it holds back. Most steps are shorter.
 PATIENCE = 0.5
-_LEAST = 0.01  # seconds between two looks, at the least
+_LEAST = 0.01  # seconds, at the least, between two decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The engine's thread shall end the requests of ``ask``. It has not ended those of ``without``: the watchdog does.
+    """The engine's thread shall end the requests of ``ask``. Those of ``unanswered`` it has not ended in time.
 
-    The watchdog logs ``overdue`` work, once. ``lost`` is the reason for which it gives the thread up. The next decision
-    is due in ``seconds``.
+    The watchdog ends these itself, and logs ``overdue`` work, once. ``lost`` is the error for which it gives the thread
+    up. The next decision is due in ``seconds``.
     """
 
     ask: Sequence[EndRequest]
-    without: Sequence[EndRequest]
+    unanswered: Sequence[EndRequest]
     overdue: Sequence[Work]
     lost: BaseException | None
     seconds: float
@@ -96,13 +96,13 @@ class WatchdogState:
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
         ask = self.due(now)
         self._asked += ask
-        without = [end for end in self._asked if end.asked_at + PATIENCE <= now]
+        unanswered = [end for end in self._asked if end.asked_at + PATIENCE <= now]
         self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
         overdue = [work for work in works if is_overdue(work, self._queue_limits, now)]
         logged, self._overdue = self._overdue, overdue
         fresh = [work for work in overdue if work not in logged]
         return Decision(
-            ask, without, fresh, self._lost(now, works, pending_death), self._seconds(now, works, pending_death)
+            ask, unanswered, fresh, self._lost(now, works, pending_death), self._seconds(now, works, pending_death)
         )
 
     def _lost(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> BaseException | None:
@@ -243,7 +243,7 @@ class Watchdog:
             logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
         for end in decision.ask:
             self._engine.ask(end)
-        for end in decision.without:
+        for end in decision.unanswered:
             end_for_readers(end.requests, end.reason, end.error)
         if decision.lost is not None:
             self._engine.give_up(decision.lost)

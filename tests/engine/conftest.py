@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
     from tests.engine.tiny import Watch
 
 
@@ -36,6 +37,15 @@ def model() -> PreTrainedModel:
     from tests.engine.tiny import tiny_model
 
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    """The codec of a tokenizer with one token for each byte."""
+    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+    from tests.engine.tiny_models import byte_tokenizer
+
+    return TextCodec(byte_tokenizer())
 
 
 @pytest.fixture

@@ -306,7 +306,8 @@ class ModelledEngine:
         busy = self.busy
         requests = dict.fromkeys(sequence.request for sequence in sequences)
         ended = [each for request in requests for each in request.sequences if each.ended]
-        self.scheduler.release([each for each in ended if each not in busy])
+        # A sequence that ends in flight has not written its pages: the result of those that share them is void.
+        self.void.update(self.scheduler.release([each for each in ended if each not in busy]))
 
     def cancel(self, request: RequestState) -> None:
         for sequence in request.sequences:
@@ -350,8 +351,8 @@ class ModelledEngine:
         assert scheduler.used_bytes == used + len(slots) * self.spec.state_bytes
         assert scheduler.cached_bytes == cached <= self.limits.prefix_bytes
         assert scheduler.used_bytes + cached <= self.limits.cache_bytes
-        assert sum(1 + len(account.forks) for account in scheduler._admitted) <= self.limits.max_num_seqs
-        assert [each.order for each in scheduler._admitted] == sorted(each.order for each in scheduler._admitted)
+        assert sum(1 + len(account.forks) for account in scheduler.admitted) <= self.limits.max_num_seqs
+        assert [each.order for each in scheduler.admitted] == sorted(each.order for each in scheduler.admitted)
 
     def check_end(self) -> None:
         """All sequences have the tokens that they would have alone, and nothing is held any more."""

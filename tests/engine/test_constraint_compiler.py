@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, give_way
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, lower_priority
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
@@ -168,7 +168,8 @@ def test_what_is_compiled_gives_way_and_what_is_compiled_next_does_not_yet() -> 
 
     threads: CompileThreads[tuple[int, int]] = CompileThreads()
     found = [
-        each.result(30) for each in [threads.submit(lambda: (priority(), give_way() or priority())) for _ in range(5)]
+        each.result(30)
+        for each in [threads.submit(lambda: (priority(), lower_priority() or priority())) for _ in range(5)]
     ]
     assert found == [(priority(), priority() + 10)] * 5
     source = Constraint(ConstraintKind.REGEX, "a{1,300}", "f")

@@ -28,6 +28,7 @@ from tests.engine.tiny import (
     one_by_one,
     prompt_of,
     run,
+    run_with_engine,
     running,
     tiny_model,
     until,
@@ -42,16 +43,6 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _WRITTEN = r'\{"name": ?"([^"\\]|\\.)*", ?"size": ?"(small|large)"\}'
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
 
 
 def _compiled(codec: TextCodec, kind: str, source: Any, behind: ReasoningMarks | None = None) -> CompiledConstraint:
@@ -245,13 +236,14 @@ def test_bad_words_go_before_forced_tokens(model: PreTrainedModel, codec: TextCo
     assert other.text in ("left", "right")
 
 
+@pytest.mark.parametrize("serial", [False, True])
 def test_a_constraint_that_becomes_too_complex_ends_its_sequence_alone(
-    model: PreTrainedModel, codec: TextCodec, schema: CompiledConstraint
+    model: PreTrainedModel, codec: TextCodec, schema: CompiledConstraint, serial: bool
 ) -> None:
     many = " | ".join(f'"a" "{number:04}"' for number in range(2500))  # at most 2,000 may be open at a time
     hard = EngineRequest(prompt_of(4), _SAMPLED, 0, constraint=_compiled(codec, "grammar", f"start: /[bc]/ ({many})"))
     easy = EngineRequest(prompt_of(6), _SAMPLED, 1, constraint=schema)
-    with running(model, eos_token_ids=(EOS,)) as engine:
+    with running(model, batcher=one_by_one(model) if serial else None, eos_token_ids=(EOS,)) as engine:
         failed, other = _answers(engine, [hard, easy])
     assert failed.finish_reason is FinishReason.ERROR and isinstance(failed.error, GenerationFailed)
     assert "cannot be kept to its constraint" in str(failed.error) and "2000" in str(failed.error)
@@ -265,8 +257,7 @@ def test_a_client_that_leaves_frees_its_sequence(model: PreTrainedModel, schema:
         stream.close()
         await until(lambda: idle(engine))
 
-    with running(model, eos_token_ids=(EOS,)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, eos_token_ids=(EOS,))
 
 
 @pytest.mark.parametrize("behind", ["/>", "<s>"], ids=["text", "a special token"])

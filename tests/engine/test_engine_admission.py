@@ -22,6 +22,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     tokens_of,
     until,
@@ -64,8 +65,7 @@ def test_equal_requests_start_in_the_order_of_arrival(model: PreTrainedModel, wa
     async def scenario(engine: EngineCore) -> None:
         await asyncio.gather(*(tokens_of(engine, prompt_of(6, i), greedy(5)) for i in range(12)))
 
-    with running(model, max_num_seqs=2, prefill_tokens=100) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=2, prefill_tokens=100)
     expected = [prompt_of(6, i) for i in range(12)]
     assert [tuple(ids) for call in watch.calls for ids in call if tuple(ids) in expected] == expected
 
@@ -76,8 +76,7 @@ def test_rows_never_exceed_the_bound_whatever_n_is(model: PreTrainedModel, watch
         for number, events in enumerate(await asyncio.gather(*streams)):
             assert len(events) == 1 + number % 3
 
-    with running(model, max_num_seqs=4) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=4)
     assert max(len(step) for step in watch.steps) == 4
 
 
@@ -171,8 +170,7 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(5), greedy(3))) == 3
 
-    with running(model, max_num_seqs=1, max_queued_requests=3) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=1, max_queued_requests=3)
 
 
 def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model: PreTrainedModel, watch: Watch) -> None:
@@ -191,8 +189,7 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
             assert [event async for event in stream][-1].finish_reason is not None
         assert len(await tokens_of(engine, prompt_of(90), greedy(3))) == 3  # nothing is left of them
 
-    with running(model, max_num_seqs=1, max_queued_tokens=100) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=1, max_queued_tokens=100)
 
 
 def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel, watch: Watch) -> None:
@@ -210,8 +207,7 @@ def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel
         for stream in streams:
             assert [event async for event in stream][-1].finish_reason is not None
 
-    with running(model, max_num_seqs=1, max_queued_requests=1) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=1, max_queued_requests=1)
 
 
 def test_after_shutdown_nothing_is_accepted(model: PreTrainedModel) -> None:

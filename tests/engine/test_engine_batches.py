@@ -17,6 +17,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     tiny_model,
     tokens_of,
@@ -81,8 +82,7 @@ def test_a_long_run_with_many_short_visitors_stays_right(family: str) -> None:
         assert await asyncio.gather(*(visit(*visitor) for visitor in visitors)) == expected
         assert await staying == stayer
 
-    with running(model, context=1024) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, context=1024)
 
 
 def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(model: PreTrainedModel) -> None:
@@ -99,8 +99,7 @@ def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(mod
         await until(lambda: idle(engine), "an idle engine")
         watcher.cancel()
 
-    with running(model, context=LONG) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, context=LONG)
     assert 0 < max(each.kv_cache_bytes for each in stats) <= 4 * 36 * TOKEN_BYTES
 
 
@@ -120,8 +119,7 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
         watch.let_go()
         await asyncio.gather(stream, *flood)
 
-    with running(model, prefill_tokens=ends[2], max_num_seqs=40) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, prefill_tokens=ends[2], max_num_seqs=40)
     calls = watch.calls[:50]  # the stream goes on for longer than these
     assert all(len(call[0]) == 1 for call in calls)
     prefilled = [sum(len(ids) for ids in call if len(ids) > 1) for call in calls]
@@ -175,8 +173,7 @@ def test_many_sequences_of_a_prompt_share_few_pages_and_are_preempted_rightly(fa
     findings = check_batching(model)
     assert findings.spec is not None
     room = replace(findings.spec, page_size=4).sequence_bytes(55) * 3 + 6 * findings.spec.state_bytes
-    with running(model, cache_bytes=room, findings=findings) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, cache_bytes=room, findings=findings)
 
 
 def test_whole_prompts_where_they_cannot_be_cut(model: PreTrainedModel, watch: Watch) -> None:
@@ -242,5 +239,4 @@ def test_random_company(family: str, seed: int) -> None:
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().wasted_tokens == 0
 
-    with running(model, context=1024, prefill_tokens=16, max_queued_requests=100, cache_bytes=2**20) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, context=1024, prefill_tokens=16, max_queued_requests=100, cache_bytes=2**20)

@@ -15,6 +15,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     tokens_of,
     until,
@@ -41,8 +42,7 @@ def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrained
         assert stats.wasted_tokens == 0
         assert stats.generation_tokens < 200  # it did stop
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel, watch: Watch) -> None:
@@ -62,8 +62,7 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().wasted_tokens == 0
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_close_while_waiting(model: PreTrainedModel) -> None:
@@ -79,8 +78,7 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
         first.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, max_num_seqs=1) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=1)
 
 
 def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: Watch) -> None:
@@ -96,8 +94,7 @@ def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: W
         assert engine.stats().generation_tokens == 0
         assert engine.stats().cancelled_sequences == 1
 
-    with running(model, prefill_tokens=4) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, prefill_tokens=4)
 
 
 def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> None:
@@ -110,8 +107,7 @@ def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> Non
         assert engine.stats().cancelled_sequences == 12
         assert engine.stats().wasted_tokens == 0
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> None:
@@ -129,8 +125,7 @@ def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> N
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences == 1
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
@@ -144,8 +139,7 @@ def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Wa
         assert await reader is None
         watch.let_go()
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: PreTrainedModel) -> None:
@@ -161,8 +155,7 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().generation_tokens < 200
 
-    with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
 def test_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) -> None:

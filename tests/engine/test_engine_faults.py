@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.batcher import DeadBatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
@@ -30,6 +31,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     tiny_model,
     tokens_of,
@@ -91,8 +93,7 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
         assert not engine._thread.is_alive()
         assert not engine._inbox.post(lambda: None), "nobody would take it in"
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedModel) -> None:
@@ -102,8 +103,7 @@ def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedMod
         expected = reference(model, prompt_of(5), 4)
         assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
 
-    with running(model, rebuild=lambda: one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, rebuild=lambda: one_by_one(model))
 
 
 async def settled(engine: EngineCore) -> None:
@@ -124,8 +124,7 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
         assert await tokens_of(engine, prompt_of(9, 1), greedy(30)) == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +174,7 @@ def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) ->
         await settled(engine)
 
     short = [reference(model, prompt_of(3, seed), 4) for seed in range(4)]
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
@@ -196,8 +194,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTrainedModel, watch: Watch) -> None:
@@ -211,8 +208,7 @@ def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTraine
         assert [await stream for stream in streams] == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
@@ -237,8 +233,7 @@ def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
     assert calls > 4
 
 
@@ -261,8 +256,7 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
         await blocker
         await settled(engine)
 
-    with running(model, prefill_tokens=512, prefix_bytes=2**20) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, prefill_tokens=512, prefix_bytes=2**20)
     together = [call for call in watch.calls if any(POISON in ids for ids in call)]
     assert max(len(call) for call in together) > 1
 
@@ -357,8 +351,7 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
 
     handle = model.model.layers[1].register_forward_pre_hook(fail_once, with_kwargs=True)
     try:
-        with running(model) as engine:
-            run(scenario(engine))
+        run_with_engine(scenario, model)
     finally:
         handle.remove()
 
@@ -376,8 +369,7 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> Non
         assert await other == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
@@ -400,8 +392,7 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
         assert await other == expected
         await settled(engine)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
@@ -423,8 +414,12 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
         assert engine.stats().kv_cache_bytes == 0  # a dead engine holds no memory
         assert engine.stats().decode_steps > 0
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
+
+
+def test_a_dead_batcher_keeps_the_counters_and_holds_nothing() -> None:
+    last = EngineStats(generation_tokens=3, kv_cache_budget=7, running_sequences=2, prefix_cache_bytes=5)
+    assert DeadBatcher(last).stats() == EngineStats(generation_tokens=3, kv_cache_budget=7)
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
@@ -452,8 +447,7 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
             engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         engine.shutdown()
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedModel) -> None:
@@ -506,8 +500,7 @@ def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> N
             assert {end.finish_reason for end in ends} == {FinishReason.ABORT}
             assert all(isinstance(end.error, NotServing) for end in ends)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel) -> None:
@@ -521,8 +514,7 @@ def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel)
         assert event.finish_reason is FinishReason.ABORT
         assert tokens < 239
 
-    with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
 def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: Watch) -> None:
@@ -536,8 +528,7 @@ def test_a_serial_answer_that_raises_fails_alone(model: PreTrainedModel, watch: 
         assert event.token_ids == (POISON,)
         assert await waiting == expected
 
-    with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
 def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedModel) -> None:
@@ -548,8 +539,7 @@ def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedMod
         await settled(engine)
 
     expected = reference(model, prompt_of(9, 1), 12)
-    with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
 def test_an_answer_that_cannot_leave_is_told_its_end_once(
@@ -573,8 +563,7 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(
         assert sorted(end.index for end in ends) == [0, 1] and [event async for event in last] == []
         assert [event async for event in stays][-1].finish_reason is FinishReason.ERROR
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrainedModel, watch: Watch) -> None:

@@ -25,6 +25,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     tiny_model,
     tokens_of,
@@ -70,8 +71,7 @@ def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
         assert got == [*expected, expected[3]]
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_pieces_are_prefilled_before_the_end_is_known(model: PreTrainedModel, watch: Watch) -> None:
@@ -87,8 +87,7 @@ def test_pieces_are_prefilled_before_the_end_is_known(model: PreTrainedModel, wa
         assert engine.stats().prefill_tokens == 50
 
     expected = reference(model, prompt_of(50), 12)
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
@@ -113,8 +112,7 @@ def test_a_whole_that_differs_from_its_pieces_is_prefilled_from_there_on(
         assert engine.stats().prefill_tokens == 29 + len(whole) - (kept if family == "llama" else 0)
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_too_long_or_foreign_pieces_are_refused_when_they_come(model: PreTrainedModel) -> None:
@@ -136,8 +134,7 @@ def test_too_long_or_foreign_pieces_are_refused_when_they_come(model: PreTrained
         stream.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_only_an_open_stream_takes_pieces_and_only_until_it_is_sealed(model: PreTrainedModel) -> None:
@@ -151,8 +148,7 @@ def test_only_an_open_stream_takes_pieces_and_only_until_it_is_sealed(model: Pre
         with pytest.raises(ValueError):
             engine.submit([EngineRequest((), GREEDY, open=True), EngineRequest(prompt_of(3), GREEDY)])
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
@@ -165,8 +161,7 @@ def test_the_longest_prompt_fits_in_pieces(model: PreTrainedModel) -> None:
         assert events[-1].finish_reason is FinishReason.LENGTH
         assert events[-1].usage is not None and events[-1].usage.num_output_tokens == 1
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 @pytest.mark.parametrize("chunks", [(), prompt_of(30)], ids=["before its first piece", "half prefilled"])
@@ -199,8 +194,7 @@ def test_an_idle_open_prompt_costs_no_processor_time_and_holds_nobody_up(model: 
         stream.seal(prompt_of(10))
         assert await rest(stream) == reference(model, prompt_of(10), 12)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedModel) -> None:
@@ -242,8 +236,7 @@ def test_paused_prompts_take_no_row_and_no_memory_that_others_need(model: PreTra
         assert await asyncio.gather(*(rest(stream) for stream in paused)) == [expected_long] * 4
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, max_num_seqs=2, cache_bytes=one_row(model, CONTEXT)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=2, cache_bytes=one_row(model, CONTEXT))
 
 
 def test_a_prompt_that_has_grown_beyond_the_cache_is_refused_at_that_piece(model: PreTrainedModel) -> None:
@@ -255,8 +248,7 @@ def test_a_prompt_that_has_grown_beyond_the_cache_is_refused_at_that_piece(model
         stream.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    with running(model, cache_bytes=one_row(model, CONTEXT)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, cache_bytes=one_row(model, CONTEXT))
 
 
 def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTrainedModel) -> None:
@@ -271,8 +263,7 @@ def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTraine
         await until(lambda: engine.stats().open_prompts == 0, "their end")
         opened(engine).close()
 
-    with running(model, max_queued_requests=3) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_queued_requests=3)
 
 
 def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrainedModel) -> None:
@@ -287,8 +278,7 @@ def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrained
         assert events[-1].finish_reason is FinishReason.LENGTH
         assert events[-1].usage is not None and events[-1].usage.queue_s < 0.5 < events[-1].usage.ttft_s
 
-    with running(model, queue_timeout=0.5) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, queue_timeout=0.5)
 
 
 def one_row(model: PreTrainedModel, length: int) -> int:

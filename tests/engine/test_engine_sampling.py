@@ -23,6 +23,7 @@ from tests.engine.tiny import (
     prompt_of,
     reference,
     run,
+    run_with_engine,
     running,
     spelled,
     tiny_model,
@@ -98,8 +99,7 @@ def test_n_samples_differ_from_each_other_and_come_again_with_their_seed(model: 
             assert event.usage is not None
             assert (event.usage.num_input_tokens, event.usage.num_output_tokens) == (len(PROMPT), 20)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
@@ -111,8 +111,7 @@ def test_n_greedy_answers_are_equal(family: str) -> None:
         events = await collect(engine, [EngineRequest(PROMPT, greedy(15, n=3))])
         assert [list(events[index].token_ids) for index in range(3)] == [expected] * 3
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 # --- ends ---
@@ -144,8 +143,7 @@ def test_every_way_to_end(model: PreTrainedModel) -> None:
         )
         await check(SamplingParameters(max_tokens=40, stop_token_ids=(tokens[later],)), first + 1, stop)
 
-    with running(model, eos_token_ids=(end,)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, eos_token_ids=(end,))
 
 
 def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedModel) -> None:
@@ -160,8 +158,7 @@ def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedMode
         )
         assert (await sequence(engine, included)).text == "x"
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_no_stop_string_ends_an_answer_before_min_tokens(model: PreTrainedModel) -> None:
@@ -186,8 +183,7 @@ def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
         assert event.token_ids[9] == tokens[0]
         assert event.finish_reason is FinishReason.STOP
 
-    with running(model, eos_token_ids=(tokens[1],)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, eos_token_ids=(tokens[1],))
 
 
 def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> None:
@@ -198,10 +194,8 @@ def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> 
             assert event.usage is not None
             assert event.usage.num_input_tokens + event.usage.num_output_tokens == CONTEXT
 
-    with running(model) as engine:
-        run(scenario(engine))
-    with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
+    run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
 # --- stop strings ---
@@ -255,8 +249,7 @@ def test_bias_and_penalties_reach_the_choice(model: PreTrainedModel) -> None:
             else:
                 assert len(set(changed)) == 30  # nothing comes twice
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
@@ -301,8 +294,7 @@ def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> 
         assert engine.stats().generation_tokens == 2 * sum(3 + i for i in range(6))
         assert events[11].usage.queue_s > events[0].usage.queue_s  # type: ignore[union-attr]
 
-    with running(model, max_num_seqs=2, batcher=one_by_one(model) if serial else None) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model, max_num_seqs=2, batcher=one_by_one(model) if serial else None)
 
 
 def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
@@ -315,5 +307,4 @@ def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
         for params in (greedy(40), sampled(40, temperature=2.0)):
             assert max((await sequence(engine, params)).token_ids) < VOCAB
 
-    with running(wide) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, wide)

@@ -20,6 +20,7 @@ from tests.engine.tiny import (
     greedy,
     prompt_of,
     run,
+    run_with_engine,
     running,
     spelled,
     until,
@@ -61,8 +62,7 @@ def test_the_events_join_to_the_decode_of_all_tokens(model: PreTrainedModel, ski
                 assert event.finish_reason is None and event.usage is None and event.text
             assert events[-1].finish_reason is not None and events[-1].usage is not None
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_no_event_splits_a_character(model: PreTrainedModel) -> None:
@@ -138,8 +138,7 @@ def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: P
         assert [(await anext(late)).index for _ in range(6)] == [0, 1, 2, 0, 1, 2]
         late.close()
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTrainedModel) -> None:
@@ -166,8 +165,7 @@ def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
         assert engine.stats().generation_tokens == 200
         unread.close()
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
@@ -189,8 +187,7 @@ def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
         task.cancel()
         assert turns >= len(read)
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)
 
 
 def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: Watch) -> None:
@@ -213,5 +210,4 @@ def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: 
         for stream in streams:
             stream.close()
 
-    with running(model) as engine:
-        run(scenario(engine))
+    run_with_engine(scenario, model)

@@ -13,12 +13,6 @@ from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, ServiceRate
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
-from tests.engine.tiny import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
 
 
 def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", priority: int = 100) -> RequestState:
@@ -28,10 +22,17 @@ def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", p
     return RequestState(given, Mailbox(loop, 1, lambda: None), codec, (), 10_000)
 
 
+def queue_of(*requests: RequestState) -> FairQueue:
+    waiting = FairQueue()
+    for each in requests:
+        waiting.add(each)
+    return waiting
+
+
 def drain(waiting: FairQueue) -> list[RequestState]:
     order = []
     while (admitted := waiting.admit(lambda request: True)) is not None:
-        order.append(admitted[0])
+        order.append(admitted)
     return order
 
 
@@ -44,69 +45,54 @@ def test_a_deadline_that_no_thread_can_wait_for_is_waited_for_in_parts(codec: Te
 
 
 def test_equal_jobs_are_first_come_first_served(codec: TextCodec) -> None:
-    waiting, requests = FairQueue(), [request(codec, 10, 10) for _ in range(5)]
-    for each in requests:
-        waiting.add(each)
-    assert drain(waiting) == requests
+    requests = [request(codec, 10, 10) for _ in range(5)]
+    assert drain(queue_of(*requests)) == requests
 
 
 def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None:
-    waiting = FairQueue()
     long = [request(codec, 1000, 4000, client="a") for _ in range(10)]
     short = request(codec, 10, 10, client="b")
-    for each in (*long, short):
-        waiting.add(each)
-    assert drain(waiting)[0] is short
+    assert drain(queue_of(*long, short))[0] is short
 
 
 def test_a_clients_flood_does_not_delay_another_client(codec: TextCodec) -> None:
-    waiting = FairQueue()
     flood = [request(codec, 50, 50, client="flood") for _ in range(100)]
-    for each in flood:
-        waiting.add(each)
     other = request(codec, 100, 100, client="other")
-    waiting.add(other)
-    assert drain(waiting).index(other) <= 2
+    assert drain(queue_of(*flood, other)).index(other) <= 2
 
 
 def test_a_long_job_is_not_starved_by_a_stream_of_short_ones(codec: TextCodec) -> None:
-    waiting, long = FairQueue(), request(codec, 1000, 1000)
-    waiting.add(long)
+    waiting = queue_of(long := request(codec, 1000, 1000))
     order: list[RequestState] = []
     while long not in order and len(order) < 1000:
         waiting.add(request(codec, 10, 10))
         admitted = waiting.admit(lambda request: True)
         assert admitted is not None
-        order.append(admitted[0])
+        order.append(admitted)
     assert 10 < order.index(long) < 300
 
 
 def test_priority_comes_before_everything_else(codec: TextCodec) -> None:
-    waiting = FairQueue()
     urgent = request(codec, 1000, 1000, priority=1)
     ordinary = [request(codec, 1, 1) for _ in range(3)]
-    for each in (*ordinary, urgent):
-        waiting.add(each)
-    assert drain(waiting) == [urgent, *ordinary]
+    assert drain(queue_of(*ordinary, urgent)) == [urgent, *ordinary]
 
 
 def test_a_job_that_does_not_fit_is_overtaken_only_so_often(codec: TextCodec) -> None:
-    waiting, big = FairQueue(), request(codec, 5, 5)
-    waiting.add(big)
+    waiting = queue_of(big := request(codec, 5, 5))
     overtaken = 0
     for _ in range(100):
         waiting.add(request(codec, 100, 100))
-        if waiting.admit(lambda request: request is not big or None) is None:
+        if waiting.admit(lambda request: request is not big) is None:
             break
         overtaken += 1
     assert 0 < overtaken < 50
-    assert waiting.admit(lambda request: True) == (big, True)
+    assert waiting.admit(lambda request: True) is big
 
 
 def test_counts_are_zero_when_all_have_left(codec: TextCodec) -> None:
-    waiting, requests = FairQueue(), [request(codec, 3, 3) for _ in range(4)]
-    for each in requests:
-        waiting.add(each)
+    requests = [request(codec, 3, 3) for _ in range(4)]
+    waiting = queue_of(*requests)
     assert (len(waiting), waiting.tokens) == (4, 12)
     waiting.remove(requests[0])
     drain(waiting)

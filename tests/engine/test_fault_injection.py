@@ -40,7 +40,7 @@ def test_slowness_changes_no_token() -> None:
 
 
 def test_there_are_no_faults_unless_asked_for() -> None:
-    assert read_faults({}) is None
+    assert read_faults({}) == ()
 
 
 @pytest.mark.parametrize(

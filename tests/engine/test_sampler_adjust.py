@@ -40,12 +40,13 @@ def _logits(seed: int = 0) -> torch.Tensor:
 
 def _adjusted(adjuster: LogitAdjuster, logits: torch.Tensor) -> torch.Tensor:
     row = logits.clone()
-    adjust_rows(row[None], [0], [adjuster.edits()])
+    if (edits := adjuster.edits()) is not None:
+        adjust_rows(row[None], [0], [edits])
     return row
 
 
 def test_nothing_asked_is_nothing_done() -> None:
-    assert not _adjuster([1, 2, 3]).active
+    assert _adjuster([1, 2, 3]).edits() is None
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
@@ -81,7 +82,7 @@ def test_the_end_is_suppressed_until_min_tokens_are_there() -> None:
         theirs = MinNewTokensLengthLogitsProcessor(len(_PROMPT), 3, [2, 9])(
             torch.zeros((1, len(_PROMPT) + count), dtype=torch.int64), _logits()[None]
         )[0]
-        assert adjuster.active == (count < 3)
+        assert (adjuster.edits() is not None) == (count < 3)
         assert torch.equal(_adjusted(adjuster, _logits()), theirs)
         adjuster.accept(1)
 

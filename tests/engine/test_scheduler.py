@@ -409,7 +409,7 @@ def test_the_last_admitted_of_the_lowest_priority_is_preempted_and_gets_the_same
         engine.add(request)
     while not engine.scheduler.preemptions:
         engine.step()
-    (preempted,) = [account for account in engine.scheduler._admitted if account.restarts]
+    (preempted,) = [account for account in engine.scheduler.admitted if account.restarts]
     assert preempted.sequence.request is late
     engine.run()
     engine.check_end()
@@ -434,7 +434,7 @@ def test_a_fresh_prompt_waits_for_the_pages_of_all_of_it_and_for_preempted_ones(
     engine.add(second)
     while not first.finished:
         engine.step()
-        assert engine.scheduler.prefilling_requests + engine.scheduler.running_sequences <= 1
+        assert engine.scheduler.admitted.prefilling_requests + engine.scheduler.admitted.running_sequences <= 1
     engine.run()
     assert engine.scheduler.preemptions == 0
 
@@ -522,7 +522,7 @@ def test_paused_prompts_keep_nobody_out_and_are_given_up_once() -> None:
     assert engine.scheduler.used_bytes == 39 * SPEC.page_bytes(0)
     engine.add(request_of(prompt_of(60, 9), 9))
     engine.step()
-    assert engine.scheduler.running_sequences == 1
+    assert engine.scheduler.admitted.running_sequences == 1
     assert engine.scheduler.used_bytes == (13 + 15) * SPEC.page_bytes(0)  # one is left: the last that grew
     paused[0].grow(prompt_of(5, 7), False)
     assert computed(engine) == 0  # it would be computed and given up again and again

@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -50,6 +51,7 @@ from tests.engine.tiny import (
     idle,
     prompt_of,
     run,
+    run_with_engine,
     running,
     spelled,
     tokens_of,
@@ -59,11 +61,6 @@ from tests.engine.tiny import (
 
 PAGE = 4
 BOUND = 20  # seconds that no step takes
-
-
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +121,7 @@ def test_the_text_of_a_step_is_delivered_while_the_next_forward_runs(
 def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
     model: PreTrainedModel, findings: SelfCheckResult
 ) -> None:
-    """It is in that step in vain: its token goes nowhere, its pages come back, and the others go on."""
+    """Its token of that step is dropped, its pages come back, and the other sequence goes on."""
     said = spelled("one two three four five six")
     with dictated(model, said, prompt=6), watched(model) as watch:
 
@@ -255,55 +252,53 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
             await until(lambda: idle(engine), "an idle engine")
             assert engine.stats().cancelled_sequences == 1
 
-        with running(model, findings=findings, prefill_tokens=64, flights=in_a_thread()) as engine:
-            run(scenario(engine))
+        run_with_engine(scenario, model, findings=findings, prefill_tokens=64, flights=in_a_thread())
 
 
-def _request(params: SamplingParameters, loop: asyncio.AbstractEventLoop) -> RequestState:
-    mailbox = Mailbox(loop, 1, lambda: None)
-    return RequestState(EngineRequest(prompt_of(5), params), mailbox, TextCodec(byte_tokenizer()), (), 100)
+def _answer(model: PreTrainedModel, count: int, poll: Callable[[ContinuousBatcher, RequestState], None]) -> int:
+    """Runs an answer of ``count`` tokens, with ``poll`` between the ids and the text of each step.
 
-
-def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(model: PreTrainedModel) -> None:
+    Returns how many generated tokens the batcher has counted.
+    """
     batcher, loop = (
         batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
         asyncio.new_event_loop(),
     )
-    request = _request(greedy(20), loop)
+    asked = EngineRequest(prompt_of(5), greedy(count))
+    request = RequestState(asked, Mailbox(loop, 1, lambda: None), TextCodec(byte_tokenizer()), (), 100)
     batcher.add(request)
-    polls = iter(range(1000))
+    with torch.inference_mode():
+        for _ in range(2 * count):
+            batcher.step(lambda sequences: None, lambda: poll(batcher, request), lambda: None)
+    loop.close()
+    assert request.finished
+    return batcher.stats().generation_tokens
 
-    def cancel_once() -> None:
-        if next(polls) == 4:
+
+def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(model: PreTrainedModel) -> None:
+    cancelled: list[SequenceState] = []
+
+    def cancel(batcher: ContinuousBatcher, request: RequestState) -> None:
+        if len(request.sequences[0].tokens) == 4:
             request.sequences[0].finish(FinishReason.ABORT)
             batcher.evict([request])
+            cancelled.append(request.sequences[0])
 
-    with torch.inference_mode():
-        while batcher.step(lambda sequences: None, cancel_once, lambda: None):
-            pass
-    loop.close()
-    assert batcher.stats().generation_tokens == len(request.sequences[0].tokens) > 0
+    counted = _answer(model, 20, cancel)
+    assert counted == len(cancelled[0].tokens) > 0
 
 
 def test_a_sequence_whose_ids_have_ended_it_is_finished(model: PreTrainedModel) -> None:
     """A client that leaves between its last id and its text has cancelled nothing."""
-    batcher, loop = (
-        batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
-        asyncio.new_event_loop(),
-    )
-    request, seen = _request(greedy(3), loop), list[tuple[int, FinishReason | None]]()
-    batcher.add(request)
+    seen: list[tuple[int, FinishReason | None]] = []
 
-    def leave_at_the_end() -> None:
+    def leave_at_the_end(batcher: ContinuousBatcher, request: RequestState) -> None:
         if request.sequences[0].ended and not seen:
             unfinished = request.unfinished
             request.sequences[0].finish(FinishReason.ABORT)
             seen.append((unfinished, request.sequences[0].finish_reason))
 
-    with torch.inference_mode():
-        while batcher.step(lambda sequences: None, leave_at_the_end, lambda: None):
-            pass
-    loop.close()
+    _answer(model, 3, leave_at_the_end)
     assert seen == [(0, FinishReason.LENGTH)]
 
 

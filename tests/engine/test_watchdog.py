@@ -6,7 +6,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -50,11 +51,6 @@ _HANGS_S = 30.0
 BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 
 
-@pytest.fixture(scope="module")
-def codec() -> TextCodec:
-    return TextCodec(byte_tokenizer())
-
-
 @pytest.fixture
 def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
@@ -79,9 +75,9 @@ class TestWhatIsDecided:
         decision = state.decide(5.0, [])
         (end,) = decision.ask
         assert end.requests == (waiting,) and end.reason is FinishReason.TIMEOUT and isinstance(end.error, TimedOut)
-        assert decision.without == [] and decision.seconds == pytest.approx(PATIENCE)
-        assert state.decide(5.0 + PATIENCE, []).without == [end]
-        assert state.decide(6.0, []).without == [], "once"
+        assert decision.unanswered == [] and decision.seconds == pytest.approx(PATIENCE)
+        assert state.decide(5.0 + PATIENCE, []).unanswered == [end]
+        assert state.decide(6.0, []).unanswered == [], "once"
 
     def test_a_job_that_has_begun_has_no_deadline_for_its_wait(self, waiting: RequestState) -> None:
         state = WatchdogState(QueueLimits(queue_timeout=1.0))
@@ -93,8 +89,8 @@ class TestWhatIsDecided:
         state = WatchdogState(BOUNDS)
         end = EndRequest((waiting,), FinishReason.ABORT, NotServing("the end"), 10.0)
         state.asked(end)
-        assert state.decide(10.0 + PATIENCE / 2, []).without == []
-        assert state.decide(10.0 + PATIENCE, []).without == [end]
+        assert state.decide(10.0 + PATIENCE / 2, []).unanswered == []
+        assert state.decide(10.0 + PATIENCE, []).unanswered == [end]
 
     def test_a_step_is_overdue_at_half_its_time_and_lost_at_all_of_it(self) -> None:
         state, work = WatchdogState(BOUNDS), Work("the decode step of 3 sequences", 1, since=100.0)
@@ -167,12 +163,22 @@ async def events_of(stream: Mailbox) -> list[TokenEvent]:
     return [event async for event in stream]
 
 
+def run_and_end(scenario: Coroutine[Any, Any, None], watch: Watch, *engines: EngineCore) -> None:
+    """Runs the scenario; at its end the held forward goes on, and the engines stop."""
+    try:
+        run(scenario)
+    finally:
+        watch.let_go()
+        for engine in engines:
+            engine.shutdown()
+
+
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 class TestAStepThatHangs:
     def test_deadlines_are_kept_and_the_rows_are_freed_when_the_thread_is_back(
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
-        """Of the stream in the step, with the tokens it has, and of the one that waits behind it, each once."""
+        """Of the stream in the step, with the tokens it has, and of the one that waits for it, each once."""
         engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:
@@ -198,11 +204,7 @@ class TestAStepThatHangs:
             assert await tokens_of(engine, prompt_of(5), greedy(9)) == expected[:9]
 
         expected = reference(model, prompt_of(5), 200)
-        try:
-            run(scenario())
-        finally:
-            watch.let_go()
-            engine.shutdown()
+        run_and_end(scenario(), watch, engine)
 
     def test_an_abort_ends_every_stream(self, kind: str, model: PreTrainedModel, watch: Watch) -> None:
         engine = hung_engine(model, kind)
@@ -221,11 +223,7 @@ class TestAStepThatHangs:
             watch.let_go()
             await until(lambda: idle(engine), "free rows")
 
-        try:
-            run(scenario())
-        finally:
-            watch.let_go()
-            engine.shutdown()
+        run_and_end(scenario(), watch, engine)
 
     def test_it_is_not_ready_then_given_up_with_the_step_named(
         self, kind: str, model: PreTrainedModel, watch: Watch
@@ -251,11 +249,7 @@ class TestAStepThatHangs:
             engine._thread.join(_HANGS_S)
             assert not engine._thread.is_alive() and await events_of(running) == []
 
-        try:
-            run(scenario())
-        finally:
-            watch.let_go()
-            engine.shutdown()
+        run_and_end(scenario(), watch, engine)
 
 
 def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
@@ -273,11 +267,7 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
         assert usage is not None
         assert usage.num_output_tokens == sum(len(event.token_ids) for event in events)
 
-    try:
-        run(scenario())
-    finally:
-        watch.let_go()
-        engine.shutdown()
+    run_and_end(scenario(), watch, engine)
 
 
 def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_is_bounded(
@@ -299,11 +289,7 @@ def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_i
         await until(lambda: idle(engine), "free rows")
         assert engine.stats().timed_out_sequences == 1
 
-    try:
-        run(scenario())
-    finally:
-        watch.let_go()
-        engine.shutdown()
+    run_and_end(scenario(), watch, engine)
 
 
 def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: PreTrainedModel, watch: Watch) -> None:
@@ -322,11 +308,7 @@ def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: 
         await until(lambda: idle(engine) and not engine._open, "free rows")
         assert request.finished and engine.stats().cancelled_sequences == 2
 
-    try:
-        run(scenario())
-    finally:
-        watch.let_go()
-        engine.shutdown()
+    run_and_end(scenario(), watch, engine)
 
 
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
@@ -334,30 +316,25 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
 ) -> None:
     fair_lock, other = FairLock(), tiny_model("llama", seed=1)
     hung = engine_of(batcher_of("batched", model), fair_lock=fair_lock)
-    behind = engine_of(batcher_of("batched", other), QueueLimits(request_timeout=1.0), fair_lock=fair_lock)
+    waiting = engine_of(batcher_of("batched", other), QueueLimits(request_timeout=1.0), fair_lock=fair_lock)
 
     async def scenario() -> None:
         stream = hung.submit([EngineRequest(prompt_of(5), greedy(200))])
         await watch.hold()
-        event = (await asyncio.wait_for(events_of(behind.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
+        event = (await asyncio.wait_for(events_of(waiting.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
         assert event.finish_reason is FinishReason.TIMEOUT
-        assert "it waits for its device: the " in str(behind.trouble), "no request of its own can be in time"
+        assert "it waits for its device: the " in str(waiting.trouble), "no request of its own can be in time"
         stream.close()
         watch.let_go()
-        await until(lambda: behind.trouble is None, "the end of it")
+        await until(lambda: waiting.trouble is None, "the end of it")
 
-    try:
-        run(scenario())
-    finally:
-        watch.let_go()
-        for engine in (hung, behind):
-            engine.shutdown()
+    run_and_end(scenario(), watch, hung, waiting)
 
 
 def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
     """It would wait for work that nobody can post any more."""
     batcher, gate = batcher_of("batched", model), threading.Event()
-    batcher.step = lambda deliver, poll: not gate.wait(60)  # type: ignore[method-assign]
+    batcher.step = lambda *callbacks: not gate.wait(60)  # type: ignore[method-assign]
     engine = engine_of(batcher, QueueLimits(step_timeout=1.0))
 
     async def scenario() -> None:

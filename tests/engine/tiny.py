@@ -34,32 +34,16 @@ from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLi
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
-from tests.engine.tiny_models import (
-    CONTEXT as CONTEXT,
-)
-from tests.engine.tiny_models import (
-    EOS as EOS,
-)
-from tests.engine.tiny_models import (
-    FAMILIES as FAMILIES,
-)
-from tests.engine.tiny_models import (
-    SERIAL_FAMILIES as SERIAL_FAMILIES,
-)
-from tests.engine.tiny_models import (
-    VOCAB as VOCAB,
-)
-from tests.engine.tiny_models import (
-    byte_tokenizer as byte_tokenizer,
-)
-from tests.engine.tiny_models import (
-    prompt_of as prompt_of,
-)
-from tests.engine.tiny_models import (
-    reference as reference,
-)
-from tests.engine.tiny_models import (
-    tiny_model as tiny_model,
+from tests.engine.tiny_models import (  # noqa: F401 tests import these from here, too
+    CONTEXT,
+    EOS,
+    FAMILIES,
+    SERIAL_FAMILIES,
+    VOCAB,
+    byte_tokenizer,
+    prompt_of,
+    reference,
+    tiny_model,
 )
 
 
@@ -170,6 +154,12 @@ def run(coroutine: Any, timeout: float = 60) -> Any:
         return await asyncio.wait_for(coroutine, timeout)
 
     return asyncio.run(bounded())
+
+
+def run_with_engine(scenario: Callable[[EngineCore], Any], model: PreTrainedModel, **more: Any) -> None:
+    """Runs the scenario with an engine over the model. ``more``: of ``running``."""
+    with running(model, **more) as engine:
+        run(scenario(engine))
 
 
 def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:

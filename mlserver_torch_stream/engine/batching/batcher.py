@@ -20,18 +20,11 @@ logger = logging.getLogger(__name__)
 _MOST_DEATHS = 3
 _DEATHS_WITHIN = 600.0  # seconds
 
-_GAUGES = (
-    "running_sequences",
-    "waiting_requests",
-    "waiting_tokens",
-    "prefilling_requests",
-    "open_prompts",
-    "kv_cache_bytes",
-)
-
 Deliver = Callable[[Sequence[SequenceState]], None]
 Poll = Callable[[], object]
 """Takes in new requests, closed streams, passed deadlines and a shutdown."""
+YieldDevice = Callable[[], None]
+"""Lets each engine that waits for the same device run a step."""
 
 
 class Batcher(ABC):
@@ -56,10 +49,10 @@ class Batcher(ABC):
         """Frees all memory of these requests: before it returns or, in a long step, at the next token."""
 
     @abstractmethod
-    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
         """Does some work; returns False if there was none.
 
-        It may call ``poll`` in between; ``let_others_in`` lets other engines use the device between two forwards.
+        A long step calls ``poll`` and ``yield_device`` between its forwards.
         """
 
     def others_stepped(self) -> None:  # noqa: B027 most batchers do not time their steps
@@ -99,7 +92,7 @@ class DeadBatcher(Batcher):
     """Replaces a batcher that died: it does nothing, holds no memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
-        super().__init__(replace(last, **dict.fromkeys(_GAUGES, 0)))
+        super().__init__(EngineStats(kv_cache_budget=last.kv_cache_budget).counting_on(last))
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         return None
@@ -110,5 +103,5 @@ class DeadBatcher(Batcher):
     def evict(self, requests: Sequence[RequestState]) -> None:
         pass
 
-    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
         return False

@@ -1,6 +1,6 @@
 """Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
 
-Carries out the scheduler's decisions. Knows nothing of threads, event loops or the layout of the cache.
+Carries out the scheduler's decisions. Knows nothing of event loops or the layout of the cache.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepResult, each_alone, whole_result
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
-from mlserver_torch_stream.engine.fault_injection import FaultInjector
+from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
@@ -46,7 +46,7 @@ Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time of its decision."""
+    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled."""
 
     plan: StepPlan
     began: float
@@ -57,14 +57,14 @@ class _StepInFlight:
 
 
 class ContinuousBatcher(Batcher):
-    """Schedules, runs one forward, samples all rows, delivers, and releases what has ended.
+    """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
-    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of
-    ``step`` waits for one of them. ``flights`` runs the forwards; None: that of the pipeline, or this thread runs them.
-    Where they overlap with this thread, the next step is launched before the text of the last one is made. A sequence
-    that ends by its text is in that step in vain. ``drafts_forced``: tokens that a constraint forces are computed
-    together, which a captured step cannot do. ``check_devices`` raises if a device is lost: no request is to blame, so
-    the error ends the thread.
+    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
+    waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
+    without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
+    made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
+    constraint forces are computed together, which a captured step cannot do. ``check_devices`` raises if a device is
+    lost: no request is to blame, so the error ends the thread.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class ContinuousBatcher(Batcher):
         drafts_forced: bool = True,
         pipeline: Pipeline | None = None,
         flights: Flights | None = None,
-        faults: FaultInjector | None = None,
+        faults: Sequence[InjectedFault] = (),
         check_devices: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
         if pipeline is not None:
             forward = StagedForward(forward, pipeline)
-        self._forward: Forward = forward if faults is None else faults.wrap(forward)
+        self._forward: Forward = FaultyForward(faults, forward) if faults else forward
         self._cache = cache
         self._drafter = Drafter(lookup, drafts_forced)
         self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
@@ -121,7 +121,7 @@ class ContinuousBatcher(Batcher):
 
     # --- a step ---
 
-    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
         self._launch()
         if not len(self._flights):
             return False
@@ -129,7 +129,7 @@ class ContinuousBatcher(Batcher):
             self.progress.rest()  # while it waits for a forward
         completed = [(step, self._complete(step, forward)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
-            poll()  # whoever has come meanwhile is in the next step, and whoever has left is not
+            poll()  # the next step takes new requests, and none whose stream was closed
             self._launch()
         for step, chosen in completed:
             self._write(step, chosen, deliver)
@@ -146,12 +146,12 @@ class ContinuousBatcher(Batcher):
             self._busy |= step.sequences
             self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
-            if isinstance(self._flights, InlineForwards) and self._flights.overlap:
-                self.progress.completed(step)  # ``step`` waits for it, perhaps behind others that have the device
-        self._gauge()  # an admitted request no longer waits, however long the step takes
+            if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
+                self.progress.completed(step)
+        self._gauge()  # before a long step: an admitted request no longer waits
 
     def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
-        """Gives the sequences of a step their tokens, without text, and releases those that have ended by them."""
+        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
@@ -169,24 +169,24 @@ class ContinuousBatcher(Batcher):
 
     def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
         """Makes the text of a step's tokens, which may end sequences, and delivers it."""
-        for sequence in chosen.sequences:
+        for sequence in chosen.tokens_before:
             sequence.write()
-        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.sequences.items()))
+        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.tokens_before.items()))
         sequences = self._release_ended(step)
         # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
-        # running until a step that computes it is done.
+        # running while a launched step computes it.
         self._gauge()
         deliver(sequences)
 
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
-        """Returns all sequences of a step's requests."""
+        """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
         requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
         sequences = [sequence for request in requests for sequence in request.sequences]
         self._release(sequence for sequence in sequences if sequence.ended)
         return sequences
 
     def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
-        """Ends the sequences whose logits hold NaN, unless pages that another sequence wrote may have brought it."""
+        """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
         if not chosen.spoiled:
             return
         doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
@@ -215,7 +215,7 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
-        """Returns what came of a step's forward, and ends the sequences that failed."""
+        """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward.result())
         except BatchAheadFailed:
@@ -229,7 +229,7 @@ class ContinuousBatcher(Batcher):
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
-            # A prompt is that of all sequences of its request, which have no tokens yet.
+            # A sequence without tokens computes the prompt of all sequences of its request.
             culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
             for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
@@ -241,7 +241,7 @@ class ContinuousBatcher(Batcher):
         return self._forward(batch, self._cache)
 
     def _fresh(self, result: StepResult) -> StepResult:
-        """Leaves out the sequences that ended meanwhile, and prompts that became whole with other ids meanwhile."""
+        """Leaves out sequences that ended while the forward ran, and prompts that were sealed with other ids."""
         ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
         stale = [each.part.sequence for each in result.without(ended).computed if each.is_stale]
         void = self._scheduler.recompute(stale) if stale else []
@@ -250,13 +250,13 @@ class ContinuousBatcher(Batcher):
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
-        """Drops requests whose streams were closed, before the engine knows of it."""
+        """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
         self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Frees the pages of sequences that are in no forward.
+        """Releases sequences, except those of steps in flight.
 
-        Returns the sequences that must be computed again, because they share pages that those have not written.
+        Returns the sequences that are computed again, as they share pages that the released ones have not written.
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}
@@ -285,10 +285,10 @@ class ContinuousBatcher(Batcher):
         scheduler = self._scheduler
         self._stats = replace(
             self._stats,
-            running_sequences=scheduler.running_sequences,
+            running_sequences=scheduler.admitted.running_sequences,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
-            prefilling_requests=scheduler.prefilling_requests,
+            prefilling_requests=scheduler.admitted.prefilling_requests,
             open_prompts=scheduler.open_prompts,
             kv_cache_bytes=scheduler.used_bytes,
             prefix_cache_bytes=scheduler.cached_bytes,

@@ -1,4 +1,4 @@
-"""Runs one forward at a time on the engine's own thread, where a pipeline runs several in threads of their own."""
+"""Runs forwards on the engine's thread, one at a time; ``InFlightForwards`` runs them in other threads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ T = TypeVar("T")
 
 
 class InlineForwards(Generic[K, T]):
-    """``overlap``: a forward returns before its device is done, as on a GPU, so each is called when it is launched.
+    """``overlap``: a call of the forward returns before its device is done, as on a GPU. Then ``launch`` calls it.
 
-    Others take the engine's thread until they are done: each is called when it is asked for its result.
+    Otherwise the call lasts until the logits are there, so it is made in ``completed``. In both cases the engine's
+    thread calls the forward; ``called_at_launch`` says whether it has returned before ``completed``.
     """
 
     most = 1
 
     def __init__(self, *, overlap: bool = False) -> None:
-        self.overlap = overlap
+        self.overlap = self.called_at_launch = overlap
         self._launched: list[tuple[K, Callable[[], Future[T]]]] = []
 
     def __len__(self) -> int:
@@ -36,7 +37,7 @@ class InlineForwards(Generic[K, T]):
         return [(key, result()) for key, result in launched]
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Does nothing: no forward runs between the calls."""
 
 
 def _done(work: Callable[[], T]) -> Future[T]:

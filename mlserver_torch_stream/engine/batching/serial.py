@@ -5,7 +5,6 @@ Knows nothing of caches; the model keeps its state itself.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +15,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll
-from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
+from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
@@ -27,8 +26,6 @@ from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
-
-logger = logging.getLogger(__name__)
 
 
 class SerialBatcher(Batcher):
@@ -70,7 +67,7 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Removes waiting requests at once. The running one notices at its next token that it has ended."""
+        """Removes waiting requests before it returns. A running sequence that has ended stops at its next token."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -78,14 +75,13 @@ class SerialBatcher(Batcher):
                 self._open.remove(request)
         self._gauge()
 
-    def step(self, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]) -> bool:
-        for request in [request for request in self._open if request.sealed]:
-            self._open.remove(request)
-            self._waiting.add(request)
-        admitted = self._waiting.admit(lambda request: True)
-        if admitted is None:
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
+        for sealed in [each for each in self._open if each.sealed]:
+            self._open.remove(sealed)
+            self._waiting.add(sealed)
+        request = self._waiting.admit(lambda request: True)
+        if request is None:
             return False
-        request, _ = admitted
         request.started_at = time.monotonic()
         self._running = 1
         self._gauge()
@@ -95,7 +91,7 @@ class SerialBatcher(Batcher):
             self._fail(request.sequences, error, deliver)
         for sequence in request.sequences:
             if not _ended(sequence):
-                self._generate(sequence, deliver, poll, let_others_in)
+                self._generate(sequence, deliver, poll, yield_device)
         self._running = 0
         self._gauge()
         return True
@@ -109,9 +105,7 @@ class SerialBatcher(Batcher):
             open_prompts=len(self._open),
         )
 
-    def _generate(
-        self, sequence: SequenceState, deliver: Deliver, poll: Poll, let_others_in: Callable[[], None]
-    ) -> None:
+    def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> None:
         request, sampler = sequence.request, sequence.sampler
         assert sampler is not None
         self.progress.at(f"the prefill of {len(request.prompt)} tokens by generate", len(request.prompt))
@@ -123,17 +117,17 @@ class SerialBatcher(Batcher):
                 attention_mask=torch.ones_like(prompt),  # otherwise every id that equals the padding is masked
                 max_new_tokens=request.max_tokens,
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
-                stopping_criteria=[_Ended(sequence, poll, let_others_in)],
+                stopping_criteria=[_Ended(sequence, poll, yield_device)],
             )
             generate() if self._pipeline is None else self._pipeline.run(generate)
         except Exception as error:
             self._fail([sequence], error, deliver)
 
     def _fail(self, sequences: Sequence[SequenceState], error: Exception, deliver: Deliver) -> None:
-        logger.error("generation failed", exc_info=error)
+        failure = log_failure("generation", error)
         self._check_devices()
         for sequence in sequences:
-            sequence.finish(FinishReason.ERROR, GenerationFailed(f"generation failed: {in_short(error)}"))
+            sequence.finish(FinishReason.ERROR, failure)
         deliver(sequences)
 
 
@@ -162,16 +156,16 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Polls the engine after each token, and lets others in."""
+    """Polls the engine after each token, and lets other engines use the device."""
 
-    def __init__(self, sequence: SequenceState, poll: Poll, let_others_in: Callable[[], None]) -> None:
+    def __init__(self, sequence: SequenceState, poll: Poll, yield_device: YieldDevice) -> None:
         self._sequence = sequence
         self._poll = poll
-        self._let_others_in = let_others_in
+        self._yield_device = yield_device
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self._poll()
-        self._let_others_in()
+        self._yield_device()
         return torch.full((1,), _ended(self._sequence), device=input_ids.device)
 
 

@@ -1,8 +1,8 @@
 """Holds the result of a step's forward: the logits of each of its sequences, or the reason why there are none.
 
-A forward that raises is tried again for each sequence alone. The pages of a batch make that safe: a sequence writes the
-same keys and values to the same pages. A copy is not made again, as its source may be somebody else's by then. Knows
-nothing of sampling.
+If the forward of all sequences raises, each sequence runs again alone. That is safe for its pages: a sequence writes
+the same keys and values to the same pages. The copies of the batch are not made again, as another sequence may have
+taken the source page. Knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Run = Callable[[Batch], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ComputedPart:
-    """A part of a step whose forward came back. ``row`` is the first of its rows of logits."""
+    """A part of a step whose forward came back. Its rows of logits begin at ``first_row``."""
 
     part: ScheduledSequence
     token_ids: Sequence[int]
-    row: int
+    first_row: int
 
     @property
     def is_stale(self) -> bool:
-        """Whether the prompt became whole with other ids meanwhile."""
+        """Whether the prompt was sealed with other ids while the forward ran."""
         part = self.part
         prompt = part.sequence.request.prompt[part.start : part.start + part.count]
         return part.prefills and prompt != list(self.token_ids)[: len(prompt)]
@@ -38,6 +38,8 @@ class ComputedPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """``logits``, [rows, vocab_size], of the parts that were computed; ``failures`` are the errors of the others."""
+
     computed: tuple[ComputedPart, ...]
     logits: torch.Tensor
     failures: dict[ScheduledSequence, Exception] = field(default_factory=dict)
@@ -54,10 +56,9 @@ def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
 
 
 def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error: Exception) -> StepResult:
-    """Runs each sequence of a plan alone, except the ``void`` ones. The forward of all has raised ``error``.
+    """Runs each sequence of a plan alone, except the ``void`` ones. ``error`` is that of the forward of all sequences.
 
-    Those that do not raise alone go on, also where the batch itself is at fault, for its memory say. A single sequence
-    is not tried again.
+    So if only the batch fails, for example for its memory, no sequence does. A plan of one sequence is not run again.
     """
     if len(plan.scheduled) == 1:
         return replace(NO_RESULT, failures=dict.fromkeys(plan.scheduled, error))

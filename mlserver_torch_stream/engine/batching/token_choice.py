@@ -5,7 +5,6 @@ Knows nothing of pages, of text, nor of the order of forwards.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,46 +12,51 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mlserver_torch_stream.engine.batching.step_results import ComputedPart, StepResult
-from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(slots=True)
 class ChosenTokens:
-    """What the sequences of a step have got: ``sequences`` are those that have new tokens.
+    """The tokens that a step gives its sequences; the sequences hold the tokens themselves.
 
-    ``verified`` is how many tokens count of each part with drafts: all but the drafts that were not accepted. The
-    logits of ``spoiled`` sequences hold NaN, and so may their pages: they have got no token, and have not ended.
+    ``tokens_before`` says of each sequence with new tokens how many it had before the step. ``verified`` says of each
+    part with drafts how many of its tokens count: all but the rejected drafts. The logits of ``spoiled`` sequences hold
+    NaN, and so may their pages: they get no token from that row, and have not ended.
     """
 
     verified: dict[ScheduledSequence, int]
-    sequences: dict[SequenceState, int] = field(default_factory=dict)
+    tokens_before: dict[SequenceState, int] = field(default_factory=dict)
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """A sequence that gets its next token from a row of the logits, behind ``drafts`` accepted ones."""
+class _LogitsRow:
+    """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
 
     computed: ComputedPart
     sequence: SequenceState
-    drafts: int = 0
+    accepted: int = 0
 
     @property
-    def row(self) -> int:
-        return self.computed.row + self.drafts
+    def index(self) -> int:
+        return self.computed.first_row + self.accepted
+
+    @property
+    def sampler(self) -> RowSampler:
+        assert self.sequence.sampler is not None
+        return self.sequence.sampler
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once. If that raises, it samples each sequence's rows alone.
+    """Samples the rows of all sequences at once. If that raises, it samples each sequence's row alone.
 
     So only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
     log-probabilities are wanted.
@@ -64,28 +68,27 @@ class TokenChoice:
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
         self._samplers = samplers
         self._check_devices = check_devices
-        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends with it
+        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends when this object is deleted
 
     def choose(self, result: StepResult) -> ChosenTokens:
         """Gives the unfinished sequences of a step their tokens."""
         parts = [computed.part for computed in result.computed]
         chosen = ChosenTokens({part: part.count - len(part.drafts) for part in parts if part.drafts})
-        turns = [
-            _Turn(computed, sequence)
+        rows = [
+            _LogitsRow(computed, sequence)
             for computed in result.computed
-            if not computed.part.samples or self._begin(computed.part.sequence.request)
             for sequence in computed.part.samples
-            if not sequence.ended
+            if not sequence.ended and self._make_samplers(sequence.request)
         ]
-        while turns := [open_turn for turn in turns if (open_turn := _take_forced(turn, chosen))]:
-            choices = self._sample(result.logits, turns)
-            turns = [
-                again for turn, choice in zip(turns, choices, strict=True) if (again := _take(turn, choice, chosen))
+        while rows := [to_sample for row in rows if (to_sample := _take_forced(row, chosen))]:
+            choices = self._sample(result.logits, rows)
+            rows = [
+                next_row for row, choice in zip(rows, choices, strict=True) if (next_row := _take(row, choice, chosen))
             ]
         return chosen
 
     def prepare(self, plan: StepPlan) -> None:
-        """Starts what can be computed while the forward of a plan runs: which tokens the constraints allow."""
+        """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
         matchers = [
             matcher
             for part in plan.scheduled
@@ -94,63 +97,54 @@ class TokenChoice:
         ]
         TokenMatcher.start_masks(matchers, self._mask_worker)
 
-    def _begin(self, request: RequestState) -> bool:
-        """Makes the samplers of a request whose prompt is computed. Returns False if its parameters allow none."""
-        if request.sequences[0].sampler is not None:
-            return True
-        try:
-            self._samplers.begin(request)
-        except Exception as error:
-            logger.exception("the samplers of a request could not be made")
-            request.finish(FinishReason.ERROR, GenerationFailed(f"prefill failed: {in_short(error)}"))
-            return False
+    def _make_samplers(self, request: RequestState) -> bool:
+        """Makes the samplers of a request once, when its prompt is computed. Returns False if its parameters fail."""
+        if request.sequences[0].sampler is None:
+            try:
+                self._samplers.begin(request)
+            except Exception as error:
+                request.finish(FinishReason.ERROR, log_failure("prefill", error))
+                return False
         return True
 
-    def _sample(self, logits: torch.Tensor, turns: Sequence[_Turn]) -> list[SampledToken | GenerationFailed]:
-        rows = [turn.row for turn in turns]
-        samplers = [turn.sequence.sampler for turn in turns if turn.sequence.sampler is not None]
+    def _sample(self, logits: torch.Tensor, rows: Sequence[_LogitsRow]) -> list[SampledToken | GenerationFailed]:
         try:
-            return sample(logits, samplers, rows)
+            return sample(logits, [row.sampler for row in rows], [row.index for row in rows])
         except Exception as error:
-            if len(turns) > 1:
-                return [self._sample(logits, [turn])[0] for turn in turns]
-            if isinstance(error, GenerationFailed):  # a constraint of the sequence: its text is for the client
-                return [error]
-            logger.exception("sampling failed")
+            if len(rows) > 1:
+                return [self._sample(logits, [row])[0] for row in rows]
+            failure = log_failure("sampling", error)
             self._check_devices()
-            return [GenerationFailed(f"sampling failed: {in_short(error)}")]
+            return [failure]
 
 
-def _take_forced(turn: _Turn, chosen: ChosenTokens) -> _Turn | None:
-    """Gives a sequence the tokens that are forced. Returns the turn behind them, if there is one."""
-    sampler, following = turn.sequence.sampler, turn
-    assert sampler is not None
-    while (token_id := sampler.only_token) is not None:
-        taken = _take(following, SampledToken(token_id), chosen)
-        if taken is None:
+def _take_forced(row: _LogitsRow | None, chosen: ChosenTokens) -> _LogitsRow | None:
+    """Gives a sequence the tokens that its constraint forces. Returns the row to sample next, if there is one."""
+    while row is not None:
+        try:
+            token_id = row.sampler.only_token
+        except Exception as error:
+            row.sequence.finish(FinishReason.ERROR, log_failure("sampling", error))
             return None
-        following = taken
-    return following
+        if token_id is None:
+            return row
+        row = _take(row, SampledToken(token_id), chosen)
+    return None
 
 
-def _take(turn: _Turn, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> _Turn | None:
-    """Gives a sequence its token. Returns its next turn if the token was drafted, and the sequence goes on."""
-    sequence = turn.sequence
+def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> _LogitsRow | None:
+    """Gives a sequence the token of a row. Returns the next row if the token was drafted, and the sequence goes on."""
+    sequence, part = row.sequence, row.computed.part
     if isinstance(choice, GenerationFailed):
         chosen.spoiled[sequence] = choice
         return None
-    chosen.sequences.setdefault(sequence, len(sequence.tokens))
-    assert sequence.sampler is not None
+    chosen.tokens_before.setdefault(sequence, len(sequence.tokens))
     try:
-        sequence.sampler.accept(choice.token_id)
+        row.sampler.accept(choice.token_id)
         sequence.accept(choice.token_id, choice.logprob)
-    except GenerationFailed as error:
-        sequence.finish(FinishReason.ERROR, error)
     except Exception as error:
-        logger.exception("a token could not be taken")
-        sequence.finish(FinishReason.ERROR, GenerationFailed(f"token {choice.token_id} failed: {in_short(error)}"))
-    drafts = turn.computed.part.drafts
-    if turn.drafts == len(drafts) or choice.token_id != drafts[turn.drafts]:
+        sequence.finish(FinishReason.ERROR, log_failure(f"token {choice.token_id}", error))
+    if row.accepted == len(part.drafts) or choice.token_id != part.drafts[row.accepted]:
         return None
-    chosen.verified[turn.computed.part] += 1
-    return replace(turn, drafts=turn.drafts + 1) if not sequence.ended else None
+    chosen.verified[part] += 1
+    return replace(row, accepted=row.accepted + 1) if not sequence.ended else None

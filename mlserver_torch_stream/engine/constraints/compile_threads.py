@@ -1,7 +1,7 @@
-"""Runs compilations, a few at a time, each on a thread of its own with a deep stack, which ends with the process.
+"""Runs compilations in daemon threads with deep stacks, a few at a time.
 
-Knows nothing of what is compiled. The library calls itself for each part within a part, and for each reference: the
-longest source that is taken needs up to 64 MB of stack, and without them ends the process.
+Knows nothing of what is compiled. The library recurses for each part within a part, and for each reference: the longest
+source that is accepted needs up to 64 MB of stack, and a smaller stack ends the process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 _THREADS = 2
 _STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
-_NICER_BY = 10  # a tenth of the share that other threads have of a busy core
+_NICE_LEVELS = 10  # the thread gets about a tenth of a busy core
 
 
 class CompileThreads(Generic[_T]):
-    """No thread is waited for when the process ends."""
+    """At its end the process does not wait for these threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class CompileThreads(Generic[_T]):
         return future
 
     def _one_by_one(self) -> None:
-        """A thread that has given way cannot take that back, nor can one that it starts: so each work has its own."""
+        """Runs the waiting work, each in a new thread, as ``lower_priority`` holds for the rest of its thread."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -62,19 +62,19 @@ class CompileThreads(Generic[_T]):
             thread.join()
 
 
-def give_way() -> None:
-    """Lets other threads go first from here on, where the system can say so of one thread: on Linux.
+def lower_priority() -> None:
+    """Lowers the priority of the calling thread for good, on Linux: other systems have none for a single thread.
 
-    For work without the interpreter's lock: others that wait for the lock must not wait for a thread that gives way.
+    The thread must not hold the interpreter's lock for long: the threads that wait for the lock would wait for it.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER_BY)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE_LEVELS)
 
 
 def finish(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Runs the work, and gives the future what came of it."""
+    """Runs the work, and gives the future its result or its error."""
     try:
         future.set_result(work())
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Holds a constraint that a model's tokenizer has been applied to; makes the matcher of each sequence from it.
+"""Holds a constraint that was compiled for a model's tokenizer; makes the matcher of each sequence from it.
 
 Knows nothing of how the constraint was written.
 """
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledConstraint:
-    """``start`` stands before the first token and stays there. ``forced`` must come next, and ``first`` may come behind
-    them. ``vocab_size`` and ``eos_ids`` are its tokenizer's."""
+    """``start`` is the library's matcher before the first token; only copies of it consume tokens.
+
+    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
+    and ``eos_ids`` are the tokenizer's.
+    """
 
     start: LLMatcher
     forced: Sequence[int]
     vocab_size: int
-    first: TokenMask
+    first_mask: TokenMask
     eos_ids: tuple[int, ...]
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of one sequence, which ``end_ids`` end where the constraint is met."""
+        """Returns the matcher of a sequence; a token of ``end_ids`` may end it where the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
-        return TokenMatcher(matcher, self.forced, self.first, self.vocab_size, self.eos_ids, end_ids)
+        return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids)

@@ -1,6 +1,6 @@
 """Compiles the constraints of requests for the tokenizer of a model, and keeps the latest of them.
 
-Knows nothing of engines. Compiling takes up to seconds, and has threads of its own.
+Knows nothing of engines. To compile takes up to seconds, so it runs in other threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, give_way
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, lower_priority
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
@@ -50,26 +50,29 @@ class ConstraintCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._prepared: LLTokenizer | str | None = None  # a str: why there is none
+        self._prepared: LLTokenizer | str | None = None  # a str: why this tokenizer has no structured output
         self._preparing = Lock()
         self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
         self._compiling: dict[_Key, Future[CompiledConstraint]] = {}
-        self._lock = Lock()  # of the two
+        self._lock = Lock()  # guards ``_kept`` and ``_compiling``
         self._threads: CompileThreads[CompiledConstraint] = CompileThreads()
 
     def prepare(self) -> LLTokenizer | str:
-        """Reads the vocabulary, which holds all threads up for 0.3 to 1 s: so it is done while the model loads."""
+        """Reads the vocabulary. It blocks all threads for 0.3 to 1 s, so the load of a model calls it.
+
+        Returns a str, the reason, where this tokenizer has no structured output.
+        """
         with self._preparing:
             if self._prepared is None:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where given.
+    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
-        key = (constraint, behind)
+        key = (constraint, reasoning)
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
@@ -79,30 +82,28 @@ class ConstraintCompiler:
         known.set_result(kept)
         return known
 
-    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
+    def compile(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> CompiledConstraint:
         """Blocks until it is compiled. Raises InvalidInput."""
-        return self.submit(constraint, behind).result()
+        return self.submit(constraint, reasoning).result()
 
     def _compiled_once(self, key: _Key) -> CompiledConstraint:
-        """Compiles a constraint, unless another thread does so already: then it waits for that one."""
+        """Compiles a constraint, or waits for the thread that compiles it already."""
         with self._lock:
-            if key in self._kept:
-                return self._kept[key]
-            others, mine = self._compiling.get(key), Future[CompiledConstraint]()
-            if others is None:
-                self._compiling[key] = mine
-        if others is not None:
-            return others.result()
-        finish(mine, lambda: self._compile(*key))
-        with self._lock:
-            del self._compiling[key]
-            if mine.exception() is None:
-                self._kept[key] = mine.result()
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return mine.result()
+            if (kept := self._kept.get(key)) is not None:
+                return kept
+            is_first = key not in self._compiling
+            compiling = self._compiling.setdefault(key, Future())
+        if is_first:
+            finish(compiling, lambda: self._compile(*key))
+            with self._lock:
+                del self._compiling[key]
+                if compiling.exception() is None:
+                    self._kept[key] = compiling.result()
+                while len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+        return compiling.result()
 
-    def _compile(self, constraint: Constraint, behind: ReasoningMarks | None) -> CompiledConstraint:
+    def _compile(self, constraint: Constraint, reasoning: ReasoningMarks | None) -> CompiledConstraint:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise InvalidInput(constraint.field, tokenizer)
@@ -116,32 +117,32 @@ class ConstraintCompiler:
             max_lexer_states=_MOST_LEXER_STATES, max_grammar_size=_MOST_GRAMMAR, verbose_errors=False
         )
         try:
-            grammar = self._grammar(constraint, behind, tokenizer)
+            grammar = self._grammar(constraint, reasoning, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
-        give_way()  # up to seconds follow
+        lower_priority()  # the rest takes up to seconds
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
+        # Most constraints that are too complex fail as the library computes a mask of theirs.
+        first_mask = _checked_mask(start, tokenizer.vocab_size, constraint.field)
         if forced := start.compute_ff_tokens():
-            behind_forced = start.deep_copy()
-            behind_forced.consume_tokens(forced)
-            first = _checked_mask(behind_forced, tokenizer.vocab_size, constraint.field)
-        # The two masks find most of what is too complex.
-        return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first, tuple(tokenizer.eos_tokens))
+            after_forced = start.deep_copy()
+            after_forced.consume_tokens(forced)
+            first_mask = _checked_mask(after_forced, tokenizer.vocab_size, constraint.field)
+        return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first_mask, tuple(tokenizer.eos_tokens))
 
-    def _grammar(self, constraint: Constraint, behind: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
-        from mlserver_torch_stream.engine.constraints.grammar import behind_text, grammar_of
+    def _grammar(self, constraint: Constraint, reasoning: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
+        from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 
         grammars = [grammar_of(constraint)]
-        if behind is not None:
-            end = self._pieces(behind.end, tokenizer)
+        if reasoning is not None:
+            end = self._pieces(reasoning.end, tokenizer)
             end_id = end[0] if isinstance(end[0], int) and len(end) == 1 else None
-            begin = None if behind.begin is None else self._pieces(behind.begin, tokenizer)
-            grammars = behind_text(grammars[0], behind.end, end_id, begin)
+            begin = None if reasoning.begin is None else self._pieces(reasoning.begin, tokenizer)
+            grammars = after_reasoning(grammars[0], reasoning.end, end_id, begin)
         return json.dumps({"grammars": grammars})
 
     def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
-        """The text, with the ids of its special tokens in their places."""
+        """Returns the text in pieces, with the id of each special token in its place."""
         pieces: list[str | int] = []
         for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
             if tokenizer.is_special_token(token_id):
@@ -178,7 +179,7 @@ def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
 
 
 def _least_multiple(source: str) -> int:
-    """The least common multiple of all numbers after ``multipleOf``, their factors 2 and 5 aside.
+    """Returns the least common multiple of all numbers after ``multipleOf``, without their factors 2 and 5.
 
     The library's time and memory grow with it.
     """

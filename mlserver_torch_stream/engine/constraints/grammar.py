@@ -1,6 +1,6 @@
-"""Writes a constraint as a grammar of llguidance, alone or behind a reasoning.
+"""Writes a constraint as a grammar of llguidance, alone or after a reasoning.
 
-Knows nothing of tokens but the ids of special ones that begin and end a reasoning.
+Knows no tokens but the special ones that begin and end a reasoning.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from mlserver_torch_stream.types import Constraint, ConstraintKind
 
-# JSON as models write it: one space at most behind a comma or a colon, and no other whitespace, of which a model could
-# write without end. What a schema cannot say here is refused, never left out.
+# JSON as models write it: one space at most after a comma or a colon, and no other whitespace, which a model could
+# write without end. A schema whose keywords the library cannot keep to is refused.
 _JSON: Any = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -41,21 +41,21 @@ def grammar_of(constraint: Constraint) -> dict[str, Any]:
         return _only(LLMatcher.grammar_from_regex(source))
     if constraint.kind is ConstraintKind.CHOICE:
         choices = " | ".join(_literal(choice) for choice in json.loads(source))
-        return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}  # one lexeme: of rules 2,000 are the most
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}  # one lexeme: a grammar has 2,000 rules at most
     return {"lark_grammar": _lark(source)}
 
 
-def behind_text(
+def after_reasoning(
     grammar: dict[str, Any], end: str, end_id: int | None, begin: Sequence[str | int] | None
 ) -> list[dict[str, Any]]:
-    """Returns the grammars of any text up to and including ``end``, its first occurrence, and ``grammar`` behind it.
+    """Returns the grammars of any text up to and including the first ``end``, and of ``grammar`` after it.
 
     ``end_id`` is the special token that ``end`` is; None if it is made of tokens of text. With ``begin``, pieces of
     text and ids of special tokens, the text before ``grammar`` begins with them, or there is none.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
-    else:  # spelled with other tokens, it does not end the reasoning: so it is not written that way
+    else:  # the same characters in other tokens do not end the reasoning, so they are not allowed
         spelled = re.escape(end).replace("/", r"\/")
         reasoning = f"reasoning: TEXT <[{end_id}]>\nTEXT: /{_TEXT}/ & ~/{_TEXT}{spelled}{_TEXT}/"
     before = "reasoning" if begin is None else f"({' '.join(map(_piece, begin))} reasoning)?"
@@ -81,7 +81,7 @@ def _literal(text: str) -> str:
 
 
 def _lark(source: str) -> str:
-    """The grammar itself, or, where it is written in GBNF, that of llama.cpp, the same in Lark's language."""
+    """Returns the source in Lark's language; llama.cpp's GBNF is translated."""
     if source.count("::=") > _MOST_GBNF_RULES:
         raise ValueError(f"must have at most {_MOST_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:

@@ -1,4 +1,4 @@
-"""Follows a constraint through the tokens of one sequence, and says which tokens may come next.
+"""Matches the tokens of one sequence with its constraint, and says which tokens may come next.
 
 Knows nothing of logits, nor of how the constraint was written.
 """
@@ -25,34 +25,35 @@ _MOST_REASON = 200  # characters
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """The length of the masks that the library writes; those that it returns may be longer."""
+    """Returns the bytes of a mask: whole words of 32 bits. The library's ``compute_bitmask`` may return more."""
     return (vocab_size + 31) // 32 * 4
 
 
 class TokenMatcher:
-    """What the constraint allows after the tokens that were accepted. All its methods run on the engine's thread.
+    """Says which tokens the constraint allows after the accepted ones. All its methods run on the engine's thread.
 
-    ``forced`` are the tokens that must come next, one after the other; empty where there is a choice. The library's
-    matcher is behind them already, so that the mask of the token behind them can be computed at any time.
+    ``forced`` are the tokens that must come next, in order; it is empty where there is a choice. The library's matcher
+    has consumed them already, so that the mask of the token after them can be computed before they are accepted.
     """
 
     def __init__(
         self,
         matcher: LLMatcher,
         forced: Iterable[int],
-        first: TokenMask,
+        first_mask: TokenMask,
         vocab_size: int,
         eos_ids: Collection[int],
         end_ids: Collection[int],
     ) -> None:
-        """``matcher`` stands behind ``forced``, where it allows ``first``. ``eos_ids`` are the end tokens of its
-        tokenizer, ``end_ids`` the tokens that end this sequence.
+        """``matcher`` has consumed ``forced``, and allows the tokens of ``first_mask`` now.
+
+        ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence.
         """
         self._matcher = matcher
-        self._bytes = len(first)
+        self._bytes = len(first_mask)
         self._eos_ids = [token_id for token_id in eos_ids if token_id not in end_ids]
         self._end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
-        self._mask: TokenMask | None = first
+        self._mask: TokenMask | None = first_mask
         self._computing: Future[None] | None = None
         self._stopped = matcher.is_stopped()
         self.forced = deque(forced)
@@ -63,7 +64,7 @@ class TokenMatcher:
         return self._stopped and not self.forced
 
     def accept(self, token_id: int) -> None:
-        """Follows a token that was chosen. Raises GenerationFailed if the constraint became too complex to follow."""
+        """Takes the chosen token. Raises GenerationFailed if the constraint becomes too complex."""
         if self.forced:
             forced = self.forced.popleft()
             assert token_id == forced, "nothing else was possible"
@@ -112,7 +113,7 @@ class TokenMatcher:
         return self._mask is None and self._computing is None and not self._stopped
 
     def _settle(self) -> None:
-        """Waits until no other thread uses the matcher."""
+        """Waits until no other thread uses the matcher. An error there comes again when ``mask`` computes the mask."""
         if self._computing is not None:
             self._computing.exception()
             self._computing = None
@@ -134,7 +135,7 @@ class TokenMatcher:
 
     @staticmethod
     def start_masks(matchers: Sequence[TokenMatcher], worker: Executor) -> None:
-        """Begins to compute the masks behind the forced tokens on another thread, one after the other."""
+        """Begins to compute the masks of the tokens after the forced ones, in another thread."""
         lacking = [matcher for matcher in matchers if matcher._lacks_mask]
         if lacking:
             computing = worker.submit(_compute_all, lacking)

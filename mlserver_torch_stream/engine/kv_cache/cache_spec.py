@@ -83,14 +83,14 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
     def __add__(self, other: CacheSpec) -> CacheSpec:
-        """Returns the spec of two devices together, which hold layers of the same groups."""
+        """Returns the spec of two devices together; their layers are of the same groups."""
         groups = (
-            replace(mine, token_bytes=mine.token_bytes + theirs.token_bytes)
-            for mine, theirs in zip(self.groups, other.groups, strict=True)
+            replace(group, token_bytes=group.token_bytes + same_group.token_bytes)
+            for group, same_group in zip(self.groups, other.groups, strict=True)
         )
         return CacheSpec(self.page_size, tuple(groups), self.state_bytes + other.state_bytes)
 
 
 def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
-    """Returns the spec of all devices together. There must be one."""
+    """Returns the spec of all devices together, of which there is at least one."""
     return reduce(add, specs)

@@ -16,11 +16,11 @@ from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
-# Of a GPU's free memory after loading; the rest is for activations, those that CUDA graphs keep, and the allocator's
-# fragments. All graphs of a stage share the memory of the largest step, which has as many rows as a prompt's chunk at
-# most, unless keys are gathered: a capture for which the rest is not enough is given up.
+# Share of a GPU's free memory after loading. The rest is for activations, for the memory of CUDA graphs, and for the
+# fragments of torch's allocator. The graphs of a stage share the memory of their largest step, which has no more rows
+# than a prompt's chunk, unless keys are gathered. A step that finds too little memory is not captured.
 GPU_CACHE_SHARE = 0.8
-# The most of the host's memory for prefixes of ended sequences: pages that were written to stay resident.
+# The most bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 
@@ -38,11 +38,11 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache with these ``specs``: ``asked`` bytes on all devices, or what is free.
+    """Returns the pages and slots of a cache: of ``asked`` bytes on all devices together, or else of the free memory.
 
-    A GPU's free memory excludes that of other engines already. ``engines`` share the host's memory equally. ``most`` is
-    the free memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of
-    ``size_cache``.
+    ``specs`` say what a token takes on each device. Of a host's memory the ``engines`` get equal parts, which
+    ``resources`` promise to ``owner``; the memory that other engines hold on a GPU is not free. ``most`` is the free
+    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of ``size_cache``.
     """
     if asked is None:
         rooms = [
@@ -63,8 +63,7 @@ def cache_budget(
 
 
 def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
-    """Returns the bytes of the pages that belong to no sequence. On a host they are never written, so they take no
-    memory."""
+    """Returns the bytes of the pages that belong to no sequence. A host never writes to them, so they take none."""
     return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
 
 
@@ -77,9 +76,9 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
-    """Returns how many of a KV cache's bytes pages of ended sequences may keep, until other sequences need them.
+    """Returns how many bytes of a KV cache pages of ended sequences may keep, until other sequences need them.
 
-    The memory of a GPU's cache is taken anyway. On a host it is not, before somebody writes to it. Raises LoadFailed.
+    A GPU's cache is allocated as a whole; a page on a host takes memory once it is written. Raises LoadFailed.
     """
     if asked is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

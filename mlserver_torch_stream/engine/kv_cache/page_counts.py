@@ -35,9 +35,9 @@ class CacheSize:
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
     """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
 
-    It holds one sequence of ``tokens`` if that is possible, then as long ones as possible for each of ``sequences``:
-    more memory for windowed layers would be of no use, and less would end a long sequence. The rest goes to all groups
-    alike, for the prefix cache. Without room for a token there are no pages at all.
+    It holds one sequence of ``tokens`` if that is possible, then ``sequences`` that are as long as possible: a windowed
+    group needs no more pages than that, and with fewer a long sequence would not fit. The remaining bytes become pages
+    of all groups alike, for the prefix cache. Without room for a token there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -64,8 +64,8 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Returns how many pages of each group ``budget`` bytes can be.
 
-    A page in a host's memory takes no memory before it is written to. So any group may come to take all of it, and the
-    scheduler keeps account of their sum.
+    A page takes no memory of a host before it is written, so each group may take the whole budget; the scheduler bounds
+    the sum of all groups.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 

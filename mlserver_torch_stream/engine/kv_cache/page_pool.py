@@ -24,8 +24,8 @@ class _GroupPages:
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self.fresh = 0  # the lowest page that nobody has had yet: memory that nobody has touched
-        self.free: list[int] = []  # a heap of lower pages
+        self.fresh = 0  # the lowest page that was never taken: its memory is not touched yet
+        self.free: list[int] = []  # a heap of pages below ``fresh``
         self.references: dict[int, int] = {}
         self.digests: dict[int, bytes] = {}
         self.found: dict[bytes, int] = {}
@@ -52,8 +52,8 @@ class _GroupPages:
 class PagePool:
     """The pages of all groups, within ``cache_bytes``. Cached ones take at most ``prefix_bytes`` of those.
 
-    A free page is the lowest one, so that the touched memory stays small. The least recently used cached page goes when
-    a page or its bytes are needed.
+    A free page is the lowest one, so that the touched memory stays small. The least recently used cached page is
+    evicted when a page or its bytes are needed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PagePool:
         self.cached_bytes = 0
 
     def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
-        """Whether so many pages of each group can be had at once, and ``more_bytes`` beside them."""
+        """Whether so many pages of each group, and ``more_bytes`` beside them, are free or cached."""
         more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
         return self.used_bytes + more_bytes <= self._cache_bytes and all(
             count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
@@ -109,14 +109,14 @@ class PagePool:
         return self._groups[group].references.get(page, 0)
 
     def name(self, group: int, page: int, digest: bytes) -> None:
-        """Lets others find a held page, unless they find another one with the same tokens already."""
+        """Lets ``find`` return a held page, unless it returns another page with the same tokens already."""
         pool = self._groups[group]
         if digest not in pool.found and page not in pool.digests:
             pool.digests[page] = digest
             pool.found[digest] = page
 
     def forget(self, group: int, page: int) -> None:
-        """Makes a page impossible to find by its tokens."""
+        """Lets ``find`` return the page no more."""
         self._groups[group].forget(page)
         if page in self._groups[group].cached:
             self._free(group, page)

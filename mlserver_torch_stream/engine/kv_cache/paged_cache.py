@@ -22,9 +22,9 @@ from mlserver_torch_stream.engine.kv_cache.state_slots import StateSlots
 class LayerPages:
     """Keys and values of one layer, ``[pages + 1, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    The last page, ``spare``, belongs to no sequence: rows of a captured step that stand for nothing write to it.
-    On a CPU a head's page is one piece of memory, and that of a page that nobody has written to is not resident. On
-    CUDA (``tokens_first``) the heads of a token lie together, as torch's varlen attention reads them.
+    The last page, ``spare``, belongs to no sequence: the padding rows of a captured step write to it. On a CPU a head's
+    page is one piece of memory, which is not resident before it is written. On CUDA (``tokens_first``) the heads of a
+    token lie together, as torch's varlen attention reads them.
     """
 
     group: int

@@ -1,6 +1,6 @@
-"""Keeps account of the pages of one sequence: its block tables, how much is computed, and what others may find.
+"""Keeps account of the pages of one sequence: its block tables, its computed tokens, and the pages that can be found.
 
-Knows nothing of requests, budgets or other sequences; the page pool counts who else holds a page.
+Knows nothing of requests, budgets or other sequences; the page pool counts the holders of each page.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ TokenIds = Callable[[int, int], Sequence[int]]
 
 
 class SequencePages:
-    """The first ``computed`` tokens of a sequence are in its pages, or will be once the forwards in flight are through.
+    """The first ``computed`` tokens of a sequence are in its pages, or will be after the forwards in flight.
 
-    ``named`` of its full pages have been offered to the pool, of which ``written`` are known to be written.
+    The pool can find the first ``named`` of its full pages by their tokens; ``written`` of them are surely written.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds) -> None:
@@ -46,7 +46,7 @@ class SequencePages:
     # --- finding ---
 
     def look_up(self, tokens: int) -> int:
-        """Goes on from the longest beginning of ``tokens`` that others have computed. Returns the tokens it gained.
+        """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens gained.
 
         A windowed group needs only the pages that the next token sees.
         """
@@ -96,7 +96,7 @@ class SequencePages:
         return self._digests[index]
 
     def name(self, tokens: int) -> None:
-        """Lets others find the full pages among the first ``tokens``."""
+        """Lets the pool find the full pages among the first ``tokens``."""
         if not self._pool.finds:
             return
         for index in range(self.named, tokens // self._spec.page_size):
@@ -146,7 +146,7 @@ class SequencePages:
     def has_room(self) -> bool:
         """Whether the next token needs no new page and no copy: it goes to pages that no other sequence holds.
 
-        False where it fills them, as others may find them then, and where a window may pass others.
+        False where it fills them, as they are named then, and in groups with a window, which may pass a page.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
         return 0 < offset < self._spec.page_size - 1 and all(
@@ -155,18 +155,18 @@ class SequencePages:
         )
 
     def missing(self, end: int) -> list[int]:
-        """Returns how many pages of each group it takes before the tokens up to ``end`` are written."""
+        """Returns how many pages of each group ``extend`` takes for the tokens up to ``end``."""
         return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
 
     def _is_shared(self, group: int) -> bool:
-        """Whether others hold the page that the next token is written to."""
+        """Whether another sequence holds the page that the next token is written to."""
         index, table = self.computed // self._spec.page_size, self.tables[group]
         return index < len(table) and self._pool.holders(group, table[index]) > 1
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
-        """Takes the pages for the tokens up to ``end``, and one in place of a page that it is to write and shares.
+        """Takes the pages for the tokens up to ``end``, and replaces a shared page that the next token goes to.
 
-        Returns the copies to make before: (group, source page, target page).
+        Returns the copies that the step makes first: (group, source page, target page).
         """
         copies = []
         index = self.computed // self._spec.page_size
@@ -186,7 +186,7 @@ class SequencePages:
             self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
 
     def fork(self, token_ids: TokenIds) -> SequencePages:
-        """Returns the account of another sequence with the same tokens so far, which shares all pages."""
+        """Returns the pages of another sequence with the same tokens so far, which shares all of them."""
         twin = SequencePages(self._spec, self._pool, token_ids)
         twin.tables = [table[:] for table in self.tables]
         twin._first = self._first[:]
@@ -198,7 +198,7 @@ class SequencePages:
         return twin
 
     def cut(self, kept: int) -> None:
-        """Keeps the first ``kept`` tokens: those after them have changed. Keeps none where it cannot go back so far."""
+        """Keeps the first ``kept`` tokens, as later ones have changed; none if their pages or states are gone."""
         size = self._spec.page_size
         del self._digests[kept // size :]
         if kept >= self.computed:
@@ -218,7 +218,7 @@ class SequencePages:
             del table[self._spec.pages(kept) :]
 
     def clear(self) -> None:
-        """Gives all pages back, the last tokens first: a beginning is found for longer than what follows it."""
+        """Gives all pages back, the last one first: the pool evicts in this order, so a prefix stays longest."""
         for index in reversed(range(max(map(len, self.tables), default=0))):
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:

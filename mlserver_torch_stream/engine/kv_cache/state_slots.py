@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ class StateSlots:
 
     def take(self, slots: Sequence[int]) -> dict[int, LinearAttentionLayer]:
         """Returns layers with copies of these slots as their rows."""
-        index = _Index(slots)
+        index_on = _index_on(slots)
         return {
-            number: _mapped(layer, lambda state: state.index_select(0, index.on(state.device)))
+            number: _mapped(layer, lambda state: state.index_select(0, index_on(state.device)))
             for number, layer in self._held.items()
         }
 
@@ -44,16 +45,16 @@ class StateSlots:
         """
         for number in layers.keys() - self._held.keys():
             self._held[number] = _mapped(self._own(number, layers[number]), self._room)
-        index = _Index(slots)
+        index_on = _index_on(slots)
         for number, layer in layers.items():
             for (held, name), (given, _) in zip(_tensors(self._held[number]), _tensors(layer), strict=True):
-                held[name].index_copy_(0, index.on(held[name].device), given[name])
+                held[name].index_copy_(0, index_on(held[name].device), given[name])
 
     def copy(self, source: int, target: int) -> None:
         self.put([target], self.take([source]))
 
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
-        """Returns the states of a layer that may hold more than states."""
+        """Returns a layer with the states alone, as the given layer may hold keys too."""
         own = copy.copy(self._empty[number])
         for name in vars(own):
             setattr(own, name, getattr(layer, name))
@@ -79,17 +80,9 @@ class StateSlots:
         return found
 
 
-class _Index:
-    """Numbers of slots as a tensor on each device that asks for them."""
-
-    def __init__(self, slots: Sequence[int]) -> None:
-        self._slots = torch.tensor(list(slots), dtype=torch.long)
-        self._copies: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._copies:
-            self._copies[device] = self._slots.to(device)
-        return self._copies[device]
+def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
+    """Returns a function that gives these numbers as a tensor on a device, and copies them to each device once."""
+    return cache(torch.tensor(list(slots), dtype=torch.long).to)
 
 
 def _tensors(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]]:

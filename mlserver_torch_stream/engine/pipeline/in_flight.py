@@ -32,6 +32,7 @@ class InFlightForwards(Generic[K, T]):
     """
 
     overlap = True
+    called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
         """``threads``: the number of torch's threads in each forward's thread; without it, each would use all cores."""

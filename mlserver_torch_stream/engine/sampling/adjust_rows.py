@@ -20,17 +20,17 @@ _Floats = np.ndarray[Any, np.dtype[np.float32]]
 NO_IDS: _Ids = np.zeros(0, dtype=np.int64)
 NO_FLOATS: _Floats = np.zeros(0, dtype=np.float32)
 NO_TOKEN = -1
-_FEW = 128  # tokens
+FEW = 128  # tokens: a row that is allowed no more is sampled from a table of them
 _BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1  # of each byte of a mask
 _CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """What is done to a row, in this order. ``added`` and ``subtracted`` belong to the ids before them.
+    """The changes of a row, in this order.
 
-    A logit of ``seen_ids`` is divided by ``repetition`` if it is positive, else multiplied, and then lowered. If
-    ``forced`` or ``allowed`` is given, all other ids are impossible.
+    ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, a negative
+    one is multiplied by it; then ``subtracted`` is subtracted. With ``forced`` or ``allowed`` all other ids get -inf.
     """
 
     bias_ids: _Ids
@@ -44,31 +44,31 @@ class RowEdits:
 
 
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
-    """Returns the tokens that a row's mask allows, int64 [128], padded with ``NO_TOKEN``.
+    """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    None if they are more, or if anything else is done to the row.
+    None if the mask allows more tokens, or if the row has other changes.
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
         return None
-    if np.count_nonzero(edits.allowed) > _FEW:
+    if np.count_nonzero(edits.allowed) > FEW:
         return None
-    at = np.flatnonzero(edits.allowed)
-    byte, bit = np.nonzero(_BITS[edits.allowed[at]])
-    known = 8 * at[byte] + bit
+    nonzero = np.flatnonzero(edits.allowed)
+    byte, bit = np.nonzero(_BITS[edits.allowed[nonzero]])
+    known = 8 * nonzero[byte] + bit
     known = known[known < vocab_size]
-    if len(known) > _FEW:
+    if len(known) > FEW:
         return None
-    ids = np.full(_FEW, NO_TOKEN, dtype=np.int64)
+    ids = np.full(FEW, NO_TOKEN, dtype=np.int64)
     ids[: len(known)] = known
     return ids
 
 
 def adjust_rows(work: torch.Tensor, rows: Sequence[int], edits: Sequence[RowEdits]) -> None:
     """Changes these rows of ``work`` (float32 [n, vocab_size], writable) in place."""
-    if at := _places(work, rows, [each.bias_ids for each in edits]):
-        work[at] += _sent(work, np.concatenate([each.added for each in edits]))
-    if at := _places(work, rows, [each.seen_ids for each in edits]):
-        work[at] = _penalised(work[at], edits)
+    if indices := _indices(work, rows, [each.bias_ids for each in edits]):
+        work[indices] += _sent(work, np.concatenate([each.added for each in edits]))
+    if indices := _indices(work, rows, [each.seen_ids for each in edits]):
+        work[indices] = _penalised(work[indices], edits)
     if forced := [row for row, each in zip(rows, edits, strict=True) if each.forced]:
         work.index_fill_(0, from_host(forced, work.device), -torch.inf)
     _fill(work, rows, [each.forced for each in edits], 0.0)
@@ -84,12 +84,12 @@ def _penalised(values: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
 
 
 def _fill(work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int]], value: float) -> None:
-    if at := _places(work, rows, ids):
-        work[at] = torch.full((), value, device=work.device)
+    if indices := _indices(work, rows, ids):
+        work[indices] = torch.full((), value, device=work.device)
 
 
 def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
-    """Makes the tokens impossible that these rows do not allow."""
+    """Sets the logits of the tokens that these rows do not allow to -inf."""
     if not allowed:
         return
     width = work.shape[1]
@@ -100,11 +100,11 @@ def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
         return
     masks = _sent(work, np.stack(list(allowed.values())))
     bits = (masks[:, :, None] >> torch.arange(8, device=work.device, dtype=torch.uint8)) & 1
-    at = from_host(list(allowed), work.device)
-    work[at] = work[at].masked_fill_(bits.flatten(1)[:, :width] == 0, -torch.inf)
+    indices = from_host(list(allowed), work.device)
+    work[indices] = work[indices].masked_fill_(bits.flatten(1)[:, :width] == 0, -torch.inf)
 
 
-def _places(
+def _indices(
     work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int] | _Ids]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns the indices of all ids of all rows; None if there are none."""

@@ -13,15 +13,15 @@ import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
 from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.sampling.adjust_rows import FEW
 from mlserver_torch_stream.engine.sampling.noise import gumbel
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 FAILED = -1  # no finite logit to choose
-_WIDER = -2  # the filters reach beyond the candidates
-_TAIL = -3  # an unfiltered row chose something beyond the candidates
+_WIDER = -2  # the filters keep more than the candidates
+_TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
-_HEAD = 128
-_WIDTHS = (_HEAD, 1024)
+_WIDTHS = (FEW, 1024)  # a table of few allowed tokens gives the same token as the whole row
 _TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
 
 
@@ -50,8 +50,8 @@ def _resolve(
     todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
     if todo:
         if len(todo) < len(rows):
-            at = from_host(todo, work.device)
-            work, ids = work[at], None if ids is None else ids[at]
+            index = from_host(todo, work.device)
+            work, ids = work[index], None if ids is None else ids[index]
         _store(chosen, todo, _draw_among(work, [rows[i] for i in todo], width, ids))
 
 
@@ -153,7 +153,7 @@ def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
     """Returns token ids, int64 [n], for unfiltered rows whose token lies beyond the head."""
-    last = work.topk(_HEAD, dim=-1).values[:, -1:]
+    last = work.topk(FEW, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])
     noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))
     scores = (work - last).div_(temperature).add_(noise)

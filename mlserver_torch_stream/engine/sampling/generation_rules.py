@@ -38,9 +38,6 @@ class RowRules:
         # After a prompt of one token the first token is the forced one, and the suppressed position is the next.
         self._suppressed = {1 if rules.forced_bos and prompt == 1 else 0: known(rules.suppressed_first)}
 
-    def active(self, position: int) -> bool:
-        return bool(self._always or self._forced.get(position) or self._suppressed.get(position))
-
     def of(self, position: int) -> tuple[list[int], list[int]]:
-        """Returns the only possible ids of the sequence's token ``position``, or none, and those that are not."""
+        """Returns the forced ids of the sequence's token ``position``, and the suppressed ones; both may be empty."""
         return self._forced.get(position, []), self._always + self._suppressed.get(position, [])

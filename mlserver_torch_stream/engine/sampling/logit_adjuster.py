@@ -1,4 +1,4 @@
-"""Says how the logits of one row change before sampling: bias, penalties, forbidden words, minimum length, constraint.
+"""Says how the logits of one row change before sampling: bias, penalties, bad words, minimum length, constraint.
 
 Knows nothing of the batch, the temperature or the random numbers.
 """
@@ -18,7 +18,7 @@ from mlserver_torch_stream.types import SamplingParameters
 
 
 class LogitAdjuster:
-    """The adjustments of one sequence, in transformers' order; ``active`` is False when there are none.
+    """The adjustments of one sequence, in transformers' order.
 
     They are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties (generated
     tokens), bad words, no ``end_ids`` before ``min_tokens``, and the model's own ``rules``, which need ``max_tokens``.
@@ -51,15 +51,9 @@ class LogitAdjuster:
         penalised = self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
         counted = prompt_ids if self._repetition != 1.0 else ()
         self._seen = _SeenTokens(counted, vocab_size) if penalised else None
-        self._lasting = any(part is not None for part in (self._bias, self._bad_words, self._seen))
         self._rules = RowRules(rules, len(prompt_ids), max_tokens, vocab_size)
         self._accepted = 0
         self.matcher = matcher
-
-    @property
-    def active(self) -> bool:
-        lasting = self._lasting or self.matcher is not None
-        return lasting or self._accepted < self._min_tokens or self._rules.active(self._accepted)
 
     def accept(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -81,16 +75,18 @@ class LogitAdjuster:
 
     def _forced_and_banned(self) -> tuple[Sequence[int], Sequence[int]]:
         forced, banned = self._rules.of(self._accepted)
-        if self.matcher is None and forced:  # it leaves none of the others
+        if self.matcher is None and forced:  # the model's rules leave no other token
             return forced, banned
         banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
         banned += self._end_ids if self._accepted < self._min_tokens else []
         next_forced = () if self.matcher is None else islice(self.matcher.forced, 1)
         return [token_id for token_id in next_forced if token_id not in banned], banned
 
-    def edits(self) -> RowEdits:
-        """Returns the changes that the sequence's next logits get before sampling."""
+    def edits(self) -> RowEdits | None:
+        """Returns the changes that the sequence's next logits get before sampling; None: they stay as they are."""
         forced, banned = self._forced_and_banned()
+        if not (forced or banned or self._bias or self._seen or self.matcher):
+            return None
         bias_ids, added = (NO_IDS, NO_FLOATS) if self._bias is None else self._bias
         seen_ids, subtracted = NO_IDS, NO_FLOATS
         if self._seen is not None:
@@ -133,7 +129,7 @@ class _SeenTokens:
 
 
 class _BadWords:
-    """Forbids the last id of a sequence whenever the ids before it are the last ones of prompt and answer."""
+    """Bans the last id of a bad word while the ids before it are the last ones of prompt and answer."""
 
     def __init__(
         self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]

@@ -28,21 +28,21 @@ class SampledToken:
 
 
 def sample(
-    logits: torch.Tensor, rows: Sequence[RowSampler], at: Sequence[int] | None = None
+    logits: torch.Tensor, rows: Sequence[RowSampler], indices: Sequence[int] | None = None
 ) -> list[SampledToken | GenerationFailed]:
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
-    ``logits``, [B, V], have any float dtype and device, and stay as they are; ``at`` says which of them each row has,
-    if they are not one for each in order. V is at least the ``vocab_size`` of the rows, which is that of one model;
-    logits beyond are padding. A row whose logits hold NaN, or no token to choose, fails alone.
+    ``logits``, [B, V], have any float dtype and device, and stay as they are. ``indices`` are the rows of ``logits``
+    that ``rows`` sample from; None: all, in order. V is at least the ``vocab_size`` of the rows, which is that of one
+    model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone.
     """
     if not rows:
         return []
-    places = list(range(len(rows)) if at is None else at)
+    indices = list(range(len(rows)) if indices is None else indices)
     with torch.inference_mode():
         raw = logits[:, : rows[0].vocab_size]
-        token_ids = _choose_all(raw, places, rows)
-        logprobs = _logprobs(raw, places, rows, token_ids)
+        token_ids = _choose_all(raw, indices, rows)
+        logprobs = _logprobs(raw, indices, rows, token_ids)
     return [
         SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
         for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True)
@@ -60,29 +60,29 @@ def _nothing_to_choose(row: RowSampler) -> str:
     )
 
 
-def _choose_all(raw: torch.Tensor, places: list[int], rows: Sequence[RowSampler]) -> list[int]:
-    """Rows that a constraint allows few tokens have a table of their own, whose columns are those tokens."""
-    edits = [row.adjuster.edits() if row.adjuster.active else None for row in rows]
+def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler]) -> list[int]:
+    """Samples rows that a constraint allows few tokens from a second table, whose columns are those tokens."""
+    edits = [row.adjuster.edits() for row in rows]
     few = {}
-    if raw.device.type == "cpu":  # to another one the tokens would be sent in every step
+    if raw.device.type == "cpu":  # to another device the tokens would be sent in every step
         few = {i: ids for i, each in enumerate(edits) if (ids := few_allowed(each, raw.shape[1])) is not None}
     many = [i for i in range(len(rows)) if i not in few]
     chosen: dict[int, int] = {}
     if many:
-        work = _adjusted(raw, [places[i] for i in many], [edits[i] for i in many])
+        work = _adjusted(raw, [indices[i] for i in many], [edits[i] for i in many])
         chosen.update(zip(many, _choose(work, [rows[i] for i in many]), strict=True))
     if few:
         ids = torch.from_numpy(np.stack(list(few.values())))
-        work = raw[torch.tensor([places[i] for i in few])[:, None], ids].float()
+        work = raw[torch.tensor([indices[i] for i in few])[:, None], ids].float()
         columns = _choose(work.masked_fill_(ids == NO_TOKEN, -torch.inf), [rows[i] for i in few], ids)
         for (i, allowed), column in zip(few.items(), columns, strict=True):
             chosen[i] = column if column == FAILED else int(allowed[column])
     return [chosen[i] for i in range(len(rows))]
 
 
-def _adjusted(raw: torch.Tensor, places: list[int], edits: Sequence[RowEdits | None]) -> torch.Tensor:
+def _adjusted(raw: torch.Tensor, indices: list[int], edits: Sequence[RowEdits | None]) -> torch.Tensor:
     """Returns these rows of the logits as float32, after their edits; copies them only if that is needed."""
-    work = (raw if places == list(range(len(raw))) else raw[from_host(places, raw.device)]).float()
+    work = (raw if indices == list(range(len(raw))) else raw[from_host(indices, raw.device)]).float()
     changing = [i for i, each in enumerate(edits) if each is not None]
     if changing and work.data_ptr() == raw.data_ptr():
         work = work.clone()
@@ -99,8 +99,8 @@ def _choose(work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | 
     if not greedy:
         return draw(work, rows, ids)
     sampled = [i for i, row in enumerate(rows) if not row.greedy]
-    at = from_host(sampled, work.device)
-    drawn = draw(work[at], [rows[i] for i in sampled], None if ids is None else ids[at])
+    index = from_host(sampled, work.device)
+    drawn = draw(work[index], [rows[i] for i in sampled], None if ids is None else ids[index])
     chosen = dict(zip(greedy, _argmax(work[from_host(greedy, work.device)]), strict=True))
     chosen.update(zip(sampled, drawn, strict=True))
     return [chosen[i] for i in range(len(rows))]
@@ -118,18 +118,18 @@ def _argmax(work: torch.Tensor) -> list[int]:
 
 
 def _logprobs(
-    raw: torch.Tensor, places: list[int], rows: Sequence[RowSampler], token_ids: list[int]
+    raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], token_ids: list[int]
 ) -> list[TokenLogprob | None]:
     """Returns log-probabilities under the raw logits, for the rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:
         return found
-    table = raw[from_host([places[i] for i in asking], raw.device)].float().log_softmax(dim=-1)
+    table = raw[from_host([indices[i] for i in asking], raw.device)].float().log_softmax(dim=-1)
     chosen = from_host([token_ids[i] for i in asking], raw.device)
     top = table.topk(max(rows[i].top_logprobs for i in asking), dim=-1)
-    own, indices, found_values = to_host(table.gather(1, chosen[:, None])[:, 0], top.indices, top.values)
-    for i, logprob, ids, values in zip(asking, own, indices, found_values, strict=True):
+    own, top_ids, top_values = to_host(table.gather(1, chosen[:, None])[:, 0], top.indices, top.values)
+    for i, logprob, ids, values in zip(asking, own, top_ids, top_values, strict=True):
         pairs = tuple(zip(ids, values, strict=True))[: rows[i].top_logprobs]
         found[i] = TokenLogprob(token_ids[i], logprob, pairs)
     return found

@@ -1,12 +1,12 @@
 """Keeps the accounts of all sequences over one pool of pages, and decides which sequences are computed again.
 
-Knows nothing of who comes first, nor of steps that are to come.
+Knows nothing of the order of sequences, nor of the queue.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool
@@ -21,8 +21,8 @@ Busy = Collection[SequenceState]
 class CachedSequences:
     """What each sequence holds of the KV cache: its pages, and the slot of its states.
 
-    A sequence loses all of it, and is computed again, if its forward failed, or that of one whose pages it shares, or
-    if others need its pages.
+    A sequence loses all of it, and is computed again, if its forward failed, if the forward of a sequence whose pages
+    it shares failed, or if another sequence needs its pages.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
@@ -35,7 +35,7 @@ class CachedSequences:
         self._accounts: dict[SequenceState, SequenceAccount] = {}
         # Prompts that hold pages and are not admitted; the one that grew least recently is first.
         self._ahead: dict[SequenceAccount, None] = {}
-        self._given_up: set[SequenceAccount] = set()  # otherwise they would be prefilled and given up again and again
+        self._given_up: set[SequenceAccount] = set()  # prompts that gave up their pages: they wait for admission
 
     @property
     def used_bytes(self) -> int:
@@ -57,14 +57,17 @@ class CachedSequences:
     def isolate(self, parts: Iterable[ScheduledSequence]) -> list[SequenceState]:
         """Prepares parts whose forward failed for being tried again, each alone.
 
-        Returns the sequences that are computed again instead: the result of their part, in this batch or in one behind
-        it, is void. They share pages that were not written, or the batch had a copy for them, which may be made or not.
+        Returns the sequences that are computed again instead: the result of their part, in this batch or in a later
+        one, is void. They share pages that were not written, or the batch had a copy for them, made or not.
         """
         void = self._void([self._accounts[part.sequence] for part in parts if part.sequence in self._accounts])
         return [*void, *self.recompute(())]
 
     def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Computes sequences again whose forward failed. Returns them, and the others whose parts are void by that."""
+        """Computes sequences again whose forward failed. Returns all sequences whose parts are void now.
+
+        Beside the given ones those are sequences that share their pages, and those with a copy in flight.
+        """
         given = set(sequences)
         accounts = [account for each, account in self._accounts.items() if each in given or account.copied]
         void = self._void(accounts)
@@ -75,14 +78,14 @@ class CachedSequences:
     def _void(self, failed: Sequence[SequenceAccount]) -> list[SequenceState]:
         """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
 
-        Those may have named pages of their own meanwhile, which others share in turn.
+        They may have named further pages since, which other sequences share in turn.
         """
         found = [account for account in failed if account.part is not None]
         sharing: dict[SequenceAccount, None] = {}
         while found:
             pages = {page: account for account in found for page in account.pages.forget_unwritten()}
-            others = [account for account in self._accounts.values() if account not in sharing] if pages else []
-            found = [other for other in others if any(pages.get(page, other) is not other for page in other.pages)]
+            left = [account for account in self._accounts.values() if account not in sharing] if pages else []
+            found = [each for each in left if any(pages.get(page, each) is not each for page in each.pages)]
             sharing.update(dict.fromkeys(found))
         for account in sharing:
             self._restart(account)
@@ -91,11 +94,12 @@ class CachedSequences:
     def doubt(
         self, parts: Iterable[ScheduledSequence], spoiled: Collection[SequenceState]
     ) -> Collection[SequenceState]:
-        """Computes sequences again that may have NaN from others of their step. ``spoiled`` have NaN in their logits.
+        """Computes sequences again that may have NaN from other sequences of their step, and returns them.
 
-        Some forwards spoil the tokens before a NaN too, and with them pages that other sequences share at once. A
-        sequence is doubted that is spoiled and shares pages which another part of the step wrote, or that has no logits
-        yet and shares pages which a spoiled one wrote. So of those that share pages the first one ends.
+        ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
+        pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
+        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. So
+        among spoiled sequences that share pages the first one ends.
         """
         size, writers = self.spec.page_size, dict[tuple[int, int], ScheduledSequence]()
         sampled = set[SequenceState]()
@@ -139,17 +143,26 @@ class CachedSequences:
             account.slot = NO_SLOT
             self._pool.reserve(-self.spec.state_bytes)
 
-    # --- taking ---
+    # --- pages and slots ---
+
+    def _fitting(self, account: SequenceAccount, tokens: int, fits: Callable[[list[int]], bool]) -> int:
+        """Returns how many of the next ``tokens`` can have pages. ``fits`` says whether so many pages are available."""
+        size, start = self.spec.page_size, account.computed
+        while tokens > 0:
+            if fits(account.pages.missing(start + tokens)):
+                return tokens
+            tokens = 0 if self.limits.whole_prompts else (start + tokens - 1) // size * size - start
+        return 0
 
     def _fits(self, account: SequenceAccount, needed: Sequence[int], sequences: int = 1) -> bool:
-        """Whether so many pages can be had, and the state slots of so many sequences."""
+        """Whether so many pages are free, and the state slots of so many sequences."""
         if not self.spec.state_bytes:
             return self._pool.fits(needed)
         slots = sequences - (account.slot != NO_SLOT)
         return slots <= len(self._slots) and self._pool.fits(needed, slots * self.spec.state_bytes)
 
     def _make_room(self, account: SequenceAccount, needed: Sequence[int], busy: Busy, sequences: int = 1) -> bool:
-        """Whether so many pages can be had, when prompts that are not admitted give up theirs."""
+        """Whether so many pages are free, if need be after prompts that are not admitted have given up theirs."""
         if self._fits(account, needed, sequences):
             return True
         spare = [other for other in self._ahead if other is not account and other.sequence not in busy]
@@ -170,7 +183,7 @@ class CachedSequences:
             self._pool.reserve(self.spec.state_bytes)
 
     def _twin(self, account: SequenceAccount, sequence: SequenceState) -> SequenceAccount:
-        """Returns the account of a sequence that goes on from where another one is."""
+        """Returns the account of a sequence that goes on from the tokens of ``account``."""
         twin = self._accounts[sequence] = SequenceAccount(sequence, self.spec, self._pool)
         twin.began_anew = True
         if not self._fits(twin, [0] * len(self.spec.groups)):  # prompts that are not admitted hold the state slots

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TypeVar
 
 from mlserver_torch_stream.engine.request_state import RequestState
 
-# How many later requests may be admitted before one that does not fit yet; then all others wait for it.
+# How many later requests may be admitted before one that does not fit yet. Then all requests wait for that one.
 _MOST_OVERTAKEN = 16
 _MOST_TRIED = 16  # per admission: a long queue costs a step no more than a short one
-
-T = TypeVar("T")
 
 
 class FairQueue:
@@ -61,19 +58,18 @@ class FairQueue:
         if not self._backlog[request.client]:
             del self._backlog[request.client]
 
-    def admit(self, place: Callable[[RequestState], T | None]) -> tuple[RequestState, T] | None:
-        """Removes and returns the first request that ``place`` finds a place for, and the place.
+    def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
+        """Removes and returns the first request that ``fits``.
 
         Returns None if there is none, or if an earlier request was overtaken too often.
         """
         passed: list[RequestState] = []
         for request in islice(self, _MOST_TRIED):
-            found = place(request)
-            if found is not None:
+            if fits(request):
                 self._overtaken.update(passed)
                 self._virtual_time = max(self._virtual_time, self._tags[request])
                 self.remove(request)
-                return request, found
+                return request
             if self._overtaken[request] >= _MOST_OVERTAKEN:
                 return None
             passed.append(request)

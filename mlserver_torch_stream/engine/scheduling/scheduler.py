@@ -6,40 +6,35 @@ Decides and returns the work; it imports no torch, runs nothing and reads no clo
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count
+from itertools import takewhile
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.scheduling.admitted_sequences import AdmittedSequences, added
 from mlserver_torch_stream.engine.scheduling.cached_sequences import Busy, CachedSequences
 from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
-from mlserver_torch_stream.engine.scheduling.sequence_account import Order, SequenceAccount
+from mlserver_torch_stream.engine.scheduling.sequence_account import SequenceAccount
 from mlserver_torch_stream.engine.scheduling.step_draft import StepDraft
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
 Drafts = Callable[[SequenceState, int], Sequence[int]]
 """Returns the tokens that are likely to follow a sequence, when so many sequences decode; none is fine."""
 
-# Tokens that each running sequence shall have pages for when a prompt is admitted. 150 requests of some 60 tokens, at
-# most 32 at a time, in pages of 16 that are full: 0 leads to 32 preemptions in 206 steps, 8 to none in 224, 16 to none
-# in 245.
-_SOON = 8
-
 
 class Scheduler(CachedSequences):
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
-    ``advance(part, tokens)``, then its sequences accept their tokens, which verify the drafts of a part with drafts, so
-    they come before; then ``release`` of those that ended.
+    ``advance(part, tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens
+    verify the drafts of a part, so a part with drafts advances after its sequence has accepted them.
 
-    Admitted sequences are in one order: by priority, then by admission. A sequence takes pages from those after it:
-    the last one is preempted, and computed again when its pages are free. So the first one always advances. The parts
-    of a batch are in an order too: a part may read pages that one before it, or a batch before it, writes.
+    A sequence takes pages from the admitted sequences after it: the last one is preempted, and computed again when its
+    pages are free. So the first one always advances. The parts of a batch are in an order too: a part may read pages
+    that one before it, or a batch before it, writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
@@ -52,31 +47,18 @@ class Scheduler(CachedSequences):
         finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
         super().__init__(limits, spec, finds=finds)
         self.waiting = FairQueue()
+        self.admitted = AdmittedSequences(limits, spec)
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
         self._drafts = drafts if goes_on else None
-        self._admitted: list[SequenceAccount] = []  # in their order
         self._open: list[RequestState] = []
-        self._admissions = count()
-
-    # --- gauges ---
-
-    @property
-    def running_sequences(self) -> int:
-        """Admitted sequences whose prompt has been computed."""
-        return sum(bool(account.sequence.tokens) for account in self._admitted)
-
-    @property
-    def prefilling_requests(self) -> int:
-        """Admitted requests whose prompt is being computed."""
-        return sum(not account.sequence.tokens for account in self._admitted)
 
     @property
     def open_prompts(self) -> int:
-        """Requests whose prompts are not whole yet."""
+        """The number of requests whose prompts are not whole yet."""
         return len(self._open)
 
-    # --- what comes and goes ---
+    # --- arrival and departure ---
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         """Returns why a request of this size could never run; None if it can."""
@@ -88,9 +70,9 @@ class Scheduler(CachedSequences):
         )
 
     def add(self, request: RequestState) -> None:
-        first, *others = request.sequences
+        first, *forks = request.sequences
         account = self._accounts[first] = SequenceAccount(first, self.spec, self._pool)
-        account.forks = tuple(others)
+        account.forks = tuple(forks)
         if request.sealed:
             self.waiting.add(request)
         else:
@@ -115,7 +97,7 @@ class Scheduler(CachedSequences):
         request = account.sequence.request
         self._given_up.discard(account)
         if account.admitted:
-            self._admitted.remove(account)
+            self.admitted.remove(account)
         elif request in self.waiting:
             self.waiting.remove(request)
         elif request in self._open:
@@ -125,10 +107,10 @@ class Scheduler(CachedSequences):
 
     def schedule(self, busy: Busy = ()) -> StepPlan:
         """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
-        self._take_whole(busy)
+        self._queue_sealed(busy)
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self.spec.page_size, decodes=bool(decoding))
-        for account in list(self._admitted):
+        for account in list(self.admitted):
             if account.sequence in busy or account.left == 0:
                 continue
             if account.decodes:
@@ -138,15 +120,15 @@ class Scheduler(CachedSequences):
             self._admit_all(draft, busy, account.priority)
             self._take_chunk(account, draft, busy)
         self._admit_all(draft, busy)
-        self._take_ahead(draft, busy)
+        self._take_open_prompts(draft, busy)
         self._take_drafts(draft)
         plan = draft.plan(self._state_copies)
         if plan:
             self._state_copies = []
         return plan
 
-    def _take_whole(self, busy: Busy) -> None:
-        """Lets the open prompts that are whole now wait for admission."""
+    def _queue_sealed(self, busy: Busy) -> None:
+        """Lets the open prompts that are sealed now wait for admission."""
         for request in [each for each in self._open if each.sealed and each.sequences[0] not in busy]:
             self._open.remove(request)
             self._accounts[request.sequences[0]].cut(request.kept)
@@ -154,7 +136,7 @@ class Scheduler(CachedSequences):
 
     def _to_decode(self, busy: Busy) -> set[SequenceAccount]:
         """Returns the sequences that may decode in this step: each stage of a pipeline gets its share of them."""
-        decoding = [account for account in self._admitted if account.decodes]
+        decoding = [account for account in self.admitted if account.decodes]
         share = -(-len(decoding) // self.limits.stages)
         return set([account for account in decoding if account.sequence not in busy][:share])
 
@@ -164,8 +146,8 @@ class Scheduler(CachedSequences):
             draft.add(account, 1, decodes=True)
             return
         account.pages.drop_passed()
-        without_others = self._fitting(account, tokens, lambda pages: self._make_room(account, pages, busy))
-        if tokens := without_others or self._preempting(account, tokens, draft, busy):
+        without_preemption = self._fitting(account, tokens, lambda pages: self._make_room(account, pages, busy))
+        if tokens := without_preemption or self._preempt(account, tokens, draft, busy):
             self._add(account, tokens, draft, decodes=decodes)
 
     def _add(self, account: SequenceAccount, tokens: int, draft: StepDraft, *, decodes: bool) -> None:
@@ -182,7 +164,7 @@ class Scheduler(CachedSequences):
     def _take_chunk(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> None:
         if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
             return
-        account.look_up(account.sequence.length - 1)
+        account.look_up()
         # Also where the prefix cache has all but its last token: the step was begun without it as one that decodes.
         self._take(account, draft.chunk(account.computed, account.left), draft, busy, decodes=False)
 
@@ -191,9 +173,9 @@ class Scheduler(CachedSequences):
 
         Otherwise it would be preempted again and again.
         """
-        needed = self._needed(account, account.sequence.length)
-        before = any(other.holds_something for other in self._admitted if other.order < account.order)
-        return not before or self._fits(account, self._plus(needed, self._margin()))
+        if not any(other.holds_something for other in self.admitted if other.order < account.order):
+            return True
+        return self._fits(account, added(account.needed(self.limits), self.admitted.soon_needed()))
 
     def _take_drafts(self, draft: StepDraft) -> None:
         """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
@@ -211,91 +193,53 @@ class Scheduler(CachedSequences):
 
     # --- admission ---
 
-    def _admit_all(self, draft: StepDraft, busy: Busy, before: float = math.inf) -> None:
-        """Admits requests of a priority ``before`` a number as long as the step takes prompts."""
+    def _admit_all(self, draft: StepDraft, busy: Busy, below: float = math.inf) -> None:
+        """Admits requests with a priority number ``below`` this one as long as the step takes prompts."""
         admitted = True
         while admitted and draft.takes_prompts:
-            admitted = self._admit(draft, busy, before)
+            admitted = self._admit(draft, busy, below)
 
-    def _admit(self, draft: StepDraft, busy: Busy, before: float) -> bool:
-        """Admits the next request of the queue, of a priority ``before`` a number, and adds its first chunk.
-
-        Returns False if none can be admitted.
-        """
-        places = self.limits.max_num_seqs - sum(1 + len(account.forks) for account in self._admitted)
-        if places <= 0 or not self.waiting.has_before(before):
+    def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
+        """Admits the next such request of the queue, and adds its first chunk. Returns False if there is none."""
+        places, below = self.admitted.places, min(below, self.admitted.restarting_priority)
+        if places <= 0 or not self.waiting.has_before(below):
             return False
-        restarting = min((account.priority for account in self._admitted if account.restarts), default=math.inf)
-        reserved = self._plus(self._margin(), self._promised())
-
+        reserved = self.admitted.reserved()
         if not self._ahead and not self._pool.fits(reserved):
-            return False  # at once: a long queue is not looked up in the prefix cache for nothing
+            return False  # now: a long queue would be looked up in the prefix cache for nothing
 
-        def place(request: RequestState) -> SequenceAccount | None:
-            fits = request.params.n <= places and request.priority < min(before, restarting)
-            return self._place(self._accounts[request.sequences[0]], reserved, busy) if fits else None
+        def fits(request: RequestState) -> bool:
+            if request.params.n > places or request.priority >= below:
+                return False
+            return self._prompt_fits(self._accounts[request.sequences[0]], reserved, busy)
 
-        admitted = self.waiting.admit(place)
-        if admitted is None:
+        request = self.waiting.admit(fits)
+        if request is None:
             return False
-        request, account = admitted
+        account = self._accounts[request.sequences[0]]
         self._ahead.pop(account, None)
         self._given_up.discard(account)
-        self._insert(account, (request.priority, next(self._admissions), 0))
+        self.admitted.add(account)
         self._take_chunk(account, draft, busy)
         return True
 
-    def _insert(self, account: SequenceAccount, order: Order) -> None:
-        account.order, account.admitted = order, True
-        insort(self._admitted, account, key=lambda each: each.order)
-
-    def _place(self, account: SequenceAccount, reserved: Sequence[int], busy: Busy) -> SequenceAccount | None:
-        """Returns the account if there are enough pages for its whole prompt, not counting the pages that it shares."""
-        account.look_up(account.sequence.length - 1)
-        needed = self._needed(account, account.sequence.length)
-        needed = [count + more + len(account.forks) for count, more in zip(needed, reserved, strict=True)]
+    def _prompt_fits(self, account: SequenceAccount, reserved: list[int], busy: Busy) -> bool:
+        """Whether there are pages for the whole prompt, beside the pages that it shares and the reserved ones."""
+        account.look_up()
+        needed = added(account.needed_with_forks(self.limits), reserved)
         if self._make_room(account, needed, busy, 1 + len(account.forks)):
-            return account
+            return True
         if account not in self._ahead:
             self._clear(account)
-        return None
+        return False
 
-    def _needed(self, account: SequenceAccount, tokens: int) -> list[int]:
-        """Returns how many more pages of each group a sequence needs until ``tokens`` of it are computed."""
-        most = self.spec.most_pages(tokens, self.limits.chunk(tokens))
-        return [max(0, pages - held) for pages, held in zip(most, account.pages.held, strict=True)]
+    # --- preemption ---
 
-    def _margin(self) -> list[int]:
-        """Returns the pages that sequences which decode will need soon: they are not preempted for a newcomer."""
-        soon = min(1.0, _SOON / self.spec.page_size)
-        return [math.ceil(self.running_sequences * soon)] * len(self.spec.groups)
+    def _preempt(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> int:
+        """Preempts sequences after this one until it can have one page, or those of a prompt that is taken whole.
 
-    def _promised(self) -> list[int]:
-        """Returns the pages that the rest of begun prompts needs."""
-        promised = [0] * len(self.spec.groups)
-        for account in self._admitted:
-            if not account.decodes and not account.restarts:
-                needed = self._needed(account, account.sequence.length)
-                promised = [have + more + len(account.forks) for have, more in zip(promised, needed, strict=True)]
-        return promised
-
-    @staticmethod
-    def _plus(one: Sequence[int], other: Sequence[int]) -> list[int]:
-        return [left + right for left, right in zip(one, other, strict=True)]
-
-    # --- pages ---
-
-    def _fitting(self, account: SequenceAccount, tokens: int, fits: Callable[[Sequence[int]], bool]) -> int:
-        """Returns how many of the next ``tokens`` can have pages. ``fits`` says whether so many pages are available."""
-        size, start = self.spec.page_size, account.computed
-        while tokens > 0:
-            if fits(account.pages.missing(start + tokens)):
-                return tokens
-            tokens = 0 if self.limits.whole_prompts else (start + tokens - 1) // size * size - start
-        return 0
-
-    def _preempting(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> int:
-        """Preempts sequences after this one until one page is left, or the pages of a prompt that is taken whole."""
+        Returns how many of the next ``tokens`` can have pages then.
+        """
         size, start = self.spec.page_size, account.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
         while not self._fits(account, account.pages.missing(start + least)):
@@ -307,16 +251,14 @@ class Scheduler(CachedSequences):
         return least
 
     def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
-        for other in reversed(self._admitted):
-            if other is account:
-                return None
-            if other.sequence not in busy and other not in draft and other.holds_something:
-                return other
-        return None
+        """Returns the last sequence after this one that holds pages, and is neither in this step nor in flight."""
+        after = takewhile(lambda each: each is not account, reversed(self.admitted))
+        idle = (each for each in after if each.sequence not in busy and each not in draft)
+        return next((each for each in idle if each.holds_something), None)
 
     # --- open prompts ---
 
-    def _take_ahead(self, draft: StepDraft, busy: Busy) -> None:
+    def _take_open_prompts(self, draft: StepDraft, busy: Busy) -> None:
         """Adds chunks of prompts that are not whole yet, in pages that no admitted sequence needs."""
         if self.limits.whole_prompts:
             return
@@ -324,18 +266,18 @@ class Scheduler(CachedSequences):
             account = self._accounts[request.sequences[0]]
             if account.sequence in busy or account in self._given_up or account.left <= 0 or not draft.takes_prompts:
                 continue
-            account.look_up(account.sequence.length - 1)
+            account.look_up()
             account.pages.drop_passed()
-            reserved = self._plus(self._margin(), self._promised())
             tokens = draft.chunk(account.computed, account.left) if account.left > 0 else 0
-            if tokens := self._fitting(account, tokens, partial(self._fits_beside, account, reserved)):
+            fits = partial(self._fits_beside, account, self.admitted.reserved())
+            if tokens := self._fitting(account, tokens, fits):
                 self._add(account, tokens, draft, decodes=False)
             if account.holds_something:
                 self._ahead.pop(account, None)
                 self._ahead[account] = None
 
-    def _fits_beside(self, account: SequenceAccount, reserved: Sequence[int], needed: Sequence[int]) -> bool:
-        return self._fits(account, self._plus(needed, reserved))
+    def _fits_beside(self, account: SequenceAccount, reserved: list[int], needed: list[int]) -> bool:
+        return self._fits(account, added(needed, reserved))
 
     # --- after the forward ---
 
@@ -348,12 +290,7 @@ class Scheduler(CachedSequences):
         if self.is_void(part):
             return False
         account = self._accounts[part.sequence]
-        account.part = None
-        account.copied = False
-        account.pages.computed = part.start + tokens
-        if part.drafts:  # those that are accepted may have filled pages
-            account.pages.name(min(account.computed, account.sequence.length))
-        account.pages.written = account.pages.named
+        account.advance(part, tokens)
         if part.samples and not account.sequence.tokens:
             account.sequence.request.cached_tokens = account.found
             self.hit_tokens += account.found
@@ -363,8 +300,6 @@ class Scheduler(CachedSequences):
 
     def _fork(self, account: SequenceAccount) -> None:
         forks, account.forks = account.forks, ()
-        priority, admission, _ = account.order
         for sequence in forks:
             if sequence.finish_reason is None:
-                index = sequence.request.sequences.index(sequence)
-                self._insert(self._twin(account, sequence), (priority, admission, index))
+                self.admitted.add_fork(self._twin(account, sequence), account)

@@ -16,12 +16,11 @@ from mlserver_torch_stream.engine.kv_cache.page_counts import largest
 class SchedulerLimits:
     """``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
 
-    ``token_budget`` bounds the prompt tokens and drafts of one step; None: no bound. The newest token of a sequence
-    that decodes counts as nothing, as it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor``
-    tokens at least: where each chunk is a forward of its own, many short ones would hold up the others. With
-    ``whole_prompts`` a step takes one prompt at most, and takes it whole.
-
-    ``beside_budget`` bounds those of a step in which sequences decode, which wait for its end; None: no further bound.
+    ``token_budget`` bounds the prompt tokens and drafts of one step, ``beside_budget`` those of a step in which
+    sequences decode, which wait for its end; None: no bound. The newest token of a sequence that decodes does not
+    count, as it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least: where each
+    chunk is a separate forward, many short ones would delay the sequences that decode. With ``whole_prompts`` a step
+    takes one prompt at most, and takes it whole.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
     """

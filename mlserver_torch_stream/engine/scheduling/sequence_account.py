@@ -11,6 +11,7 @@ from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool
 from mlserver_torch_stream.engine.kv_cache.sequence_pages import SequencePages
 from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence
 
 NO_SLOT = -1
@@ -23,6 +24,7 @@ class SequenceAccount:
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool) -> None:
         self.sequence = sequence
+        self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
         self.pages = SequencePages(spec, pool, self.token_ids)
         self.slot = NO_SLOT
@@ -31,7 +33,7 @@ class SequenceAccount:
         self.found = 0  # tokens of the prompt that the prefix cache had
         self.admitted = False
         self.restarts = False  # it was admitted and has lost its pages
-        self.began_anew = False
+        self.began_anew = False  # so tokens that the prefix cache has are no hits any more
         self.copied = False  # a copy for it is not back from its forward: of a page, or of states
 
     @property
@@ -71,10 +73,30 @@ class SequenceAccount:
             return prompt[start:stop]
         return [*prompt[start:], *tokens[max(0, start - known) : stop - known]]
 
-    def look_up(self, tokens: int) -> None:
-        gained = self.pages.look_up(tokens)
+    def needed(self, limits: SchedulerLimits) -> list[int]:
+        """Returns how many more pages of each group it needs until all its tokens are computed."""
+        tokens = self.sequence.length
+        most = self._spec.most_pages(tokens, limits.chunk(tokens))
+        return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
+
+    def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
+        """Returns ``needed``, and the page of each group that each of its forks copies."""
+        return [pages + len(self.forks) for pages in self.needed(limits)]
+
+    def look_up(self) -> None:
+        """Takes the pages that the prefix cache has of all tokens but the last one, whose logits are needed."""
+        gained = self.pages.look_up(self.sequence.length - 1)
         if not self.began_anew:
             self.found += gained
+
+    def advance(self, part: ScheduledSequence, tokens: int) -> None:
+        """Counts the first ``tokens`` of its part, whose forward is back, as computed."""
+        self.part = None
+        self.copied = False
+        self.pages.computed = part.start + tokens
+        if part.drafts:  # those that are accepted may have filled pages
+            self.pages.name(min(self.computed, self.sequence.length))
+        self.pages.written = self.pages.named
 
     def cut(self, kept: int) -> None:
         """Keeps the computed ones of a prompt's first ``kept`` tokens, but leaves at least one token to compute."""

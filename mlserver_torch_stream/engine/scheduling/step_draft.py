@@ -1,6 +1,6 @@
 """Collects the parts of one step while the scheduler decides, and makes the plan of them.
 
-Knows nothing of who comes first, nor where pages come from.
+Knows nothing of the order of sequences, nor of free pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Part:
 
 
 class StepDraft:
-    """``left`` of the token budget; whether it has taken a prompt. The parts stay in the order in which they came."""
+    """Has ``left`` tokens of the budget, and ``prompts`` chunks of prompts. Keeps the parts in their order."""
 
     def __init__(self, limits: SchedulerLimits, page_size: int, *, decodes: bool) -> None:
         """``decodes``: whether sequences decode in this step."""
@@ -51,7 +51,7 @@ class StepDraft:
     def chunk(self, start: int, tokens: int) -> int:
         """Returns how many of a prompt's next ``tokens`` the step takes. A chunk ends with a page if it can.
 
-        The next chunk then looks for the page after it, which another sequence may have computed meanwhile.
+        Then the next chunk may find its first page in the prefix cache, if another sequence has computed that page.
         """
         if self._limits.whole_prompts or tokens <= self.left:
             return tokens

@@ -12,19 +12,19 @@ from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 
 
 class Drafter:
-    """Drafts of all sequences. One thread calls its methods.
+    """Makes the drafts of all sequences. One thread calls its methods.
 
-    ``lookup`` is None where nothing is looked up. With ``forced``, tokens that a constraint forces are drafted: each of
-    them is accepted and saves its sequence a step, so that no measure of their worth is needed.
+    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted:
+    each of them is accepted and saves its sequence a step, so that their worth is not measured.
     """
 
     def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:
         self._lookup = lookup
         self._drafts_forced = forced
-        self._forced: set[SequenceState] = set()  # whose newest drafts were forced
+        self._forced: set[SequenceState] = set()  # sequences whose newest drafts were forced
 
     def drafts(self, sequence: SequenceState, running: int) -> Sequence[int]:
-        """Returns the drafts of a sequence beside which ``running - 1`` others decode."""
+        """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
         matcher = sequence.matcher
         if matcher is not None and matcher.forced and self._drafts_forced:
             self._forced.add(sequence)

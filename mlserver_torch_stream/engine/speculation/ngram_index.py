@@ -12,7 +12,7 @@ _SIZES = (4, 3, 2)
 
 
 class NgramIndex:
-    """Knows for each n-gram of a sequence the position after its latest occurrence but the newest."""
+    """Knows for each n-gram of a sequence the position after its last occurrence before the end of the sequence."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -31,20 +31,20 @@ class NgramIndex:
 
     @property
     def matching(self) -> int:
-        """The size of the longest n-gram that ends the sequence and occurred before; 0: the newest tokens are new."""
+        """The size of the longest n-gram that ends the sequence and occurred before; 0: there is none."""
         return self._find()[0]
 
     def lookup(self, most: int) -> list[int]:
-        """Returns at most ``most`` tokens that may follow; none where the newest tokens are new."""
+        """Returns at most ``most`` tokens that may follow; none if the newest tokens did not occur before."""
         size, position = self._find()
         drafts: list[int] = []
-        for index in range(position, position + most) if size else ():  # a loop in the text goes on in its own drafts
+        for index in range(position, position + most) if size else ():  # where the text loops, the drafts loop too
             known = len(self._tokens)
             drafts.append(self._tokens[index] if index < known else drafts[index - known])
         return drafts
 
     def _find(self) -> tuple[int, int]:
-        """Returns the size of an n-gram and the position after its latest occurrence but the newest; zeros if none."""
+        """Returns ``matching``, and the position after that n-gram's last occurrence before the end; zeros if none."""
         for size in _SIZES:
             newest = tuple(self._tokens[-size:])
             if len(newest) == size and newest in self._after:

@@ -1,6 +1,6 @@
 """Estimates from the steps of the past how long a step takes, by its tokens.
 
-Knows nothing of what the tokens are.
+Knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
 class StepTime:
     """A line through (tokens, seconds) of decode steps, by least squares with exponential forgetting.
 
-    Its slope is drawn to the expected one, as if steps with a spread of ``_SPREAD`` had shown that.
+    A prior pulls its slope to the expected one, with the weight of steps whose tokens have a spread of ``_SPREAD``.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,7 @@ class StepTime:
     def per_token(self) -> float:
         """Seconds that one more token adds; 0 before the first step.
 
-        While the steps had about equally many tokens, their times say little of it, and noise would say that a token
-        costs nothing: then it is about the expected one.
+        While all steps have about as many tokens, the prior decides: by noise alone a token could seem to cost nothing.
         """
         if not self._weight:
             return 0.0
