@@ -70,7 +70,7 @@ class FollowerCaches:
         self._caches: dict[int, PagedCache] = {}
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
-        """Repeats what rank 0 does. Raises a forward's error unless all ranks have it."""
+        """Runs an operation of rank 0. Raises a forward's error unless all ranks have it."""
         if operation is Operation.CACHE:
             page_size, state_slots, *pages = numbers
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)
