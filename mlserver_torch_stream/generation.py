@@ -116,7 +116,7 @@ class Generator:
             constraint = await self._compiled(request.constraint)
             return _engine_request(request, ids, constraint, first_index=first_index)
         answer = self.codec.answer_format(prompt, ids, request.constraint)
-        constraint = await self._compiled(answer.constraint, answer.behind)
+        constraint = await self._compiled(answer.constraint, answer.reasoning_marks)
         return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
 
     async def _compiled(

@@ -14,6 +14,7 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from tests.engine.tiny_models import prompt_of, reference
 
 
 @dataclass
@@ -91,3 +92,42 @@ def prefilled(
         last = first + chunk >= len(ids)
         logits = book.step(forward, {"row": ids[first : first + chunk]}, int(last))
     return logits["row"][0].float(), book
+
+
+def answers(
+    model: PreTrainedModel, forward: Forward, requests: Sequence[tuple[int, int]], chunk: int
+) -> list[list[int]]:
+    """Greedy answers to prompts: ``requests`` are the lengths of each prompt and of its answer.
+
+    Every second step a prompt begins. A step takes chunks of prompts beside the newest tokens of answers.
+    """
+    book = PageBook(model)
+    left = [prompt_of(length, number) for number, (length, _) in enumerate(requests)]
+    given: list[list[int]] = [[] for _ in requests]
+    for step in range(100):
+        begun = [n for n, (_, count) in enumerate(requests) if step >= 2 * n and len(given[n]) < count]
+        work = {str(n): left[n][:chunk] or given[n][-1:] for n in begun}
+        wanted = {str(n): int(len(left[n]) <= chunk) for n in begun}
+        for name, logits in book.step(forward, work, wanted).items() if work else ():
+            left[int(name)] = left[int(name)][chunk:]
+            given[int(name)] += logits.argmax(-1).tolist()
+    return given
+
+
+def expected_answers(model: PreTrainedModel, requests: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Returns what transformers' ``generate`` gives for the requests of ``answers``, one after the other."""
+    return [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(requests)]
+
+
+def errors_of(forwards: Mapping[str, Forward], model: PreTrainedModel, exact: PreTrainedModel) -> dict[str, float]:
+    """Returns the sum of each forward's squared errors against ``exact``: at the end of prompts and a token later."""
+    errors = dict.fromkeys(forwards, 0.0)
+    for length in (2, 17, 40, 90):
+        ids = prompt_of(length, length)
+        expected, after = exact(torch.tensor([[*ids, 7]])).logits[0, -2:]
+        for name, forward in forwards.items():
+            logits, book = prefilled(forward, model, ids, chunk=length)
+            errors[name] += ((logits - expected).pow(2).mean() / expected.var()).item()
+            logits = book.step(forward, {"row": [7]})["row"][0].float()
+            errors[name] += ((logits - after).pow(2).mean() / after.var()).item()
+    return errors

@@ -38,7 +38,8 @@ _call = st.tuples(st.sampled_from(_NAMES), _dumped)
 
 def _parser(kind: str, *, reasoning: bool = False, begun: bool = False, parallel: bool = True) -> AnswerParser:
     numbers = iter(range(10**6))
-    calls = _KINDS[kind](_NAMES, parallel=parallel, new_id=lambda: f"call_{next(numbers)}")
+    calls = _KINDS[kind](_NAMES, parallel=parallel)
+    calls.new_id = lambda: f"call_{next(numbers)}"
     return AnswerParser(ReasoningParser(begun=begun) if reasoning else None, calls)
 
 
@@ -95,18 +96,8 @@ def test_calls_are_read_whatever_the_cuts(kind: str, calls: list[tuple[str, str]
 _fragments = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[", "]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
-        *(
-            '{"name": "look"',
-            ', "arguments": ',
-            ', "parameters": ',
-            "{}",
-            '{"a": [1.5e3, "x\\n"]}',
-            "}",
-            "{",
-            "\n",
-            " ",
-        ),
-        *("look", '"', "\\", ",", ":", "null", "1", "-", "é", "x", "<think>", "</think>", ";", "<", "</"),
+        *('{"name": "look"', ', "arguments": ', ', "parameters": ', "{}", '{"a": [1.5e3, "x\\n"]}', "}", "{"),
+        *("\n", " ", "look", '"', "\\", ",", ":", "null", "1", "-", "é", "x", "<think>", "</think>", ";", "<", "</"),
     ]
 )
 _noise = st.lists(_fragments, max_size=25).map("".join)

@@ -18,8 +18,8 @@ from mlserver_torch_stream.engine.native import verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from tests.engine.kernels import kernels_of
-from tests.engine.page_book import PageBook, prefilled
-from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, reference, tiny_model
+from tests.engine.page_book import PageBook, answers, errors_of, expected_answers, prefilled
+from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, tiny_model
 
 # (prompt length, answer length): short and long prompts, some longer than a window of 6, answers that end in turn.
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (1, 5)]
@@ -68,48 +68,20 @@ def known_model(name: str) -> PreTrainedModel:
     return tiny_model(family, **changes)
 
 
-def answers(model: PreTrainedModel, forward: Forward) -> list[list[int]]:
-    """Greedy answers to all requests: each step takes chunks of prompts beside the tokens of answers."""
-    book = PageBook(model, page_size=16)
-    left = {str(n): list(prompt_of(length, n)) for n, (length, _) in enumerate(REQUESTS)}
-    given: dict[str, list[int]] = {name: [] for name in left}
-    for step in range(100):
-        work = {name: ids[:CHUNK] for name, ids in left.items() if ids and step >= 2 * int(name)}
-        if not work and not any(left.values()):
-            break
-        for name, chunk in work.items():
-            left[name] = left[name][len(chunk) :]
-        for name, logits in book.step(forward, work, {name: int(not left[name]) for name in work}).items():
-            if len(logits):
-                given[name].append(int(logits[-1].argmax()))
-                left[name] = [given[name][-1]] if len(given[name]) < REQUESTS[int(name)][1] else []
-    return list(given.values())
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_in_float32_sequences_that_join_and_leave_get_the_tokens_of_generate(name: str, folder: Path) -> None:
     model = known_model(name)
-    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    expected = expected_answers(model, REQUESTS)
     with torch.inference_mode():
-        assert answers(model, NativeForward(model, 2, folder)) == expected
+        assert answers(model, NativeForward(model, 2, folder), REQUESTS, CHUNK) == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str, folder: Path) -> None:
     model = known_model(name).to(torch.bfloat16)
     exact = copy.deepcopy(model).float()
-    errors: dict[str, float] = {"ours": 0.0, "theirs": 0.0}
     with torch.inference_mode():
-        forwards: dict[str, Forward] = {"ours": NativeForward(model, 2, folder), "theirs": ModelForward(model)}
-        for length in (2, 17, 40, 90):
-            ids = prompt_of(length, length)
-            expected = exact(torch.tensor([ids])).logits[0, -1]
-            for who, forward in forwards.items():
-                logits, book = prefilled(forward, model, ids, chunk=length)
-                errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
-                logits = book.step(forward, {"row": [7]})["row"][0].float()
-                after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
-                errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
+        errors = errors_of({"ours": NativeForward(model, 2, folder), "theirs": ModelForward(model)}, model, exact)
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
 

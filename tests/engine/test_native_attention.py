@@ -16,23 +16,27 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention import verify_attention
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
-from mlserver_torch_stream.engine.attention.reference import reference_attention
+from mlserver_torch_stream.engine.attention.reference import (
+    AttentionShape,
+    fill_randomly,
+    random_batch,
+    reference_attention,
+)
 from mlserver_torch_stream.engine.attention.verify_attention import (
     AttentionChoice,
     attention_shapes,
     take_attention_kernels,
 )
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
-from tests.engine.page_book import PageBook
-from tests.engine.tiny_models import prompt_of, reference, tiny_model
+from tests.engine.page_book import answers, expected_answers
+from tests.engine.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -70,28 +74,18 @@ class Case:
         page_size: int = 16,
         **options: Any,
     ) -> None:
-        heads, kv_heads, key_dim, value_dim = dims
-        numbers = torch.Generator().manual_seed(7)
-        counts = [-(-(start + count) // page_size) for start, count in parts]
-        pages = random.Random(7).sample(range(sum(counts)), sum(counts))
-        tables = [tuple(pages.pop() for _ in range(count)) for count in counts]
-        sequences = [
-            BatchSequence((0,) * count, start, (table,)) for (start, count), table in zip(parts, tables, strict=True)
-        ]
-        self.batch = batch_tensors(Batch(tuple(sequences)), page_size, 1, CPU)
-        shape = (sum(counts), kv_heads, page_size)
-        self.layer = LayerPages(
-            *(0, sum(counts), page_size),
-            torch.full((*shape, key_dim), torch.nan, dtype=dtype),
-            torch.full((*shape, value_dim), torch.nan, dtype=dtype),
-        )
-        for (start, count), table in zip(parts, tables, strict=True):
-            slots = [table[n // page_size] * page_size + n % page_size for n in range(start + count)]
-            key, value = (torch.randn(len(slots), kv_heads, dim, generator=numbers) for dim in (key_dim, value_dim))
-            self.layer.write(key.to(dtype), value.to(dtype), torch.tensor(slots))
-        self.query = torch.randn(sum(count for _, count in parts), heads, key_dim, generator=numbers).to(dtype)
+        generator, heads, key_dim = torch.Generator().manual_seed(7), dims[0], dims[2]
+
+        def numbers(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator).to(dtype)
+
+        batch, pages = random_batch(parts, page_size)
+        self.batch = batch_tensors(batch, page_size, 1, CPU)
+        self.layer = LayerPages(0, pages, page_size)
+        fill_randomly(self.layer, batch, AttentionShape(*dims, dtype, 1.0), numbers)
+        self.query = numbers(batch.tokens, heads, key_dim)
         if options.pop("sinks", False):
-            options["sinks"] = torch.randn(heads, generator=numbers) + 2
+            options["sinks"] = torch.randn(heads, generator=generator) + 2
         self.options = AttentionOptions(1.5 * key_dim**-0.5, **options)
 
     def run(self, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -305,36 +299,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REQUESTS = [(5, 9), (17, 6), (30, 8)]  # lengths of prompts and answers; the second begins beside the first one's answer
 
 
-def answers(model: PreTrainedModel, forward: ModelForward) -> list[list[int]]:
-    """Greedy answers: prompts in chunks of 7, each step a chunk of one beside the newest tokens of the others."""
-    book = PageBook(model)
-    given: list[list[int]] = [[] for _ in REQUESTS]
-    left = [list(prompt_of(length, number)) for number, (length, _) in enumerate(REQUESTS)]
-    for step in range(40):
-        work = {
-            str(n): left[n][:7] if left[n] else given[n][-1:]
-            for n, (_, count) in enumerate(REQUESTS)
-            if step >= 2 * n and len(given[n]) < count
-        }
-        if not work:
-            break
-        for name, logits in book.step(forward, work).items():
-            number = int(name)
-            left[number] = left[number][7:]
-            if not left[number]:
-                given[number].append(int(logits[-1].argmax()))
-    return given
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None:
     model = tiny_model(family, **FAMILIES[family])
-    expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]
+    expected = expected_answers(model, REQUESTS)
     choice = take_attention_kernels(model, never, folder)
     assert isinstance(choice.attention, NativeAttention), choice.name
     assert "attention kernels" in choice.name and "OpenMP" in choice.name
     with torch.inference_mode():
-        assert answers(model, ModelForward(model, attention=choice.attention, write=choice.write)) == expected
+        forward = ModelForward(model, attention=choice.attention, write=choice.write)
+        assert answers(model, forward, REQUESTS, chunk=7) == expected
 
 
 def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -> None:

@@ -49,7 +49,7 @@ def by_gguf(rows: PackedRows) -> torch.Tensor:
 
 
 def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threads: int = 2) -> torch.Tensor:
-    outputs = len(matrix._order)
+    outputs = len(matrix.order)
     panels = torch.zeros(matrix.bytes, dtype=torch.uint8)
     matrix.pack(panels, kernels)
     given = c.KernelMatrix(panels.data_ptr(), outputs, a.shape[1], None, matrix.format.number)

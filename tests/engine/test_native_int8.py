@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
-from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
@@ -26,9 +25,9 @@ from mlserver_torch_stream.engine.native.verify_native import take_rounded
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.page_book import prefilled
+from tests.engine.page_book import errors_of
 from tests.engine.test_native import KNOWN, in_company, known_model
-from tests.engine.tiny_models import prompt_of, tiny_model
+from tests.engine.tiny_models import tiny_model
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
@@ -59,19 +58,9 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
     """Not much farther from the rounded weights' in float32 than transformers on them in bfloat16."""
     model = LAYOUTS[name]().to(torch.bfloat16)
     exact, theirs = rounded(copy.deepcopy(model).float()), rounded(model)
-    errors: dict[str, float] = {"ours": 0.0, "theirs": 0.0}
     with torch.inference_mode():
         ours = NativeForward(model, 2, folder, ROUNDED["int8"])
-        forwards: dict[str, Forward] = {"ours": ours, "theirs": ModelForward(theirs)}
-        for length in (2, 17, 40, 90):
-            ids = prompt_of(length, length)
-            expected = exact(torch.tensor([ids])).logits[0, -1]
-            after = exact(torch.tensor([[*ids, 7]])).logits[0, -1]
-            for who, forward in forwards.items():
-                logits, book = prefilled(forward, model, ids, chunk=length)
-                errors[who] += ((logits - expected).pow(2).mean() / expected.var()).item()
-                logits = book.step(forward, {"row": [7]})["row"][0].float()
-                errors[who] += ((logits - after).pow(2).mean() / after.var()).item()
+        errors = errors_of({"ours": ours, "theirs": ModelForward(theirs)}, model, exact)
     assert errors["ours"] <= 8 * errors["theirs"]  # activations are rounded to int8, here to bfloat16
 
 

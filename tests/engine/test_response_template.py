@@ -185,53 +185,13 @@ def test_an_answer_is_divided_as_transformers_divides_it_whatever_the_cuts(name:
 
 _fragments = st.sampled_from(
     [
-        *(
-            "<|channel|>",
-            "analysis",
-            "final",
-            "<|message|>",
-            "<|end|>",
-            "<|call|>",
-            "commentary to=functions.look ",
-            "{",
-        ),
-        *(
-            "<|start|>assistant",
-            "<think>",
-            "</think>",
-            "<tool_call>",
-            "</tool_call>",
-            "<|im_end|>",
-            '{"name": "look"',
-            "}",
-        ),
-        *(
-            ', "arguments": {}',
-            ', "args": {"a": [1, "x"]}',
-            "<|channel>thought\n",
-            "<channel|>",
-            "<|tool_call>call:look",
-        ),
-        *(
-            "<tool_call|>",
-            '<|"|>',
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            '[{"tool_name": "look", "parameters": {}}',
-            "]",
-        ),
-        *("<|content_text|>", "<|content_invoke_tool_json|>", "<|end_message|>", "<function=look>", "<parameter=at>"),
-        *(
-            "</parameter>",
-            "</function>",
-            "look\n",
-            "<arg_key>n</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-            "<",
-            "|",
-            ">",
-        ),
+        *("<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|call|>", "commentary to=functions.look "),
+        *("<|start|>assistant", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", '{"name": "look"'),
+        *(', "arguments": {}', ', "args": {"a": [1, "x"]}', "<|channel>thought\n", "<channel|>", "{", "}"),
+        *("<|tool_call>call:look", "<tool_call|>", '<|"|>', "<|START_ACTION|>", "<|END_ACTION|>", "]"),
+        *('[{"tool_name": "look", "parameters": {}}', "<|content_text|>", "<|content_invoke_tool_json|>"),
+        *("<|end_message|>", "<function=look>", "<parameter=at>", "</parameter>", "</function>", "look\n"),
+        *("<arg_key>n</arg_key>", "<arg_value>", "</arg_value>", "<", "|", ">"),
         *(" ", "\n", "word", ",", '"', "\x01", "é"),
     ]
 )
@@ -311,7 +271,7 @@ def test_xml_arguments_have_the_types_of_the_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", _XML)
 def test_xml_arguments_come_one_by_one(name: str) -> None:
-    """Each when its end has been read. A call that breaks behind some of them is given as text too."""
+    """Each when its end has been read. A call that breaks after some of them is given as text too."""
     parser = _parser(name)
     pieces = [each for char in _XML[name] for each in parser.push(char) if isinstance(each, ToolCallDelta)]
     assert [piece.arguments for piece in pieces if piece.arguments] == [
@@ -391,7 +351,7 @@ def test_calls_without_a_grammar_are_forced_as_hermes_writes_them(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "ending", "behind"),
+    ("name", "ending", "marks"),
     [
         ("gemma4", "<|turn>model\n", ReasoningMarks("<channel|>", "<|channel>thought\n")),
         ("gemma4", "<|turn>model\n<|channel>thought\n", ReasoningMarks("<channel|>")),
@@ -399,12 +359,12 @@ def test_calls_without_a_grammar_are_forced_as_hermes_writes_them(tmp_path: Path
         ("gpt-oss", "<|start|>assistant", None),
     ],
 )
-def test_a_constraint_holds_behind_the_reasoning(
-    tmp_path: Path, name: str, ending: str, behind: ReasoningMarks | None
+def test_a_constraint_holds_after_the_reasoning(
+    tmp_path: Path, name: str, ending: str, marks: ReasoningMarks | None
 ) -> None:
     found = ChatFormat(_tokenizer(tmp_path, _TEMPLATES[name]))
     answer: AnswerFormat = found.answer(ChatPrompt(({"role": "user", "content": "hi"},)), ending)
-    assert answer.behind == behind
+    assert answer.reasoning_marks == marks
 
 
 def test_a_mark_with_an_optional_end_is_read_alike_whatever_the_cuts() -> None:

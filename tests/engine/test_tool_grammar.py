@@ -190,6 +190,8 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it(ending: str, begun: bool | N
     tokenizer.chat_template = "</think>"
     answer = ChatFormat(tokenizer).answer(ChatPrompt(({"role": "user", "content": "hi"},)), ending)
     assert answer.divides == (begun is not None)
-    assert answer.behind == (None if begun is None else ReasoningMarks("</think>", None if begun else "<think>"))
+    assert answer.reasoning_marks == (
+        None if begun is None else ReasoningMarks("</think>", None if begun else "<think>")
+    )
     if begun is not None:
         assert answer.parser().reasons == begun

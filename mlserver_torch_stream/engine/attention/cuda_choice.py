@@ -1,7 +1,7 @@
 """Chooses how the layers of a model on CUDA attend to their pages, and checks each choice before its first use.
 
-Knows nothing of models. Varlen attention is tried first, then FlexAttention, then plain torch; what is chosen for a
-kind of layer must give the numbers of ``reference_attention`` on that device.
+Knows nothing of models. Varlen attention is tried first, then FlexAttention, then plain torch. The chosen attention of
+a kind of layer must give the results of ``reference_attention`` on that device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Kind = tuple[torch.device, AttentionShape, int]
 class CudaAttention:
     """A ``PagedAttention`` that takes for each kind of layer the first candidate that is right.
 
-    The first layer of a kind pays for its check. A capture cannot: a plain forward has to come first.
+    The first layer of a kind pays for the check. A capture cannot check: a plain forward must run before it.
     """
 
     def __init__(self, candidates: Iterable[tuple[str, Candidate]] | None = None) -> None:

@@ -75,7 +75,7 @@ class FlexAttention:
             return_aux=None if options.sinks is None else flex.AuxRequest(lse=True),
         )
         output = found
-        if options.sinks is not None:  # a sink takes its share of the chances and gives no value
+        if options.sinks is not None:  # a sink takes its share of the probabilities and gives no value
             output, aux = found
             output = output * torch.sigmoid(aux.lse - options.sinks.float()[:, None])[..., None]
         result: torch.Tensor = output.transpose(1, 2).flatten(0, 1).to(query.dtype)
@@ -83,12 +83,12 @@ class FlexAttention:
 
 
 def _clear_tails(tables: torch.Tensor, lengths: torch.Tensor, layer: LayerPages) -> None:
-    """Clears the values of the last page of each row behind the row's end: NaN times a chance of 0 would be NaN."""
+    """Clears the values after the end of each row in its last page: NaN times a probability of 0 is NaN."""
     assert layer.values is not None
     last = lengths.long() - 1
     pages = tables.gather(1, last[:, None] // layer.page_size)[:, 0].long()
-    behind = torch.arange(layer.page_size, device=last.device) > last[:, None] % layer.page_size
-    layer.values[pages] = layer.values[pages].masked_fill(behind[:, None, :, None], 0)
+    unused = torch.arange(layer.page_size, device=last.device) > last[:, None] % layer.page_size
+    layer.values[pages] = layer.values[pages].masked_fill(unused[:, None, :, None], 0)
 
 
 def _one_row(pool: torch.Tensor | None) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _block_mask(
     held = (width * page_size < lengths[:, None]) & ((width + 1) * page_size > oldest[:, :1])
     place = torch.full((rows, pages + 1), -1, dtype=torch.int32, device=device)
     place.scatter_(1, torch.where(held, tables, pages).long(), width.int().expand(rows, -1))
-    # The blocks that are seen, first in order; the kernel reads no others.
+    # The visible blocks come first, in order; the kernel reads no other blocks.
     blocks = (tables[..., None] * ratio + torch.arange(ratio, device=device)).flatten(1)
     starts = torch.arange(blocks.shape[1], device=device) * block
     seen = (starts < lengths[:, None]) & (starts + block > oldest[:, :1])

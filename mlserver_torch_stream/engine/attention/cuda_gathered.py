@@ -1,7 +1,7 @@
 """Attends to pages in plain torch: gathers the keys and values of all decode rows at once, or of one prompt's chunk.
 
 Knows nothing of devices. It takes every option, page size and dtype, and a device can record it: no number of a batch
-is read from the device. It costs a copy of what is attended to.
+is read from the device. It costs a copy of the keys and values.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def _attend(
     first, tables = _seen_pages(oldest[:, 0], tables, count, layer.page_size, options)
     key_positions = first[:, None] + torch.arange(tables.shape[1] * layer.page_size, device=query.device)
     seen = (key_positions[:, None] <= positions[..., None]) & (key_positions[:, None] >= oldest[..., None])
-    # What a page holds behind a sequence's end may be NaN, which a weight of 0 keeps.
+    # A page may hold NaN after a sequence's end, and NaN times a probability of 0 is NaN.
     unseen = ~seen.any(1)[:, None, :, None]
     keys, values = (_gather(pool, tables).masked_fill_(unseen, 0) for pool in (layer.keys, layer.values))
     groups = heads // keys.shape[1]
-    # The heads of a group are queries beside each other: keys and values are not repeated.
+    # The query heads of a key head become more queries of it: keys and values are not repeated.
     folded = query.transpose(1, 2).unflatten(1, (-1, groups)).flatten(2, 3)  # [rows, kv_heads, groups * count, dim]
     mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)  # [rows, 1, groups * count, keys]
     sinks = None if options.sinks is None else options.sinks.repeat_interleave(count).reshape(1, keys.shape[1], -1, 1)

@@ -66,7 +66,7 @@ class VarlenAttention:
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=batch.lengths,
             block_table=batch.tables[layer.group],
-            num_splits=1,  # others leave rows unwritten: https://github.com/pytorch/pytorch/issues/194167
+            num_splits=1,  # more leave rows unwritten: https://github.com/pytorch/pytorch/issues/194167
         )
         return output
 

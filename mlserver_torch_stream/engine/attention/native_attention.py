@@ -12,16 +12,11 @@ import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.native.attention_library import (
-    STORED_TYPES,
-    KernelPagesCall,
-    KernelWriteCall,
-    open_attention_library,
-)
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
+from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelWriteCall, check_status, open_library
 from mlserver_torch_stream.engine.native.openmp_pool import torch_pool
 
-_NO_MEMORY = 1  # of the kernels' calls
+_STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # StoredType of ``parallel_pages.h``
 
 
 class NativeAttention:
@@ -29,7 +24,7 @@ class NativeAttention:
 
     def __init__(self, cache_dir: Path, otherwise: PagedAttention) -> None:
         """``otherwise``: the attention for other devices and other types. Raises NoKernels or LoadFailed."""
-        library, self.variant = open_kernels(cache_dir, open_attention_library)
+        library, self.variant = open_kernels(cache_dir, open_library)
         self._attend = library.native_attend_pages
         self._write = library.native_write_pages
         self._otherwise = otherwise
@@ -62,11 +57,11 @@ class NativeAttention:
             values.shape[3],
             options.window or 0,
             options.chunk or 0,
-            STORED_TYPES[query.dtype],
+            _STORED_TYPES[query.dtype],
             options.scale,
             options.softcap or 0.0,
         )
-        _check(self._attend(ctypes.byref(call), self._pool, torch.get_num_threads()))
+        check_status(self._attend(ctypes.byref(call), self._pool, torch.get_num_threads()), "an attention over pages")
         return out
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -85,7 +80,7 @@ class NativeAttention:
             key.shape[2] * size,
             value.shape[2] * size,
         )
-        _check(self._write(ctypes.byref(call), self._pool, torch.get_num_threads()))
+        check_status(self._write(ctypes.byref(call), self._pool, torch.get_num_threads()), "writing to pages")
 
 
 def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -93,12 +88,5 @@ def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> boo
     return (
         query.device.type == keys.device.type == values.device.type == "cpu"
         and query.dtype == keys.dtype == values.dtype
-        and query.dtype in STORED_TYPES
+        and query.dtype in _STORED_TYPES
     )
-
-
-def _check(status: int) -> None:
-    if status == _NO_MEMORY:
-        raise MemoryError("no memory for an attention over pages")
-    if status:
-        raise RuntimeError("an attention over pages failed in the kernels")

@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 class BatchTensors:
     """A batch on one device. ``sequences`` is the number of its sequences, ``tokens`` that of its packed tokens.
 
-    ``memo`` is for what an attention computes once for all layers of the batch, by keys of its own.
+    An attention keeps in ``memo`` what it computes once for all layers of the batch.
     """
 
     batch: Batch
@@ -85,7 +85,7 @@ def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int6
 class AttentionOptions:
     """``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
 
-    ``sinks`` ``[heads]`` holds a score for each head, which takes part in the softmax beside the scores of the keys.
+    ``sinks`` ``[heads]`` holds one more score in the softmax for each head.
     """
 
     scale: float

@@ -44,15 +44,15 @@ def _attend(query: torch.Tensor, layer: LayerPages, sequence: BatchSequence, opt
     scores = scores.masked_fill((position > seen) | (position < oldest), float("-inf"))
     if options.sinks is not None:
         sinks = options.sinks.float().reshape(heads, 1, 1).expand(heads, len(query), 1)
-        chances = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        probabilities = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
     else:
-        chances = torch.softmax(scores, -1)
-    return torch.einsum("hqk,hkd->qhd", chances, values).to(query.dtype)
+        probabilities = torch.softmax(scores, -1)
+    return torch.einsum("hqk,hkd->qhd", probabilities, values).to(query.dtype)
 
 
 # Tokens in the cache and new ones of the sequences that are compared: short and long, one new token, some, a chunk.
 _SEQUENCES = ((0, 1), (15, 1), (16, 2), (612, 1), (299, 7), (550, 70))
-_FAR = 300  # a window or chunk that those sequences reach beyond
+_FAR = 300  # a window or chunk that is shorter than some of those sequences
 _CAP = 3.0  # a softcap that the random scores are near
 
 
@@ -79,7 +79,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def narrowed(self) -> AttentionShape:
-        """The shape with bounds that short sequences and random scores come to feel."""
+        """The shape with a window, chunk and softcap that take effect in short sequences with random scores."""
         return self._replace(
             window=None if self.window is None else min(self.window, _FAR),
             chunk=None if self.chunk is None else min(self.chunk, _FAR),
@@ -105,9 +105,9 @@ def farthest(
     def numbers(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=random).to(device, shape.dtype)
 
-    batch, pages = _batch(sequences, page_size)
+    batch, pages = random_batch(sequences, page_size)
     layer = LayerPages(0, pages, page_size, tokens_first=tokens_first)
-    _fill(layer, batch, shape, numbers)
+    fill_randomly(layer, batch, shape, numbers)
     tensors = batch_tensors(batch, page_size, 1, device)
     sinks = numbers(shape.heads) if shape.has_sinks else None
     options = AttentionOptions(shape.scale, shape.window, shape.chunk, shape.softcap, sinks)
@@ -120,7 +120,7 @@ def farthest(
     return float(error.nan_to_num(torch.inf, torch.inf).max())
 
 
-def _batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
+def random_batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
     """Returns sequences with these starts and new tokens, on pages in no order, and the number of the pages."""
     counts = [-(-(start + count) // page_size) for start, count in parts]
     order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
@@ -131,8 +131,8 @@ def _batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int
     return Batch(tuple(sequences)), sum(counts)
 
 
-def _fill(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Callable[..., torch.Tensor]) -> None:
-    """Writes random keys and values of all tokens of the sequences, and NaN behind them."""
+def fill_randomly(layer: LayerPages, batch: Batch, shape: AttentionShape, numbers: Callable[..., torch.Tensor]) -> None:
+    """Writes random keys and values of all tokens of the sequences, and NaN elsewhere."""
     layer.reserve(numbers(shape.kv_heads, 1, shape.key_dim), numbers(shape.kv_heads, 1, shape.value_dim))
     for pool in (layer.keys, layer.values):
         assert pool is not None

@@ -35,7 +35,7 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
-# Of the thread: forwards of one model run in several threads at once, each over its own batch.
+# Set for each thread: forwards of one model run in several threads at once, with a batch each.
 _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=None)
 
 
@@ -95,7 +95,7 @@ def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
         own: Callable[..., Any] | None = known.get("eager_attention_forward")
         if own is not None:
             return own
-    raise CannotPage(f"the attention of {type(module).__name__} is not to be found")
+    raise CannotPage(f"the attention function of {type(module).__name__} is not found")
 
 
 def _mask(implementation: str, *args: Any, **options: Any) -> Any:

@@ -68,7 +68,7 @@ def _attend_rows(
         oldest = options.oldest_seen(last)
         places = oldest[:, None] + torch.arange(int((last - oldest).max()) + 1, device=last.device)
         valid = places <= last[:, None]
-        # Rows that are shorter read their newest key again: what a page holds beyond it may be NaN.
+        # Shorter rows read their newest key again: a page may hold NaN after it.
         places = torch.minimum(places, last[:, None])
         batch.memo[key] = _slots(batch, layer, sequences, places), valid[:, None, None]
     slots, valid = batch.memo[key]
@@ -133,5 +133,5 @@ def weigh(
     scores = scores.masked_fill(~valid, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
-    chances = torch.softmax(scores, -1)[..., : keys.shape[-2]]
-    return chances.to(values.dtype) @ values
+    probabilities = torch.softmax(scores, -1)[..., : keys.shape[-2]]
+    return probabilities.to(values.dtype) @ values

@@ -34,7 +34,7 @@ from mlserver_torch_stream.errors import LoadFailed
 logger = logging.getLogger(__name__)
 
 _PAGE_SIZE = 16
-# Of a query's and a head's output, against its size: twice to four times what rounding makes of random values.
+# Of a query's and a head's output, against its size: two to four times the error that rounding makes of random values.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
@@ -106,7 +106,7 @@ def attention_shapes(model: PreTrainedModel, way: Way = Way.PACKED) -> list[Atte
 
 
 def _writes_alike(attention: NativeAttention, shape: AttentionShape, page_size: int) -> bool:
-    """Returns whether keys and values that lie by heads, as a model's do, come to the same places of pages."""
+    """Returns whether the kernels write keys and values, which lie by heads in a model, to the right slots of pages."""
     tokens, pages = 3 * page_size, 4
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(2))[:tokens]
     layers = [LayerPages(0, pages, page_size) for _ in range(2)]

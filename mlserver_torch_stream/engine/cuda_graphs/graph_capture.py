@@ -36,7 +36,7 @@ def capture_on(kind: str) -> GraphCapture | None:
 
 
 class DryRun:
-    """Runs the work and captures nothing: the first calls of a kernel set up what must not be captured.
+    """Runs the work and captures nothing: the first calls of a kernel compile and tune, which must not be captured.
 
     Raises DeviceSyncs for work that cannot be captured. The device itself must not fail in a capture: before torch 2.13
     the allocator does not notice that a capture has failed, and the memory reserved for it is lost.

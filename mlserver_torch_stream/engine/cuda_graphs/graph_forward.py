@@ -33,7 +33,7 @@ class GraphForward:
     """Replays batches of one new token for each of up to ``max_sequences`` sequences, over the pages of one cache.
 
     Steps are captured for 1, 2, 4, … sequences. A batch takes the smallest step that holds it; the other rows write to
-    pages of nobody. One call runs at a time, or with a ``pipeline`` one in each of its stages.
+    spare pages. One call runs at a time, or with a ``pipeline`` one in each of its stages.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GraphForward:
             StepShape(rows, width, cache.page_size, spares) for rows in (*sizes, max_sequences) for width in widths
         ]
         steps: list[CapturedStep] = []
-        # The largest first: the others fit into its memory in the pool.
+        # The largest first: the smaller steps fit into its memory in the pool.
         for shape in reversed(shapes):
             with all_or_none():
                 capture_step(forward, cache, DryRun(), shape, pipeline)  # kernels load and tune at their first call

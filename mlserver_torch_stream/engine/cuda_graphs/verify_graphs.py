@@ -1,6 +1,6 @@
 """Decides at load whether decode steps are replayed: they must be capturable and give the forward's own logits.
 
-Knows nothing of engines. The forward itself has been compared with the model's before. If anything fails here, it runs.
+Knows nothing of engines. The plain forward has passed its checks before. If anything fails here, it runs.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _compare_step(graphs: GraphForward, batch: Batch) -> None:
 
 
 def _fill(cache: PagedCache) -> None:
-    """Writes random keys and values to all pages: what a pool's memory holds need not be numbers."""
+    """Writes random keys and values to all pages: fresh memory of a pool may hold NaN."""
     for layer in cache.layers.values():
         if layer.keys is not None and layer.values is not None:
             layer.keys.normal_()

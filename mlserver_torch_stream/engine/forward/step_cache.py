@@ -1,6 +1,6 @@
 """Gives transformers' models the pages and states of one forward, as the cache that their code expects.
 
-Knows nothing of attention: ``update`` writes to the pages, and returns what the model's attention is to see.
+Knows nothing of attention: ``update`` writes to the pages, and returns the keys and values for the model's attention.
 """
 
 from __future__ import annotations

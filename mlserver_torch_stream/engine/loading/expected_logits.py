@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
-# The oldest positions, which a window loses where logits are compared, weigh four times as much as all others together:
-# a window that is off by one is then off by 0.27 and more, rounding by up to 0.05 (in bfloat16, root mean square).
+# The oldest positions, which a window loses where logits are compared, weigh four times as much as all later ones
+# together: then a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16,
+# root mean square).
 _HEAVY = 3
 _WEIGHT = 4
 

@@ -52,26 +52,26 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
     return lengths
 
 
-def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int) -> str | None:
+def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
     """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
 
-    ``beside`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
+    ``short`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
     cache. Returns by how much logits differ and where; None if they do not.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
         counts = counts[:2]
     first = length - counts[0]
-    far = _FarCache(trial, beside, first, page_size, sum(counts))
+    far = _FarCache(trial, short, first, page_size, sum(counts))
     tokens = [trial.token(first + number) for number in range(sum(counts))]
-    sample = beside.ids[: beside.computed]
+    sample = short.ids[: short.computed]
     expected = trial.expected.far(sample, far.columns, far.indices(0, first), tokens, trial.chunked)
-    alone = trial.expected.near(beside.ids)
+    alone = trial.expected.near(short.ids)
     compared = {}
     for end, count in zip(accumulate(counts), counts, strict=True):
-        near_end = beside.computed + end
+        near_end = short.computed + end
         batch = Batch(
-            (far.long(tokens[end - count : end], end), far.short(beside.ids[near_end - count : near_end], end))
+            (far.long_part(tokens[end - count : end], end), far.short_part(short.ids[near_end - count : near_end], end))
         )
         got = trial.forward(batch, far.cache)
         compared[first + end - 1] = comparison = trial.new_comparison()
@@ -86,16 +86,16 @@ def compare_far(trial: Trial, beside: TrialSequence, length: int, page_size: int
 class _FarCache:
     """A few pages that make a sequence of ``first`` tokens and a short one, each with room for ``more``."""
 
-    def __init__(self, trial: Trial, beside: TrialSequence, first: int, page_size: int, more: int) -> None:
+    def __init__(self, trial: Trial, short: TrialSequence, first: int, page_size: int, more: int) -> None:
         layout = trial.layout
         self._first = first
         self._size = page_size
-        self._beside = beside
+        self._short = short
         self.columns = max(1, min([_COLUMNS, *(span - 1 for span in layout.windows if span is not None)]))
         tail = range(first // page_size, -(-(first + more) // page_size))
         self._own = {0: 0, **{entry: 1 + _MIDDLE + number for number, entry in enumerate(tail)}}
         used = 1 + _MIDDLE + len(tail)
-        near = -(-(beside.computed + more) // page_size)
+        near = -(-(short.computed + more) // page_size)
         self._near = list(range(used, used + near))
         self._entries = tail.stop
         groups = layout.spec(page_size).groups
@@ -105,16 +105,16 @@ class _FarCache:
                 self._fill(pages, trial.cache.layers[index], trial.cache.groups[pages.group])
         if self.cache.states is not None and trial.cache.states is not None:
             for slot in (0, 1):
-                self.cache.states.put([slot], trial.cache.states.take([beside.slot]))
+                self.cache.states.put([slot], trial.cache.states.take([short.slot]))
 
-    def long(self, tokens: Sequence[int], end: int) -> BatchSequence:
+    def long_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
         """Returns the part of the long sequence that has ``end`` tokens more afterwards."""
         start = self._first + end - len(tokens)
         tables = (self._passed(group, start) for group in self.cache.groups)
         return BatchSequence(tokens, start, tuple(tables), state_slot=self._slot(0))
 
-    def short(self, tokens: Sequence[int], end: int) -> BatchSequence:
-        start = self._beside.computed + end - len(tokens)
+    def short_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
+        start = self._short.computed + end - len(tokens)
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _FarCache:
 
     def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
         """Copies the keys and values of the short sequence, and fills those of the long one with them."""
-        computed, table = self._beside.computed, self._beside.tables[near.group]
+        computed, table = self._short.computed, self._short.tables[near.group]
         oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
         keys, values = near.read(table, oldest, computed)
         self._write(pages, self._near, oldest, keys, values)

@@ -16,19 +16,8 @@ from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.settings import ResolvedSettings
 
 _SHAPING = {
-    "revision",
-    "dtype",
-    "device_map",
-    "max_memory",
-    "offload_folder",
-    "pipeline",
-    "attn_implementation",
-    "quantization_config",
-    "tensor_parallel_size",
-    "trust_remote_code",
-    "allow_pickle",
-    "fast_path",
-    "weights",
+    *("revision", "dtype", "device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation"),
+    *("quantization_config", "tensor_parallel_size", "trust_remote_code", "allow_pickle", "fast_path", "weights"),
 }
 
 

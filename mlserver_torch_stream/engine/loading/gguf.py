@@ -183,7 +183,7 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target`` and removes it at the end, with those that killed processes have left."""
+    """Makes a folder beside ``target`` and removes it at the end, and such folders of killed processes at once."""
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

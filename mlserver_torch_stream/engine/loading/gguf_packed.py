@@ -1,4 +1,4 @@
-"""Loads the tensors of a GGUF file as the blocks that they are, for kernels that multiply with those.
+"""Loads the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
 
 Knows nothing of caches or of kernels. A folder holds the config, the tokenizer and ``packed.safetensors``: the blocks
 under transformers' names, their rows in transformers' order.
@@ -143,9 +143,7 @@ def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:
     if type(module) is nn.Embedding:
         model.set_submodule(path, PackedEmbedding(rows))
     elif type(module) is nn.Linear:
-        packed = PackedLinear(rows)
-        packed.bias = module.bias
-        model.set_submodule(path, packed)
+        model.set_submodule(path, PackedLinear(rows, module.bias))
     else:
         raise NotPacked(f"{name} belongs to a {type(module).__name__}")
 

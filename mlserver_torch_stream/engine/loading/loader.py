@@ -129,7 +129,7 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
 
 
 def describe(name: str, model: Any, weights: str | None = None) -> str:
-    """Describes a loaded model: its name, size and devices. ``weights``: what they are; None: of the model's dtype."""
+    """Describes a loaded model: its name, size and devices. ``weights`` describes its weights; None: by their dtype."""
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -166,7 +166,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
-    # Else transformers asks a service of the hub to convert pickles, and loads what that has proposed to the model.
+    # Else transformers asks a service of the hub to convert pickles, and loads the weights that the service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
     if asked is not None:

@@ -87,7 +87,7 @@ def _on_our_kernels(settings: EngineSettings) -> bool:
 
 
 def attempt(what: str, load: Callable[[], Any]) -> Any:
-    """Runs ``load`` and turns a failure into one line, which says what the user can do."""
+    """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do."""
     try:
         return load()
     except NotPacked:

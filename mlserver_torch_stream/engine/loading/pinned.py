@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.loading.placement import bytes_of
 
 logger = logging.getLogger(__name__)
 
-# torch rounds pinned memory up to a power of two, to twice what a weight takes or nearly: so weights share blocks.
+# torch rounds pinned memory up to a power of two, which can be nearly twice a weight's size: so weights share blocks.
 _BLOCK = 2**30
 _ALIGNMENT = 256
 # The part of the host's free memory that stays free: pinned memory cannot be swapped or dropped.
@@ -119,7 +119,7 @@ def _tensor(places: list[Place]) -> torch.Tensor:
 
 
 class _Blocks:
-    """Copies tensors one behind another, into as few blocks as ``total`` bytes of them need."""
+    """Copies tensors one after another, into as few blocks as ``total`` bytes of them need."""
 
     def __init__(self, total: int, allocate: Allocate, room: Room, most: int) -> None:
         self._ahead = total

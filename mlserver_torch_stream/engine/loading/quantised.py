@@ -78,7 +78,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks the packages of the methods that are tested here; transformers checks those of the others itself."""
+    """Checks the packages of the methods that are tested here; transformers checks the packages of other methods."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():

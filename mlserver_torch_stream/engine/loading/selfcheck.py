@@ -34,7 +34,7 @@ _KERNEL_LENGTHS = (258,)
 class SelfCheckResult:
     """``problem`` says why the model cannot be batched, None if it can; ``chunked`` whether prefill can be chunked.
 
-    ``specs`` are those of its cache, by device.
+    ``specs`` describe its cache, by device.
     """
 
     problem: str | None

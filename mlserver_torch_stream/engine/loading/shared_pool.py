@@ -28,11 +28,11 @@ class SharedPool(Generic[V]):
         """Leases the object of ``key``. All waiting threads get an error of ``make``; the next lease tries again."""
         with self._lock:
             shared = self._shared.get(key)
-            mine = shared is None
+            makes = shared is None
             if shared is None:
                 shared = self._shared[key] = _Shared()
             shared.users += 1
-        if mine:
+        if makes:
             self._make(key, shared, make)
         return Lease(shared.thing.result(), lambda: self._give_back(key, shared))
 

@@ -1,7 +1,7 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
-They join in chunks and whole, leave, share a page, fork, and are verified as drafts are. Their pages lie scattered,
-and a page that is handed out holds what nobody wrote there.
+The sequences join in chunks and whole, leave, share a page, fork, and are verified as drafts are. Their pages are not
+neighbours, and a new page holds stale values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORTEST = 9  # in a context that is smaller
 _LONGEST_CHUNK = 65
 _AFTER = 12  # tokens that each sequence can take after its prompt
 _SPARE_SLOT = 7
-_STALE = 1000.0  # finite: a kernel may multiply it with the chance 0 of a key that is not seen
+_STALE = 1000.0  # finite: a kernel may multiply it with the probability 0 of a key that is not seen
 
 
 @dataclass(slots=True)

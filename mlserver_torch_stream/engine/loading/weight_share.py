@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # the CPU, which every step moves to the GPU.
 GPU_WEIGHT_SHARES = (0.7, 0.9)
 _LEAST = GPU_WEIGHT_SHARES[0]
-# Whole layers go to one GPU: what does not fill a GPU to the end.
+# The part of a GPU that stays empty, since a layer is on one GPU as a whole.
 _LOST_PER_GPU = 0.03
 _STORED_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
                 "U16": 16, "F4": 4}  # fmt: skip
@@ -54,8 +54,8 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
     """Returns the bytes of a model's weights in memory; None if its files do not tell.
 
-    A folder's safetensors tell of quantised weights too. Of others the config tells how many there are. ``options``
-    are those of ``from_pretrained`` for reading the config.
+    A folder's safetensors say this of quantised weights too. Without them, the config says how many weights there are.
+    ``options`` are those of ``from_pretrained`` for reading the config.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)
@@ -72,7 +72,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
                 config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
             )
         return int(sum(each.numel() * each.element_size() for each in model.parameters()))
-    except Exception as error:  # a config or a model's code can raise any error, which the load itself will tell
+    except Exception as error:  # a config or a model's code can raise any error, which the load will report
         logger.info("the size of the weights is not known: %s", " ".join(str(error).split())[:200])
         return None
 

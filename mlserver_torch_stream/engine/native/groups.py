@@ -97,6 +97,20 @@ def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
     return -(-outputs // PANEL) * -(-inputs // GROUP) * format.block_bytes
 
 
+def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
+    """Returns which of the stacked rows of parts with these ``counts`` each output of the panels is, ``[outputs]``.
+
+    -1 is an output that pads a panel. ``interleaved``: of two parts, gates and ups, each panel has 16 rows of the first
+    and the same 16 rows of the second.
+    """
+    rows = torch.arange(sum(counts))
+    if not interleaved:
+        return pad(rows, (0, -len(rows) % PANEL), value=-1)
+    half = PANEL // 2
+    gates, ups = (pad(part, (0, -len(part) % half), value=-1).view(-1, half) for part in rows.split(list(counts)))
+    return torch.stack((gates, ups), 1).flatten()
+
+
 def pack_groups(groups: Groups, to: Tensor) -> None:
     """Writes the panels of some outputs to ``to``, in bytes. Raises UnsupportedLayout for scales that float16 lacks."""
     format, missing = groups.format, -len(groups.codes) % PANEL

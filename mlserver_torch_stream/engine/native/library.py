@@ -1,6 +1,7 @@
-"""Declares the kernels' C interface: the structures of ``kernels/model.h``, field by field, and the functions.
+"""Declares the kernels' C interface: the structures of ``model.h`` and ``parallel_pages.h``, field by field, and the
+functions of ``library.cpp``.
 
-Knows nothing of transformers. The caller keeps the memory of a structure's pointers alive.
+Knows nothing of transformers or of batches. The caller keeps the memory of a structure's pointers alive.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
 NO_QK_NORM, PER_HEAD, WHOLE = range(3)
 SILU, GELU_TANH = range(2)
+_NO_MEMORY = 1  # of ``status_of`` in ``library.cpp``
 
 
 class KernelMatrix(Structure):
@@ -67,20 +70,52 @@ class KernelStep(Structure):
     ]
 
 
+class KernelPagesCall(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("queries", "out", "keys", "values", "tables", "starts", "ends", "sinks")),
+        *((name, c_int64) for name in ("token_stride", "head_stride", "sequences", "table_width")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "page_size", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("window", "chunk", "type")),
+        *((name, c_float) for name in ("scale", "cap")),
+    ]
+
+
+class KernelWriteCall(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values", "key_pages", "value_pages", "slots")),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, c_int64) for name in ("tokens", "kv_heads", "page_size", "key_bytes", "value_bytes")),
+    ]
+
+
+# The arguments and the result of each function.
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "native_create": ([POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int], c_void_p),
+    "native_step": ([c_void_p, POINTER(KernelStep)], c_int),
+    "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
+    "native_destroy": ([c_void_p], None),
+    "native_use_large_pages": ([c_void_p, c_int64], None),
+    "native_attend_pages": ([POINTER(KernelPagesCall), c_void_p, c_int], c_int),
+    "native_write_pages": ([POINTER(KernelWriteCall), c_void_p, c_int], c_int),
+}
+
+
 def open_library(path: Path) -> ctypes.CDLL:
     """Returns the kernels' functions with their types. A call releases the GIL while it runs. Raises NoKernels."""
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:
+        for name, (arguments, result) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
         raise NoKernels(f"the kernels cannot be loaded: {error}") from None
-    library.native_create.argtypes = [POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int]
-    library.native_create.restype = c_void_p
-    library.native_step.argtypes = [c_void_p, POINTER(KernelStep)]
-    library.native_step.restype = c_int
-    library.native_multiply.argtypes = [POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int]
-    library.native_multiply.restype = c_int
-    library.native_destroy.argtypes = [c_void_p]
-    library.native_destroy.restype = None
-    library.native_use_large_pages.argtypes = [c_void_p, c_int64]
-    library.native_use_large_pages.restype = None
     return library
+
+
+def check_status(status: int, work: str) -> None:
+    """Raises MemoryError or RuntimeError, which names the ``work``, if a function of the kernels has failed."""
+    if status == _NO_MEMORY:
+        raise MemoryError(f"no memory for {work}")
+    if status:
+        raise RuntimeError(f"{work} failed in the kernels")

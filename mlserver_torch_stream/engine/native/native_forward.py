@@ -26,7 +26,6 @@ from mlserver_torch_stream.engine.native.weights import PackedWeights
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512
-_NO_MEMORY = 1  # of native_step
 
 
 class NativeForward:
@@ -72,29 +71,21 @@ class NativeForward:
             self._logits = self._rows_of_logits(packed.wanted)
         rows = 0
         for part in packed.parts(_MAX_TOKENS):
-            self._step(
-                c.KernelStep(
-                    *(part.sequences, part.tokens, part.wanted),
-                    *(part.ids, part.starts, part.counts, part.wants, part.tables),
-                    packed.table_stride,
-                    self._pages,
-                    cache.page_size,
-                    *(self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()),
-                    self._logits[rows:].data_ptr(),
-                )
+            step = c.KernelStep(
+                *(part.sequences, part.tokens, part.wanted),
+                *(part.ids, part.starts, part.counts, part.wants, part.tables),
+                packed.table_stride,
+                self._pages,
+                cache.page_size,
+                *(self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()),
+                self._logits[rows:].data_ptr(),
             )
+            c.check_status(self._run(self._handle, ctypes.byref(step)), "a step")
             rows += part.wanted
         return self._logits[:rows, : self._vocab]
 
     def _rows_of_logits(self, rows: int) -> Tensor:
         return torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
-
-    def _step(self, step: c.KernelStep) -> None:
-        status = self._run(self._handle, ctypes.byref(step))
-        if status == _NO_MEMORY:
-            raise MemoryError("no memory for the activations of a step")
-        if status:
-            raise RuntimeError("a step of the kernels failed")
 
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""

@@ -30,7 +30,7 @@ def torch_pool() -> int | None:
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
     """Returns whether a number of threads that is set in the library is torch's.
 
-    The number is each thread's own, so a thread that ends at once leaves nothing behind.
+    Each thread has its own number, so a new thread that sets it changes no other thread's.
     """
     seen: list[bool] = []
 

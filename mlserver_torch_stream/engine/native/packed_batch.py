@@ -87,5 +87,5 @@ def _address(numbers: array[int]) -> int:
 
 
 def _as_array(table: Sequence[int]) -> array[int]:
-    """Returns an array of int32 itself, anything else as one."""
+    """Returns the table as an array of int32, without a copy if it is one."""
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)

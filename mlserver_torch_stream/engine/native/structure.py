@@ -2,7 +2,7 @@
 
 Knows nothing of kernels, nor of families by name. Every parameter must have a place in the layout, norms and
 activations are recognised by their results, and every field of the config must be a known one. The check at load finds
-what this module cannot see.
+any other difference.
 """
 
 from __future__ import annotations
@@ -95,9 +95,16 @@ class Decoder:
         return any(isinstance(part, PackedRows) for part in parts)
 
     @property
+    def table(self) -> Projection | None:
+        """The embedding as a matrix, if its rows are packed and the head has other weights."""
+        if isinstance(self.embedding, Tensor) or self.embedding is self.head.weights[0]:
+            return None
+        return Projection((self.embedding,), (None,))
+
+    @property
     def projections(self) -> list[Projection]:
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
-        return [self.head, *layers]
+        return [self.head, *layers, *([] if self.table is None else [self.table])]
 
 
 def read_decoder(model: Any) -> Decoder:

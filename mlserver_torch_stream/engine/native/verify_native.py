@@ -64,7 +64,7 @@ def take_packed(model: Any, threads: int, cache_dir: Path) -> tuple[NativeForwar
     try:
         forward = NativeForward(model, threads, cache_dir)
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
-            # transformers computes in float32, so that what differs is the rounding of activations to int8.
+            # transformers computes in float32, so the difference is the rounding of activations to int8.
             findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
     except (NoKernels, UnsupportedLayout) as error:
         raise NotPacked(str(error)) from None

@@ -1,9 +1,9 @@
-"""Finds the batches in flight that a batch has to wait for: their pages and states are those that it reads or writes.
+"""Finds the batches in flight that a batch has to wait for, as it reads or writes their pages or states.
 
 Knows nothing of forwards. Batches in flight have no sequence in common, so they share only what the scheduler lets
-several sequences read: pages of a common prefix, and the sources and targets of copies. No two of them write the same
-page, as a page that several sequences hold is copied first. A page that a sequence in flight reads is nobody else's to
-write, but for the source of a copy, which its sequence has given back.
+several sequences read: pages of a common prefix, and the sources and targets of copies. No two batches write the same
+page, as a page that several sequences hold is copied first. No other sequence writes a page that a sequence in flight
+reads, except the source of a copy, which its sequence has given back.
 """
 
 from __future__ import annotations

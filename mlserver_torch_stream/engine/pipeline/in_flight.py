@@ -27,7 +27,7 @@ class BatchAheadFailed(Exception):
 class InFlightForwards(Generic[K, T]):
     """Runs at most ``most`` forwards at once, which the caller ensures. One thread calls all its methods.
 
-    They run beside what that thread does (``overlap``). Its threads are daemons: at its end the interpreter waits for
+    The forwards run while that thread goes on (``overlap``). Their threads are daemons: at its end Python waits for
     the threads of an executor, and one can hang.
     """
 

@@ -70,7 +70,7 @@ class Pipeline:
         return tensor if brought is None else brought[0][0]
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a stream for work on a complete forward's output, while others are in the last stage."""
+        """Returns a stream for work on a complete forward's output, while other forwards are in the last stage."""
         return self._transfers.aside(device)
 
     def _enter(

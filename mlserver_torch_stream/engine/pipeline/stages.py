@@ -53,7 +53,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module, or the children of a mere container, whose ``forward`` is never called."""
+    """Yields the module, or the children of a container, whose ``forward`` is never called."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _called(child)

@@ -89,7 +89,7 @@ class FollowerCaches:
         self._captured: dict[int, Forward] = {}  # by the name of their cache
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
-        """Repeats what rank 0 does. Raises a forward's error unless all ranks have it."""
+        """Runs an operation of rank 0. Raises a forward's error unless all ranks have it."""
         if operation is Operation.CACHE:
             page_size, state_slots, *pages = numbers
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)

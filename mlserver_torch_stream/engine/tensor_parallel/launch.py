@@ -33,7 +33,7 @@ class LaunchedModel:
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Blocks while all ranks load. Raises LoadFailed, with no rank left behind. ``module`` is that of ``form``."""
+    """Blocks while all ranks load. Ends all ranks before it raises LoadFailed. ``module`` is that of ``form``."""
     settings = resolved.settings
     check_settings(settings)
     if files.gguf_file is not None:

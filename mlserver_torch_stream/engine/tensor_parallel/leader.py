@@ -31,7 +31,7 @@ OnLoss = Callable[[BaseException, float], None]
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or has done something else than the others. The contents of all caches are void."""
+    """A rank has ended, or its state differs from that of the other ranks. The contents of all caches are void."""
 
 
 class Leader:

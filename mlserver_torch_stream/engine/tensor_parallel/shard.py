@@ -21,9 +21,9 @@ from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
-from mlserver_torch_stream.engine.native.attention_library import open_attention_library
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
+from mlserver_torch_stream.engine.native.library import open_library
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
@@ -106,7 +106,7 @@ def _has_kernels(findings: SelfCheckResult, cache_dir: Path) -> bool:
     if {device.type for device in findings.specs} != {"cpu"}:
         return True
     try:
-        open_kernels(cache_dir, open_attention_library)
+        open_kernels(cache_dir, open_library)
     except NoKernels as error:
         logger.warning("the attention kernels are not used, torch computes attention: %s", error)
         return False

@@ -1,6 +1,6 @@
-"""Says how one answer is divided into reasoning, text and tool calls, and makes the parser that does it.
+"""Says how one answer is divided into reasoning, text and tool calls, and makes the parser that divides it.
 
-Knows nothing of chat templates, from which ``chat_format`` knows it, nor of tokens but those that must be seen.
+Knows nothing of chat templates, which ``chat_format`` reads.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mlserver_torch_stream.types import Constraint
 class AnswerFormat:
     """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
-    Where a tokenizer declares how answers are divided, ``calls`` finds all the parts. The parsers need to see the
-    special tokens ``marks``. ``constraint`` is what the text and the calls must match, behind a reasoning with the
-    marks ``behind``.
+    Where a tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
+    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the
+    marks ``reasoning_marks``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None
     calls: Callable[[], CallParser] | None = None
     marks: frozenset[int] = frozenset()
     constraint: Constraint | None = None
-    behind: ReasoningMarks | None = None
+    reasoning_marks: ReasoningMarks | None = None
 
     @property
     def divides(self) -> bool:
@@ -41,7 +41,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses the text of one sequence. The cuts between the pieces of the text change nothing but the pieces."""
+    """Parses the text of one sequence. How the text is cut changes only the pieces that come out."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
@@ -56,24 +56,24 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether the answer has calls, all of them whole."""
+        """Whether the answer has calls, all of them complete."""
         return self._calls is not None and self._calls.called > 0 and not self._calls.broken
 
     @property
     def ended(self) -> bool:
-        """Whether the answer has the only call that it may have."""
+        """Whether the answer may have one call only, and has it."""
         return self._calls is not None and self._calls.ended
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
-        if self._reasoning is not None and not self._reasoning.over:
+        if self._reasoning is not None:
             parts, text = self._reasoning.push(text)
         return parts + self._answer(text)
 
     def flush(self) -> list[Part]:
         """Returns the text that is still held back, when the answer ends."""
         parts: list[Part] = []
-        if self._reasoning is not None and not self._reasoning.over:
+        if self._reasoning is not None:
             parts, text = self._reasoning.flush()
             parts += self._answer(text)
         return parts + ([] if self._calls is None else self._calls.flush())

@@ -14,7 +14,7 @@ from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before its answer."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
@@ -24,7 +24,7 @@ Part = Reasoning | ToolCallDelta | str
 
 
 class CallParser(Protocol):
-    """Finds the tool calls in an answer. The cuts between the pieces of its text change nothing but the pieces."""
+    """Finds the tool calls in an answer. How its text is cut changes only the pieces that come out."""
 
     @property
     def called(self) -> int:
@@ -49,7 +49,7 @@ class CallParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts without empty texts, with neighbours of the same kind as one; calls stay as they are."""
+    """Returns the parts without empty texts, and neighbours of the same kind as one; calls stay as they are."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -63,7 +63,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def short(part: Part, most: int) -> Iterator[Part]:
-    """The part as pieces of at most ``most`` characters, of the size that events count."""
+    """Yields the part as pieces whose events count at most ``most`` characters."""
     if isinstance(part, Reasoning):
         for start in range(0, len(part.text), most // 2):
             yield Reasoning(part.text[start : start + most // 2])

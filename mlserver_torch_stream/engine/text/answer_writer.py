@@ -1,6 +1,6 @@
 """Makes the events of one sequence out of its tokens: their text, divided by the answer's format, and their logprobs.
 
-Knows nothing of requests, nor of where a sequence ends but for what its text says.
+Knows nothing of requests. Of the reasons for which a sequence ends it knows those that are in the text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AnswerWriter:
         return self._parser is not None and self._parser.called
 
     def write(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool, stops: bool) -> None:
-        """Adds a token, whose text is left out if it is ``hidden``. ``stops``: whether stop strings count there."""
+        """Adds a token. The text of a ``hidden`` token is left out. ``stops``: whether stop strings count in it."""
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob
         reasoned = self._reasons

@@ -1,6 +1,6 @@
 """Reads one call of a function, an object with ``name`` and ``arguments``, character by character.
 
-Knows nothing of what stands around the object, nor of ids. ``parameters`` is another name of the arguments.
+Knows nothing of the text around the object, nor of ids. ``parameters`` is another name of the arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE, JsonScanner
 
-_OTHERS = ("id", "type", "tool_call_id")  # whose values are strings
+_IGNORED_KEYS = ("id", "type", "tool_call_id")  # whose values are strings
 _NO_ARGUMENTS = "{}"
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -27,9 +27,13 @@ class CallKeys:
 
 
 class ArgumentsReader:
-    """Reads arguments: an object, whose text is given as it comes, or the same as a JSON string, or null."""
+    """Reads arguments: an object, whose text is given as it comes, or the same as a JSON string, or null.
 
-    def __init__(self) -> None:
+    ``name``: of the function, if it is known before its arguments.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
         self.complete = False
         self._scanner = JsonScanner()
         self._read = ""
@@ -113,7 +117,7 @@ class CallReader:
             return True
         self._key, self._state = str(json.loads(self._raw)), self._colon
         kind = "arguments" if self._key in self._keys.arguments else self._key
-        known = kind in ("arguments", self._keys.name, *_OTHERS) and kind not in self._seen
+        known = kind in ("arguments", self._keys.name, *_IGNORED_KEYS) and kind not in self._seen
         self._seen.add(kind)
         return known
 
@@ -129,7 +133,7 @@ class CallReader:
         if not self._arguments.push(char):
             return False
         if self._arguments.complete:
-            self._state = self._behind
+            self._state = self._after_value
         return True
 
     def _in_string(self, char: str) -> bool:
@@ -140,14 +144,14 @@ class CallReader:
         self._raw += char
         if not self._scanner.complete:
             return True
-        self._state = self._behind
+        self._state = self._after_value
         return self._key != self._keys.name or self._named(str(json.loads(self._raw)))
 
     def _named(self, name: str) -> bool:
         self.name = name
         return FUNCTION_NAME.fullmatch(name) is not None and (self._names is None or name in self._names)
 
-    def _behind(self, char: str) -> bool:
+    def _after_value(self, char: str) -> bool:
         if char == "}":
             self.complete = self.name is not None
             return self.complete

@@ -50,7 +50,7 @@ _PARSERS: Mapping[str, type[MarkedCalls]] = {
 }
 _CALL_MARKS = (HermesCalls.mark, HermesCalls.end, LlamaCalls.mark, MistralCalls.mark, ARGUMENTS_MARK, ID_MARK)
 _REASONING_MARKS = (BEGIN, END)
-# What the chat template of a model has beside the mark of Hermes if a call is no JSON.
+# Texts in a chat template that has the mark of Hermes and writes calls in XML, each with the parser of such calls.
 _XML = {"<function=": QWEN3_CODER_PARSER, "<arg_key>": GLM_PARSER}
 _ARGUMENTS = ("tools", "reasoning_effort", "enable_thinking")
 
@@ -58,8 +58,8 @@ _ARGUMENTS = ("tools", "reasoning_effort", "enable_thinking")
 class ChatFormat:
     """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-    ``tools`` is the parser of calls; None where the template shows no calls that are known here. Then a call can be
-    forced nevertheless, as Hermes writes it; so it can where no grammar of the model's own calls is known.
+    ``tools`` is the parser of calls; None if the template shows no calls that a parser knows. Then a call can still be
+    forced, as Hermes writes it; so can a call of a model whose own way to write calls has no grammar here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
@@ -81,8 +81,10 @@ class ChatFormat:
         self._reasoning_marks = {mark: self._added[mark] for mark in _REASONING_MARKS if mark in self._added}
 
     def answer(self, prompt: ChatPrompt, ending: str, constraint: Constraint | None = None) -> AnswerFormat:
-        """How the answer to a conversation is divided. ``ending`` is the end of the rendered text, ``constraint`` what
-        the answer's text must match."""
+        """Returns how the answer to a conversation is divided.
+
+        ``ending`` is the end of the rendered text. The answer's text must match ``constraint``.
+        """
         last = prompt.messages[-1]
         if last.get("role") == "assistant":  # which the answer continues
             ending = str(last["content"])
@@ -106,12 +108,12 @@ class ChatFormat:
     ) -> AnswerFormat:
         parallel = prompt.tool_choice.parallel
         new = partial(TemplateParser, template, ending, prompt.tools, parallel=parallel, reasoning=self.reasons)
-        behind = template.reasoning_marks if self.reasons else None
-        if behind is not None and ending.rstrip().endswith(behind.end):
-            behind = None
-        elif behind is not None and new().reasons:
-            behind = ReasoningMarks(behind.end)
-        return AnswerFormat(None, new, template.marks(self._added), constraint, behind)
+        marks = template.reasoning_marks if self.reasons else None
+        if marks is not None and ending.rstrip().endswith(marks.end):
+            marks = None
+        elif marks is not None and new().reasons:
+            marks = ReasoningMarks(marks.end)
+        return AnswerFormat(None, new, template.marks(self._added), constraint, marks)
 
     def _reasoning(self, ending: str) -> Callable[[], ReasoningParser] | None:
         if not self.reasons or self._template is not None or ending.rstrip().endswith(END):
@@ -147,9 +149,10 @@ def _begun(ending: str) -> bool:
 
 
 def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str | None) -> AnswerTemplate | None:
-    """Returns what the tokenizer declares, if the setting wants it. Raises SettingsError if it must be there.
+    """Returns the tokenizer's ``response_template``; None if it has none or the setting names another parser.
 
-    Where it declares no calls and the chat template shows some, those count.
+    None too if it declares no calls and the chat template shows some. Raises SettingsError if the setting asks for it
+    and it cannot be read.
     """
     declared = getattr(tokenizer, "response_template", None)
     if tool_parser not in (AUTO, TEMPLATE) or (declared is None and tool_parser == AUTO):
@@ -167,7 +170,7 @@ def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str |
 
 
 def _spelling(kind: str | None, template: str) -> CallSpelling | None:
-    """The spelling of calls in a grammar, where one is known."""
+    """Returns how a grammar spells calls; None if no grammar is known."""
     if kind == MISTRAL_PARSER:
         return MISTRAL_NAMED if ARGUMENTS_MARK in template else MISTRAL_LIST
     return {HERMES_PARSER: HERMES, LLAMA_PARSER: LLAMA}.get(kind or NONE)
@@ -178,7 +181,7 @@ def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
 
 
 def _template_text(template: Any) -> str:
-    """A chat template is a text, or several by name."""
+    """Returns the text of a chat template, or of several, which have names."""
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
 
 

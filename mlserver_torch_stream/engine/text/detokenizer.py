@@ -31,7 +31,7 @@ class Detokenizer:
         """``marks``: special tokens that are not skipped."""
         self._codec = codec
         self._silent = codec.special_ids - marks if skip_special_tokens else frozenset[int]()
-        self._skip = skip_special_tokens and not marks  # the silent ones never come to a decode
+        self._skip = skip_special_tokens and not marks  # silent tokens never reach a decode
         self._window: list[int] = []
         self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely

@@ -1,6 +1,6 @@
 """Reads one JSON value character by character, and says at once where it ends and where it is none.
 
-Knows nothing of what the value means. A number alone has no end of its own, so the value is anything but a number.
+Knows nothing of the meaning of a value. Nothing marks the end of a number, so the value is anything but a number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 WHITESPACE = " \t\n\r"
 _DIGITS = "0123456789"
 _LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
-# After which character of a number which others may follow; "i" stands for a digit of the integer part, "f" of the
+# The characters that may follow each character of a number; "i" stands for a digit of the integer part, "f" of the
 # fraction, "x" of the exponent.
 _NUMBER: dict[str, dict[str, str]] = {
     "-": {"0": "0", **dict.fromkeys("123456789", "i")},
@@ -80,8 +80,8 @@ class JsonScanner:
             return self._close()
         return self._value(char)
 
-    def _behind(self, char: str) -> bool:
-        """Behind a value within brackets."""
+    def _after_value(self, char: str) -> bool:
+        """After a value within brackets."""
         if char == self._closing[-1]:
             return self._close()
         if char == ",":
@@ -94,7 +94,7 @@ class JsonScanner:
 
     def _ended(self) -> bool:
         """A value has ended."""
-        self._state = self._behind
+        self._state = self._after_value
         self.complete = not self._closing
         return True
 
@@ -128,6 +128,6 @@ class JsonScanner:
     def _in_number(self, char: str) -> bool:
         following = _NUMBER[self._number].get(char)
         if following is None:
-            return self._number in _NUMBER_ENDS and self._ended() and self._behind(char)
+            return self._number in _NUMBER_ENDS and self._ended() and self._after_value(char)
         self._number = following
         return True

@@ -13,21 +13,24 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Whitespace at both ends of the reasoning, and before the rest, is left out. ``begun``: by the prompt."""
+    """Leaves out whitespace at both ends of the reasoning and before the answer's text.
+
+    ``begun``: the prompt has begun the reasoning.
+    """
 
     def __init__(self, *, begun: bool) -> None:
         self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
         self._held = ""  # whitespace, then the beginning of a mark
         self._inside = ""  # reasoning that ``push`` is to return
-        self._any = False  # reasoning that is not whitespace
-        self.over = False  # all further text is the answer's
+        self._any = False  # there is reasoning that is not whitespace
+        self.over = False  # the reasoning has ended, or there is none
 
     @property
     def reasons(self) -> bool:
         return not self.over and self._state == self._reasoning
 
     def push(self, text: str) -> tuple[list[Part], str]:
-        """Returns the reasoning, and the text behind it that is the answer's."""
+        """Returns the reasoning, and the answer's text after it."""
         if self.over:
             return [], text
         for position, char in enumerate(text):
@@ -64,8 +67,8 @@ class ReasoningParser:
         self._held += char
         mark = self._held.lstrip()
         if mark == END:
-            self._held, self._state = "", self._behind
-        elif not self._any and mark == BEGIN:  # said by the prompt already, and again by the model
+            self._held, self._state = "", self._after_reasoning
+        elif not self._any and mark == BEGIN:  # the model repeats the mark of the prompt
             self._held = ""
         elif not END.startswith(mark) and (self._any or not BEGIN.startswith(mark)):
             self._release(char)
@@ -79,5 +82,5 @@ class ReasoningParser:
         self._inside += held if self._any else held.lstrip()
         self._any = True
 
-    def _behind(self, char: str) -> str | None:
+    def _after_reasoning(self, char: str) -> str | None:
         return None if char.isspace() else char

@@ -1,14 +1,14 @@
 """Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
-spellings when they are whole.
+spellings when the region has ended.
 
-Knows nothing of where regions begin and end. What is no call is given as text, with the marks around it.
+Knows nothing of where regions begin and end. A region that is no call is given as text, with the marks around it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.utils.chat_parsing import parse_response
 from mlserver_torch_stream.engine.text.answer_parts import Part
 from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, ArgumentsReader, CallKeys, CallReader
 from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE
-from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls, call_id
+from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls
 
 _FIELD = "tool_calls"
 _CAPTURED = re.compile(r"\{(\w+)\}")
@@ -30,10 +30,12 @@ _ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # o
 
 @dataclass(frozen=True, slots=True)
 class RegionSpelling:
-    """How the calls stand in a region. ``keys``: as JSON objects with these, in a list if they are ``listed``.
+    """How calls are written in a region.
 
-    ``capture``: as the arguments alone; the group of this name in the pattern that begins the region is the
-    function's name. Neither: ``template`` alone can tell. ``closing``: what ends each argument, where it has ``tags``.
+    With ``keys``, each call is a JSON object that has them; ``listed``: the objects are in a list. With ``capture``,
+    the region is the arguments alone, and the group of this name in the pattern that begins the region is the
+    function's name. With neither, transformers parses the whole region by ``template``. ``tags`` matches an argument
+    in XML, and ``closing`` is the text that ends each of them.
     """
 
     template: Mapping[str, Any]
@@ -44,7 +46,7 @@ class RegionSpelling:
     closing: str = ""
 
     def parse(self, raw: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Returns name and arguments of each call in a whole region; nothing if it has anything else too."""
+        """Returns the name and arguments of each call in a whole region; nothing if it has other text too."""
         if self.tags is not None and _TAG.sub("", self.tags.sub("", raw[_head(self, raw) :])).strip():
             return []
         try:
@@ -78,73 +80,63 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
     if arguments == _CONTENT and not each and (captured := _CAPTURED.fullmatch(name)):
         return RegionSpelling(template, capture=captured[1])
     pattern = _CAPTURED if each else _INSIDE
-    if (first := pattern.fullmatch(name)) and (second := pattern.fullmatch(arguments)):
-        return RegionSpelling(template, keys=CallKeys(first[1], (second[1],)), listed=each)
+    if (name_key := pattern.fullmatch(name)) and (arguments_key := pattern.fullmatch(arguments)):
+        return RegionSpelling(template, keys=CallKeys(name_key[1], (arguments_key[1],)), listed=each)
     return RegionSpelling(template)
 
 
 class RegionCalls(MarkedCalls):
     """The regions of one answer, one after the other: ``open``, ``push`` its text, ``close``."""
 
-    def __init__(
-        self,
-        spelling: RegionSpelling,
-        tools: Sequence[Mapping[str, Any]],
-        names: Collection[str] = (),
-        *,
-        parallel: bool = True,
-        new_id: Callable[[], str] = call_id,
-    ) -> None:
-        super().__init__(names, parallel=parallel, new_id=new_id)
+    def __init__(self, spelling: RegionSpelling, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
+        super().__init__((), parallel=parallel)
         self._spelling = spelling
         self._tools = tools
         self._captures: Mapping[str, str] = {}
-        self._listed = False  # in a list that has not ended
-        self._given = ""  # of the arguments of a call that is not whole
+        self._given = ""  # arguments so far of a call that is not complete
 
     def open(self, raw: str, captures: Mapping[str, str]) -> None:
         self._captures, self._listed, self._given = captures, False, ""
-        self._raw, self._state = raw, self._first
+        self._raw, self._state = raw, self._opened
 
     def close(self, raw: str) -> list[Part]:
         """``raw`` ends the region; without it the answer ends, which cuts off a call that has begun."""
         self._raw += raw
         if self._state == self._whole:
             self._parse(cut_off=not raw)
-        elif self._state == self._text:
+        elif self._state == self._in_text:
             self._say(raw)
         elif self._begun and not raw:
             self.broken = True
-        elif self._state != self._behind or self._listed:
+        elif self._state != self._after_call or self._listed:
             self._give_up(self._raw)
-        self._begun, self._raw, self._state = False, "", self._text
+        self._begun, self._raw, self._state = False, "", self._in_text
         return self._take()
 
-    def _text(self, char: str) -> bool:
+    def _in_text(self, char: str) -> bool:
         self._say(char)
         return True
 
-    def _first(self, char: str) -> bool:
+    def _opened(self, char: str) -> bool:
         spelling = self._spelling
         if spelling.capture is None and spelling.keys is None:
             self._state = self._whole
             return True
         if char in WHITESPACE:
             return True
-        if spelling.listed and not self._listed:
-            self._listed = char == "["
+        if spelling.listed:
+            self._listed, self._state = char == "[", self._next_call
             return self._listed
-        return self._next(char)
+        return self._next_call(char)
 
-    def _next(self, char: str) -> bool:
+    def _next_call(self, char: str) -> bool:
         if self._spelling.capture is None:
-            self._read(CallReader(keys=self._spelling.keys), self._call)
-            return self._call(char)
+            return self._read(CallReader(keys=self._spelling.keys), char)
         name = self._captures.get(self._spelling.capture, "")
-        self._read(NamelessReader(name), self._call)
-        return FUNCTION_NAME.fullmatch(name) is not None and self._call(char)
+        return FUNCTION_NAME.fullmatch(name) is not None and self._read(ArgumentsReader(name), char)
 
     def _whole(self, char: str) -> bool:
+        """In a region that is parsed when it has ended. An argument in XML is given as soon as its tag ends."""
         closing = self._spelling.closing
         if closing and self._raw.endswith(closing):
             calls = self._spelling.parse(self._raw, self._tools)
@@ -152,17 +144,6 @@ class RegionCalls(MarkedCalls):
                 name, arguments = calls[0]
                 self._give_arguments(name, arguments.removesuffix("}"))
         return True
-
-    def _behind(self, char: str) -> bool:
-        if char in WHITESPACE:
-            return True
-        if self._listed and char == ",":
-            self._state = self._first
-            return True
-        if self._listed and char == "]":
-            self._listed, self._raw = False, ""
-            return True
-        return False
 
     def _parse(self, *, cut_off: bool) -> None:
         calls = self._spelling.parse(self._raw, self._tools)
@@ -183,16 +164,8 @@ class RegionCalls(MarkedCalls):
         self._given = arguments
 
 
-class NamelessReader(ArgumentsReader):
-    """Reads the arguments of a function whose name is written before them."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-
 def _head(spelling: RegionSpelling, raw: str) -> int:
-    """The length of what begins the region."""
+    """Returns the length of the text that begins the region."""
     region = spelling.template["fields"][_FIELD]
     if "open_pattern" in region and (found := re.match(region["open_pattern"], raw, re.DOTALL)):
         return found.end()

@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.region_calls import RegionCalls, spelling_of
-from mlserver_torch_stream.engine.text.response_regions import RegionReader
 
 _REASONING, _CONTENT, _CALLS = "reasoning", "content", "tool_calls"
 _MEANINGS = {"thinking": _REASONING, _REASONING: _REASONING, "reasoning_content": _REASONING, _CALLS: _CALLS}
@@ -26,7 +26,7 @@ class AnswerTemplate:
     """A ``response_template``. Raises ValueError if transformers cannot read it."""
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
-        load_response_template(dict(declared))  # so that its errors are of what is declared
+        load_response_template(dict(declared))  # its errors name the declared fields alone
         self.fields: Mapping[str, Mapping[str, Any]] = declared["fields"]
         self.spec = load_response_template(_with_text_between(declared))
         self.calls = spelling_of(declared)
@@ -51,14 +51,14 @@ class AnswerTemplate:
         return ReasoningMarks(end, begin)
 
     def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
-        """Returns the ids of those of the tokens of which the template's marks consist."""
+        """Returns the ids of the tokens that are written in the template: its marks consist of them."""
         return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
 
 
 class TemplateParser:
-    """Parses the text of one answer, of which the prompt has written ``prefix``.
+    """Parses the text of one answer, whose beginning ``prefix`` is in the prompt.
 
-    ``tools`` are those that may be called. Without them, calls stay text; so does the reasoning if it is not wanted.
+    ``tools`` may be called; None: calls stay text. Without ``reasoning`` the reasoning stays text too.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TemplateParser:
         self._parts: list[Part] = []
         self._space = ""  # whitespace that is given if more text comes in its region
         self._any = False  # text in the region that is not whitespace
-        self._regions = RegionReader(template.spec, prefix, self)
+        self._regions = _RegionReader(template.spec, prefix, self)
         self._parts, self._space = [], ""
 
     @property
@@ -105,6 +105,7 @@ class TemplateParser:
         return self._take()
 
     def opened(self, field: str, raw: str, captures: Mapping[str, str]) -> None:
+        """A region begins with the text ``raw``, in which its pattern has the groups ``captures``."""
         self._space, self._any = "", False
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
@@ -122,6 +123,7 @@ class TemplateParser:
             self._add(Reasoning(text) if meaning == _REASONING else text)
 
     def closed(self, field: str, raw: str) -> None:
+        """A region ends with the text ``raw``, which is empty if the answer ends within the region."""
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
             self._add(*self._calls.close(raw))
@@ -130,12 +132,12 @@ class TemplateParser:
         self._space, self._any = "", False
 
     def _meaning(self, field: str) -> str | None:
-        """None: its text is the answer's, with what begins and ends it."""
+        """Returns None for a field whose text, with the marks around it, is the answer's."""
         meaning = self._template.meanings.get(field)
         return meaning if meaning in self._divided else None
 
     def _stripped(self, field: str, text: str) -> str:
-        """The text without the whitespace at both ends of a region, as transformers has it."""
+        """Returns the text without the whitespace at both ends of a region, as transformers strips it."""
         if not self._template.spec.fields[field].content_args.get("strip", True):
             return text
         text = self._space + text if self._any else text.lstrip()
@@ -151,13 +153,53 @@ class TemplateParser:
         return joined(parts)
 
 
+class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has no types
+    """Tells a parser of each region as its text comes, where transformers' parser makes a value of the whole region.
+
+    The text is read character by character: transformers' parser decides about some patterns by the text that it has.
+    """
+
+    def __init__(self, template: ResponseTemplate, prefix: str, parser: TemplateParser) -> None:
+        self._parser = parser
+        self._told = 0  # characters that the parser has been told of
+        super().__init__(template, prefix)
+
+    @property
+    def field(self) -> str:
+        """The region to which the next text belongs."""
+        return str(self._current)
+
+    def push(self, text: str) -> None:
+        for char in text:
+            self.feed(char)
+
+    def flush(self) -> None:
+        """The answer ends."""
+        self._process([], eos=True)
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        self._opened = True
+        self._told = self._pos + len(text)
+        self._parser.said(self.field, text)
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._told = self._pos
+        self._parser.opened(field.name, m.group(), self._captures)
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        if self._current != self._implicit_name:
+            self._parser.closed(self.field, self._buffer[self._told : self._pos])
+        self._reset_to_implicit()
+
+
 def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the template with a field for the text between regions, if it has none. The start of a message does not
-    belong to it."""
+    """Returns the template with a field for the text between regions, if it has none.
+
+    The start of a message does not belong to that text.
+    """
     fields = dict(declared["fields"])
     if all("open" in region or "open_pattern" in region for region in fields.values()):
-        anchor = {"close": declared["start_anchor"]} if "start_anchor" in declared else {}
-        if not anchor:
-            anchor = {"close_pattern": declared["start_anchor_pattern"]}
-        fields[_BETWEEN] = anchor
+        kind = "" if "start_anchor" in declared else "_pattern"
+        fields[_BETWEEN] = {f"close{kind}": declared[f"start_anchor{kind}"]}
     return {**declared, "fields": fields}

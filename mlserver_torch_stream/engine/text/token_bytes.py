@@ -58,10 +58,10 @@ def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are their own byte, the others follow from U+0100 on."""
+    """Returns GPT-2's alphabet: a printable Latin-1 character is its byte; the other bytes follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 _BYTE_LEVEL = _byte_level_alphabet()

@@ -38,8 +38,7 @@ class TextCodec:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values."""
         self.chat_format = ChatFormat(tokenizer, tool_parser, reasoning_parser)
         self._tokenizer = tokenizer
-        self._silent_ids: frozenset[int] | None = None
-        self._token_bytes: TokenBytes | None = None
+        self._token_bytes = TokenBytes(tokenizer)
         self._constraints = ConstraintCompiler(tokenizer)
 
     @cached_property
@@ -52,14 +51,12 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    @property
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that ``decode`` leaves out with ``skip_special_tokens``."""
-        if self._silent_ids is None:
-            added = self._tokenizer.added_tokens_decoder
-            special = {token_id for token_id, token in added.items() if token.special}
-            self._silent_ids = frozenset(special | set(self._tokenizer.all_special_ids))
-        return self._silent_ids
+        added = self._tokenizer.added_tokens_decoder
+        special = {token_id for token_id, token in added.items() if token.special}
+        return frozenset(special | set(self._tokenizer.all_special_ids))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Returns the prompt's ids. Raises InvalidInput if the tokenizer or the chat template refuses the prompt."""
@@ -85,8 +82,6 @@ class TextCodec:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token; a special token's are those of its name."""
-        if self._token_bytes is None:
-            self._token_bytes = TokenBytes(self._tokenizer)
         return self._token_bytes.of(token_id)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
@@ -96,7 +91,7 @@ class TextCodec:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Does what would hold up the first request with a constraint, and all others meanwhile."""
+        """Does the work for which the first request with a constraint, and all requests beside it, would wait."""
         self._constraints.prepare()
 
     def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
@@ -113,8 +108,8 @@ class TextCodec:
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
 
-        They leave out the last word and the whitespace before it, at least 4 and at most 64 tokens. Further text can
-        still change the rest, so the caller compares them with the ids of the whole prompt.
+        The last word and the whitespace before it are left out, at least 4 and at most 64 tokens. Further text can
+        still change the ids that are returned, so the caller compares them with those of the whole prompt.
         """
         encoded = self._tokenize(text_so_far, "text_input", return_offsets_mapping=self._tokenizer.is_fast)
         ids = _ids(encoded)

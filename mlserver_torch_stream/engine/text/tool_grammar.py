@@ -1,11 +1,12 @@
 """Writes the grammar of an answer that must call functions, or whose calls must match the functions' schemas.
 
-Knows nothing of what compiles it: the grammar is Lark's, as llguidance reads it.
+The grammar is Lark's, as llguidance reads it. Knows nothing of the compiler.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,19 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import Constraint, ConstraintKind
 
-# JSON as models write it, so that none writes whitespace without end.
+# JSON as models write it: free whitespace would let a model write whitespace without end.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY: Mapping[str, Any] = {"type": "object"}
-_NO_GBNF = "\\u003a:="  # where "::=" stands, a grammar is taken for llama.cpp's
+_NO_GBNF = "\\u003a:="  # llguidance takes a text with "::=" for a grammar of llama.cpp
 _TEXT = "TEXT: /(?s:.*)/\n"
 
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """How one call is written: ``begin``, with the name for ``NAME`` in it, the arguments, and ``end``.
+    """How a call is written: ``begin``, in which the function's name replaces ``NAME``, the arguments, and ``end``.
 
-    ``mark`` begins a call, or a list of them with ``between`` two of them and ``close`` behind the last. A call may
-    stand without a ``mark`` that is ``optional``, as the whole answer.
+    ``mark`` begins a call, or a list: ``open``, calls with ``between`` in between, and ``close``. If the mark is
+    ``optional``, a call without it can be the whole answer. ``several``: an answer can have several calls.
     """
 
     mark: str
@@ -53,9 +54,9 @@ def tool_grammar(
     tokens: Mapping[str, int],
     answer: str | None = None,
 ) -> str | None:
-    """Returns None where the answer is free. ``tokens`` has the ids of marks that are tokens of their own.
+    """Returns None if any answer is allowed. ``tokens`` has the ids of the marks that are one token each.
 
-    ``answer`` is what an answer without calls must match, in Lark's language.
+    An answer without calls must match ``answer``, which is in Lark's language; None: it can be any text.
     """
     strict = any(function["name"] in choice.strict for function in functions)
     if not choice.forced and not strict and answer is None:
@@ -106,15 +107,15 @@ def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping
 
 
 def _free(spelling: CallSpelling, tokens: Mapping[str, int], calls: str) -> str:
-    """Any text, in which each mark begins calls."""
+    """Returns the rules of any text in which each mark begins calls."""
     if spelling.optional:
-        return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
-    behind = calls.removeprefix(_marked(spelling.mark, tokens))
+        return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){re.escape(spelling.mark)}(?s:.*)/\n"
+    after_mark = calls.removeprefix(_marked(spelling.mark, tokens))
     if spelling.mark in tokens:
-        return f"start: (TEXT {_marked(spelling.mark, tokens)} {behind})* TEXT\n{_TEXT}"
-    begin = _literal(spelling.mark, {})
-    text = f"TEXT: /(?s:.*)/ & ~/(?s:.*){_pattern(spelling.mark)}(?s:.*)/\n"
-    return f"start: (begin {behind})* TEXT\nbegin[suffix={begin}]: /(?s:.*)/\n{text}"
+        return f"start: (TEXT {_marked(spelling.mark, tokens)} {after_mark})* TEXT\n{_TEXT}"
+    begin = json.dumps(spelling.mark)
+    text = f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(spelling.mark)}(?s:.*)/\n"
+    return f"start: (begin {after_mark})* TEXT\nbegin[suffix={begin}]: /(?s:.*)/\n{text}"
 
 
 def _marked(mark: str, tokens: Mapping[str, int]) -> str:
@@ -122,17 +123,7 @@ def _marked(mark: str, tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """A text, in which marks that are tokens are those tokens."""
-    parts = [text]
-    for mark in tokens:
-        parts = [piece for part in parts for piece in _split(part, mark)]
+    """Returns a text for a grammar. Marks in it that are one token are written as that token."""
+    marks = "|".join(map(re.escape, tokens))
+    parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(_marked(part, tokens) for part in parts if part)
-
-
-def _split(text: str, mark: str) -> list[str]:
-    pieces = text.split(mark) if text != mark else [text]
-    return [each for piece in pieces for each in (mark, piece)][1:] if len(pieces) > 1 else pieces
-
-
-def _pattern(text: str) -> str:
-    return "".join(f"\\{char}" if not char.isalnum() and char != "_" and char not in "<>" else char for char in text)

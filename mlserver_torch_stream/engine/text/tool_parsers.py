@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
 
-Knows nothing of tokens. What looks like a call and is none is given as text; a call that breaks after it has begun is
-given as text too, all of it. Whitespace beside calls is left out.
+Knows nothing of tokens. Text that begins like a call and is none is given as text. A call that breaks after its name
+has been given is given as text too, from its mark on. Whitespace beside calls is left out.
 """
 
 from __future__ import annotations
@@ -42,46 +42,48 @@ def short_call_id() -> str:
 
 
 class MarkedCalls:
-    """A state machine that takes one character after the other. ``mark`` begins a call; its first character is unlike
-    all others of it.
+    """A state machine that takes one character after the other. ``mark`` begins a call, and has its first character
+    only once.
 
-    A state returns False at a character with which nothing goes on: what has been read since the mark is text then,
-    and the character is read again as text.
+    A state returns False at a character that cannot follow. Then the text since the mark is no call, and the character
+    is read again as text.
     """
 
     mark = ""
     reasons = False
+    new_id: Callable[[], str] = staticmethod(call_id)
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True, new_id: Callable[[], str] = call_id) -> None:
+    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+        """``names``: of the functions that may be called."""
         self.called = 0
         self.broken = False
         self.ended = False
         self._names = names
         self._parallel = parallel
-        self._new_id = new_id
-        self._state: Callable[[str], bool] = self._text
+        self._state: Callable[[str], bool] = self._in_text
         self._parts: list[Part] = []
-        self._space = ""  # whitespace before what ``_raw`` has
+        self._space = ""  # whitespace before ``_raw``
         self._raw = ""  # of a mark or a call that is not certain
-        self._after_call = False
+        self._strips = False  # the whitespace after a call
+        self._listed = False  # in a list of calls that has not ended
         self._reader: Reader | None = None
-        self._begun = False  # the call has been given
+        self._begun = False  # the name of the call has been given
 
     def push(self, text: str) -> list[Part]:
         for char in text:
             if self.ended:
                 break
-            if self._state != self._text:
+            if self._state != self._in_text:
                 self._raw += char
             if not self._state(char):
                 self._give_up(self._raw[:-1])
-                self._text(char)
+                self._in_text(char)
         return self._take()
 
     def flush(self) -> list[Part]:
-        if self._begun:  # its name and the arguments so far have been given
+        if self._begun:
             self.broken = True
-        elif self._state != self._behind:
+        elif self._state != self._after_call:
             self._say(self._raw)
         self.ended = True
         return self._take()
@@ -94,17 +96,17 @@ class MarkedCalls:
         self.broken = self.broken or self._begun
         self._begun, self._reader = False, None
         self._say(raw)
-        self._state = self._text
+        self._state = self._in_text
 
     def _say(self, text: str) -> None:
         said = self._space + text
-        if self._after_call:
+        if self._strips:
             said = said.lstrip()
-        self._after_call = self._after_call and not said
+        self._strips = self._strips and not said
         self._parts.append(said)
         self._space = self._raw = ""
 
-    def _text(self, char: str) -> bool:
+    def _in_text(self, char: str) -> bool:
         if self.mark.startswith(self._raw + char):
             self._raw += char
             if self._raw == self.mark:
@@ -121,14 +123,20 @@ class MarkedCalls:
         return True
 
     def _marked(self) -> None:
-        """A mark has been read."""
-        self._read(CallReader(), self._call)
+        """The mark is complete."""
+        self._state = self._next_call
 
-    def _read(self, reader: Reader, state: Callable[[str], bool]) -> None:
-        self._reader, self._state = reader, state
+    def _next_call(self, char: str) -> bool:
+        """The first character of a call, or whitespace before it."""
+        return self._read(CallReader(), char)
 
-    def _call(self, char: str) -> bool:
-        """Within a call: returns the part of it that is certain."""
+    def _read(self, reader: Reader, char: str) -> bool:
+        """Reads a call from this character on."""
+        self._reader, self._state = reader, self._in_call
+        return self._in_call(char)
+
+    def _in_call(self, char: str) -> bool:
+        """Gives the part of the call that is certain."""
         reader = self._reader
         assert reader is not None
         if not reader.push(char):
@@ -141,24 +149,28 @@ class MarkedCalls:
         return True
 
     def _give(self, name: str | None, piece: str) -> None:
-        """Gives a piece of a call's arguments, behind its name if that is not given yet."""
+        """Gives a piece of a call's arguments, after the call's name."""
         if not self._begun:
             self._begun = True
-            self._parts.append(ToolCallDelta(self.called, self._new_id(), name))
+            self._parts.append(ToolCallDelta(self.called, self.new_id(), name))
             self.called += 1
         self._parts.append(ToolCallDelta(self.called - 1, arguments=piece))
 
     def _complete(self) -> None:
         self._begun, self._reader = False, None
         self._space = self._raw = ""
-        self._after_call = True
+        self._strips = True
         self.ended = not self._parallel
-        self._state = self._behind
+        self._state = self._after_call
 
-    def _behind(self, char: str) -> bool:
-        """Behind a whole call."""
-        self._state = self._text
-        return False
+    def _after_call(self, char: str) -> bool:
+        if self._listed and char == ",":
+            self._state = self._next_call
+        elif self._listed and char == "]":
+            self._listed, self._raw = False, ""
+        else:
+            return char in WHITESPACE
+        return True
 
 
 class HermesCalls(MarkedCalls):
@@ -167,35 +179,34 @@ class HermesCalls(MarkedCalls):
     mark = "<tool_call>"
     end = "</tool_call>"
 
-    def _behind(self, char: str) -> bool:
+    def _after_call(self, char: str) -> bool:
         read = self._raw.lstrip(WHITESPACE)
         if read == self.end:
-            self._raw, self._state = "", self._text
+            self._raw, self._state = "", self._in_text
         return self.end.startswith(read)
 
 
 class LlamaCalls(MarkedCalls):
-    """``{"name": …, "parameters": {…}}`` as the whole answer, or behind a mark; several have a semicolon between them.
+    """``{"name": …, "parameters": {…}}`` as the whole answer, or after a mark; several have a semicolon between them.
 
     An object without a mark is a call only if a function of that name may be called.
     """
 
     mark = "<|python_tag|>"
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True, new_id: Callable[[], str] = call_id) -> None:
-        super().__init__(names, parallel=parallel, new_id=new_id)
+    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+        super().__init__(names, parallel=parallel)
         self._state = self._start
 
     def _start(self, char: str) -> bool:
         read = self._raw.lstrip(WHITESPACE)
         if read == "{":
-            self._read(CallReader(self._names), self._call)
-            return self._call(char)
+            return self._read(CallReader(self._names), char)
         if read == self.mark:
             self._marked()
         return self.mark.startswith(read)
 
-    def _behind(self, char: str) -> bool:
+    def _after_call(self, char: str) -> bool:
         if char == ";":
             self._marked()
         return char == ";" or char in WHITESPACE
@@ -205,70 +216,44 @@ class MistralCalls(MarkedCalls):
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` or, of newer models, ``[TOOL_CALLS]name[ARGS]{…}`` each."""
 
     mark = "[TOOL_CALLS]"
-
-    def __init__(
-        self, names: Collection[str], *, parallel: bool = True, new_id: Callable[[], str] = short_call_id
-    ) -> None:
-        super().__init__(names, parallel=parallel, new_id=new_id)
-        self._listed = False  # in a list
+    new_id = staticmethod(short_call_id)
 
     def _marked(self) -> None:
-        self._listed, self._state = False, self._first
+        self._listed, self._state = False, self._after_mark
 
-    def _first(self, char: str) -> bool:
+    def _after_mark(self, char: str) -> bool:
         if char in WHITESPACE:
             return True
-        if char == "[":
-            self._listed = True
-            self._read(CallReader(), self._call)
-            return True
-        self._read(NamedReader(), self._call)
-        return self._call(char)
-
-    def _behind(self, char: str) -> bool:
-        if char in WHITESPACE:
-            return True
-        if self._listed and char == ",":
-            self._read(CallReader(), self._call)
-            return True
-        if self._listed and char == "]":
-            self._raw, self._state = "", self._text
-            return True
-        return False
+        if char != "[":
+            return self._read(NamedReader(), char)
+        self._listed, self._state = True, self._next_call
+        return True
 
 
-class NamedReader:
-    """Reads ``name[ARGS]{…}``; an id between the two is passed over."""
+class NamedReader(ArgumentsReader):
+    """Reads ``name[ARGS]{…}``; an id before ``[ARGS]`` is passed over."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
+        super().__init__()
         self._head = ""
-        self._arguments = ArgumentsReader()
-
-    @property
-    def complete(self) -> bool:
-        return self._arguments.complete
-
-    def take(self) -> str:
-        return self._arguments.take()
 
     def push(self, char: str) -> bool:
         if self.name is not None:
-            return self._arguments.push(char)
+            return super().push(char)
         self._head += char
-        name, bracket, behind = self._head.partition("[")
+        name, bracket, marks = self._head.partition("[")
         if FUNCTION_NAME.fullmatch(name) is None:
             return False
         if self._head.endswith(ARGUMENTS_MARK):
             self.name = name
             return True
-        return not bracket or _goes_on(f"[{behind}")
+        return not bracket or _goes_on(f"[{marks}")
 
 
 def _goes_on(marks: str) -> bool:
     """Whether ``[ARGS]`` can still come, with an id before it."""
     if ARGUMENTS_MARK.startswith(marks) or ID_MARK.startswith(marks):
         return True
-    identifier, _, behind = marks.removeprefix(ID_MARK).partition("[")
-    mark = marks.startswith(ID_MARK) and (identifier.isalnum() or not identifier)
-    return mark and (not behind or ARGUMENTS_MARK.startswith(f"[{behind}"))
+    identifier, _, rest = marks.removeprefix(ID_MARK).partition("[")
+    has_id = marks.startswith(ID_MARK) and (identifier.isalnum() or not identifier)
+    return has_id and (not rest or ARGUMENTS_MARK.startswith(f"[{rest}"))

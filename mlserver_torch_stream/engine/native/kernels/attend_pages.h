@@ -2,7 +2,7 @@
 // one key head, which meet the sequence's keys block by block with a running softmax. Few rows (decoding) read keys
 // and values where they lie; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
 // A task knows nothing of other sequences. Blocks of keys begin at multiples of their size, so a row's sums follow from
-// its position and from how the task reads keys alone: they are the same bits in any company.
+// its position and from how the task reads keys alone, and are the same bits in any batch.
 #pragma once
 #include <limits>
 #include <utility>
@@ -38,12 +38,12 @@ template <class S, class Q> struct AttendTask {
     int64_t position;      // of the first token
     int64_t key_dim, value_dim;
     Sight sight;
-    Live<S> live;          // what some of the tokens see
-    const float* sinks;    // of the group's heads: a score beside those of the keys; null: none
+    Live<S> live;          // the keys that at least one of the tokens sees
+    const float* sinks;    // for each head of the group, one more score in the softmax; null: none
     float scale, cap;
 };
 
-// T: the type of what is multiplied.
+// T: the type of the factors of a product.
 template <class S, class Q, class T> class AttendPages {
   public:
     // Takes all memory that tasks of so many rows need.
@@ -54,7 +54,7 @@ template <class S, class Q, class T> class AttendPages {
     }
 
     // `in_place`: reads keys and values where they lie.
-    // `next`: what the thread reads after this task.
+    // `next`: the keys and values that the thread reads after this task.
     void run(const AttendTask<S, Q>& task, bool in_place, const Live<S>& next = {}) {
         begin(task);
         Tiles<T> tiles;
@@ -97,8 +97,8 @@ template <class S, class Q, class T> class AttendPages {
 
     void set_sizes(int64_t rows, int64_t key_dim, int64_t value_dim) {
         rows_ = rows;
-        key_vectors_ = (int)((key_dim + kStep - 1) / kStep);
-        value_vectors_ = (int)((value_dim + kStep - 1) / kStep);
+        key_vectors_ = vectors_of<T>(key_dim);
+        value_vectors_ = vectors_of<T>(value_dim);
         words_ = key_vectors_ * 16;
         width_ = panels_of(value_dim) * kPanel;
         sums_.assign(rows_ * width_, 0.0f);
@@ -123,7 +123,7 @@ template <class S, class Q, class T> class AttendPages {
     int64_t token_of(int64_t row) const { return row % task_.count; }
     int64_t position_of(int64_t row) const { return task_.position + row % task_.count; }
 
-    // To panels of 32 keys, [words][32]; zeros behind the last key.
+    // Packs panels of 32 keys, [words][32], with zeros after the last key.
     __attribute__((noinline)) void pack_keys(int64_t count) {
         keys_.resize((size_t)kKeys * words_);
         for (int64_t key = 0; key < panels_of(count) * kPanel; key += 16)
@@ -138,7 +138,7 @@ template <class S, class Q, class T> class AttendPages {
             }
     }
 
-    // Words of one key, or of two, in panels of 32 dimensions, [kKeyWords][32].
+    // Packs words of one key's values, or of two keys', in panels of 32 dimensions, [kKeyWords][32].
     __attribute__((noinline)) void pack_values(int64_t count) {
         values_.resize((size_t)kKeyWords * width_);
         for (int64_t k = 0; k < panels_of(count) * kPanel / per_word<T>; k++)
@@ -164,20 +164,20 @@ template <class S, class Q, class T> class AttendPages {
         const int64_t dim = words_ * per_word<T>;
         for (int64_t p = 0; p < panels; p++)
             tiles.run((int)rows, q, dim, &keys_[p * kPanel * words_], dim, scores_[0] + p * kPanel, kKeys);
-        soften(row, rows, key, panels * kPanel);
+        softmax(row, rows, key, panels * kPanel);
         for (int panel = 0; panel < width_ / kPanel; panel++) {
             alignas(64) float fresh[kTileRows][kPanel];
-            tiles.run((int)rows, chances_[0], kKeys, &values_[panel * kKeyWords * kPanel], panels * kPanel, fresh[0],
-                      kPanel);
+            tiles.run((int)rows, probabilities_[0], kKeys, &values_[panel * kKeyWords * kPanel], panels * kPanel,
+                      fresh[0], kPanel);
             for (int64_t r = 0; r < rows; r++)
                 for (int i = 0; i < kPanel; i += 16) {
                     float* to = &sums_[(row + r) * width_ + panel * kPanel + i];
-                    store(to, load_f(to) * fading_[r] + load_f(fresh[r] + i));
+                    store(to, load_f(to) * rescale_[r] + load_f(fresh[r] + i));
                 }
         }
     }
 
-    // The keys that some of these rows see: from the first number to before the second.
+    // The keys that at least one of these rows sees: from the first number to before the second.
     std::pair<int64_t, int64_t> seen_by(int64_t row, int64_t rows) const {
         int64_t oldest = position_of(row), newest = oldest;
         for (int64_t r = row + 1; r < row + rows; r++) {
@@ -194,16 +194,18 @@ template <class S, class Q, class T> class AttendPages {
         Ahead<S> keys(after, after.keys, rows * padded / 16), values(here, here.values, rows * padded / 16);
         for (int64_t r = 0; r < rows; r++)
             keys_here_.multiply(&queries_[(row + r) * words_], task_.key_dim, padded, scores_[r], keys, values);
-        soften(row, rows, key, padded);
-        keys_here_.mix(rows, chances_, fading_, task_.value_dim, count, &sums_[row * width_], width_);
+        softmax(row, rows, key, padded);
+        keys_here_.mix(rows, probabilities_, rescale_, task_.value_dim, count, &sums_[row * width_], width_);
     }
 
-    // Scores of a tile to probabilities, and the factors by which the sums so far shrink.
-    void soften(int64_t row, int64_t rows, int64_t key, int64_t width) {
-        for (int64_t r = 0; r < rows; r++) fading_[r] = soften_row(row + r, key, width, scores_[r], chances_[r]);
+    // Turns the scores of a tile into probabilities, and sets the factors by which the sums so far shrink.
+    void softmax(int64_t row, int64_t rows, int64_t key, int64_t width) {
+        for (int64_t r = 0; r < rows; r++)
+            rescale_[r] = softmax_row(row + r, key, width, scores_[r], probabilities_[r]);
     }
 
-    __attribute__((noinline)) float soften_row(int64_t row, int64_t key, int64_t width, float* scores, T* chances) {
+    __attribute__((noinline)) float softmax_row(int64_t row, int64_t key, int64_t width, float* scores,
+                                                T* probabilities) {
         const int64_t position = position_of(row);
         const int64_t first = std::clamp<int64_t>(task_.sight.oldest(position) - key, 0, width);
         const int64_t stop = std::clamp<int64_t>(position + 1 - key, 0, width);
@@ -212,10 +214,10 @@ template <class S, class Q, class T> class AttendPages {
         for (int64_t i = stop; i < width; i++) scores[i] = kHidden;
         F16 peak = broadcast_f(most_[row]);
         for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
-        const float highest = max(peak), fading = std::exp(most_[row] - highest);
+        const float highest = max(peak), rescale = std::exp(most_[row] - highest);
         most_[row] = highest;
-        total_[row] = total_[row] * fading + exponentials(scores, width, highest, chances);
-        return fading;
+        total_[row] = total_[row] * rescale + exponentials(scores, width, highest, probabilities);
+        return rescale;
     }
 
     void finish() {
@@ -233,9 +235,9 @@ template <class S, class Q, class T> class AttendPages {
     std::vector<float> sums_, most_, total_;
     std::vector<Word> queries_, keys_, values_;
     KeyBlock<S, T> keys_here_;
-    float fading_[kTileRows];
+    float rescale_[kTileRows];
     alignas(64) float scores_[kTileRows][kKeys];
-    alignas(64) T chances_[kTileRows][kKeys];
+    alignas(64) T probabilities_[kTileRows][kKeys];
 };
 
 }  // namespace native

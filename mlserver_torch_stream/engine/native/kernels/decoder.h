@@ -6,7 +6,13 @@
 
 namespace native {
 
-template <class T> class Decoder {
+// A decoder of any type.
+struct AnyDecoder {
+    virtual ~AnyDecoder() = default;
+    virtual void run(const Step& step) = 0;
+};
+
+template <class T> class Decoder final : public AnyDecoder {
   public:
     Decoder(const Shape& shape, const Weights& weights, int threads)
         : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), scratch_(threads),
@@ -22,7 +28,7 @@ template <class T> class Decoder {
             scratch.attention.reserve(group_ * kQueries, shape.head_dim, shape.head_dim);
     }
 
-    void run(const Step& step) {
+    void run(const Step& step) override {
         packed_.read(step, kQueries);
         reserve(step);
         step_ = step;
@@ -33,7 +39,7 @@ template <class T> class Decoder {
   private:
     using A = Factor<T>;  // the type of activations
 
-    // How long a step's lists are. The rest of a step lies in the decoder, which a late thread does not read.
+    // The lengths of a step's lists. The rest of a step is in the decoder, where a late thread does not read it.
     struct Job {
         int64_t tokens, wanted, early, blocks, singles;
     };
@@ -42,11 +48,9 @@ template <class T> class Decoder {
         ProductScratch product;
     };
 
-    ProductScratch& room(Member& me) { return scratch_[me.id].product; }
-    RoundedBlock* rounded() { return rounded_.data(); }
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-    // All memory that a step needs: no thread may find in the middle of it that there is none.
+    // Takes all memory that a step needs, so that no thread runs out of it in the middle of the step.
     void reserve(const Step& step) {
         const int64_t tokens = step.tokens;
         grow(stream_, tokens * hidden_);
@@ -62,7 +66,7 @@ template <class T> class Decoder {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
     }
 
-    // A late thread may be here with the job before: what it does up to a list's pieces depends on its own copy.
+    // A late thread may be here with the previous job: up to the pieces of a list it reads its own copy of the job.
     void forward(Member& me, const Job& job) {
         const int64_t tokens = job.tokens;
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -71,24 +75,27 @@ template <class T> class Decoder {
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
             prepare(me, tokens, layer.norms.before_attention);
-            multiply<T>(me, normed_.data(), hidden_, tokens, layer.qkv, room(me), rounded(),
-                        [&](int64_t row, int64_t p, float* c) {
+            product(me, normed_, hidden_, tokens, layer.qkv, [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
             attend(me, job, i);
-            add(me, tokens, mixed_.data(), attended_, layer.out, layer.norms.after_attention);
+            add(me, tokens, mixed_, attended_, layer.out, layer.norms.after_attention);
             prepare(me, tokens, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            multiply<T>(me, normed_.data(), hidden_, tokens, gate_up, room(me), rounded(),
-                        [&](int64_t row, int64_t p, float* c) {
+            product(me, normed_, hidden_, tokens, gate_up, [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
-            add(me, tokens, gated_.data(), inner_, layer.down, layer.norms.after_mlp);
+            add(me, tokens, gated_, inner_, layer.down, layer.norms.after_mlp);
         }
         if (job.wanted > 0) head(me, job);
     }
 
-    // Apart, as others below: each is compiled once, and a call costs nothing beside a row.
+    // done(row, panel, sums) for each row of a and each panel of w.
+    void product(Member& me, const std::vector<A>& a, int64_t lda, int64_t rows, const Matrix& w, const Done& done) {
+        multiply<T>(me, a.data(), lda, rows, w, scratch_[me.id].product, rounded_.data(), done);
+    }
+
+    // Not inlined, as some functions below: each is compiled once, and a call costs nothing beside the work on a row.
     __attribute__((noinline)) void embed(int64_t t) {
         const int64_t id = step_.ids[t];
         const T* row = static_cast<const T*>(weights_.embedding);
@@ -142,18 +149,16 @@ template <class T> class Decoder {
         store_as(to, gates / (1.0f + exp(-slope)) * ups);
     }
 
-    // A product onto the stream; a norm behind it sees whole rows first.
-    void add(Member& me, int64_t tokens, const A* a, int64_t lda, const Matrix& w, const float* norm) {
+    // Adds a product to the residual stream. A norm after the product needs whole rows first.
+    void add(Member& me, int64_t tokens, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
-                        [&](int64_t row, int64_t p, float* c) {
+            product(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        multiply<T>(me, a, lda, tokens, w, room(me), rounded(),
-                        [&](int64_t row, int64_t p, float* c) {
+        product(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(tokens, 1, [&](int64_t first, int64_t last) {
@@ -191,8 +196,6 @@ template <class T> class Decoder {
         });
     }
 
-    int64_t own(int64_t kv_head) const { return kv_head * group_ * shape_.head_dim; }
-
     // Norms and rotates the group's queries and its key, and puts key and value into their page.
     __attribute__((noinline)) void finish(int64_t layer, int64_t t, int64_t kv_head) {
         const Layer& weights = layers_[layer];
@@ -222,7 +225,7 @@ template <class T> class Decoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // Keys and values of a sequence and head that `count` tokens from `position` on see, their own included.
+    // The keys and values of a sequence and head that `count` tokens from `position` on see, with those of the tokens.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
         const int64_t head = step_.page_size * shape_.head_dim, stride = shape_.kv_heads * head;
@@ -234,7 +237,7 @@ template <class T> class Decoder {
                 position + count};
     }
 
-    // Task i is a token that attends alone and a key head; `more`: the next one will be this thread's too.
+    // Task i is a token that attends alone and a key head; `more`: this thread runs the next task too.
     __attribute__((noinline)) void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
         const int64_t kv_head = i % shape_.kv_heads;
         const Single& single = packed_.singles[i / shape_.kv_heads];
@@ -255,8 +258,9 @@ template <class T> class Decoder {
     }
 
     AttendTask<T, A> task(int64_t layer, int64_t sequence, int64_t kv_head, int64_t token, int64_t count) {
-        const int64_t at = token * attended_ + own(kv_head), dim = shape_.head_dim, position = packed_.positions[token];
-        return {&queries_[at], &mixed_[at], attended_, dim, attended_, dim, group_, count, position, dim, dim,
+        const int64_t dim = shape_.head_dim, first = token * attended_ + kv_head * group_ * dim;
+        const int64_t position = packed_.positions[token];
+        return {&queries_[first], &mixed_[first], attended_, dim, attended_, dim, group_, count, position, dim, dim,
                 sight(layer), seen(layer, sequence, kv_head, position, count), nullptr, shape_.attention_scale,
                 shape_.attention_cap};
     }
@@ -267,8 +271,7 @@ template <class T> class Decoder {
             for (int64_t r = first; r < last; r++)
                 norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
         });
-        multiply<T>(me, normed_.data(), hidden_, rows, weights_.head, room(me), rounded(),
-                        [&](int64_t row, int64_t p, float* c) {
+        product(me, normed_, hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
             for (int i = 0; i < kPanel; i += 16)
                 store(step_.logits + row * width + p * kPanel + i,

@@ -1,6 +1,6 @@
 // Activations times packed weights. A packed matrix [n, k] is a row of panels of 32 outputs, each [k words][32]: a
 // vector load is one word of 16 outputs, and a panel is one contiguous stream.
-// Knows nothing of layers; what becomes of the products is the caller's.
+// Knows nothing of layers: the caller says what is done with the products.
 #pragma once
 #include <vector>
 #include "grouped.h"
@@ -25,7 +25,7 @@ struct Matrix {
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 // A thread's tiles of factors A. Which unit of the CPU computes them follows from A and the inputs of a product alone,
-// never from its rows: a row's sums are the same bits in any company.
+// never from its rows: a row's sums are the same bits in any batch.
 template <class A> class Tiles {
   public:
     // The most rows of a tile.
@@ -87,8 +87,8 @@ struct alignas(64) ProductScratch {
     std::vector<RoundedBlock> rounded;  // few rows, as integers
 };
 
-// What becomes of the products of some rows and a panel: a function of (row, panel, sums[32]). Refers to the caller's
-// function and must not outlive it; so a product is compiled once for all of them.
+// What is done with the products of some rows and a panel: a function of (row, panel, sums[32]). It refers to the
+// caller's function and must not outlive it; so a product is compiled once for all functions.
 class Done {
   public:
     template <class F> Done(const F& function)
@@ -106,78 +106,49 @@ class Done {
     void (*call_)(const void*, int64_t, int64_t, int64_t, float*);
 };
 
-// A weight format is a class that knows how panels are stored: DensePanels.
-//   Stored: the type of the words of a panel, where tiles can read them in place; else void.
-//   at: where the inputs from `first` on lie.
-//   widened: so many of these as factors A, [count / per_word<A>][32] words, written to the scratch.
-//   finish: turns 32 sums into products.
-
-// Weights of the model's own type.
-template <class T> class DensePanels {
+// A thread's part of the product of rows a [inputs], of factors A, with a matrix whose words are of T.
+template <class A, class T> class Product {
   public:
-    using Stored = T;
-    explicit DensePanels(const Matrix& w) : panels_(w.panels), inputs_(w.k) {}
+    Product(const A* a, int64_t lda, const Matrix& w, ProductScratch& scratch, const Done& done)
+        : a_(a), lda_(lda), inputs_(w.k), panels_(w.panels), scratch_(scratch), done_(done) {}
 
-    const Word* at(int64_t p, int64_t first) const { return panels_ + (p * inputs_ + first) * kPanel / per_word<T>; }
-    template <class A> void widened(int64_t p, int64_t first, int64_t count, Word* to) const {
-        widen_words(at(p, first), count / per_word<T>, to);
-    }
-    void finish(int64_t, float*) const {}
-
-  private:
-    const Word* panels_;
-    int64_t inputs_;
-};
-
-// A thread's part of a product: rows [inputs], panels in a format, and what is done with their products.
-template <class A, class Panels> class Product {
-  public:
-    Product(const A* a, int64_t lda, int64_t inputs, const Panels& panels, ProductScratch& scratch,
-            const Done& done)
-        : a_(a), lda_(lda), inputs_(inputs), panels_(panels), scratch_(scratch), done_(done) {}
-
-    // Up to kBlockRows rows times panel p. One tile reads the panel as a stream, where it can. Several tiles go through
-    // it by blocks: the first tile widens a block for all of them, and the first two fetch the next block.
+    // Up to kBlockRows rows times panel p. One tile reads the panel as a stream. Several tiles go through it by blocks:
+    // the first tile widens a block for all of them, if T has to be widened, and the first two fetch the next block.
     void run(int64_t p, int64_t first, int64_t rows) {
         const Tiling tiling(rows, tiles_.rows(inputs_));
-        if constexpr (kReadable) {
-            if (tiling.count == 1) {
-                const Word* panel = panels_.at(p, 0);
-                tile<Stored>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
-                return finish(p, first, rows, scratch_.sums[0]);
-            }
+        if (tiling.count == 1) {
+            const Word* panel = words_of(p, 0);
+            tile<T>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
+            return done_(first, rows, p, scratch_.sums[0]);
         }
         const int64_t most = block_inputs<A>(inputs_);
         for (int64_t input = 0; input < inputs_; input += most) {
             const int64_t count = std::min(most, inputs_ - input);
-            if constexpr (!kReadable) panels_.template widened<A>(p, input, count, scratch_.block);
             for (int64_t t = 0; t < tiling.count; t++) {
-                const int64_t at = tiling.first(t), height = tiling.first(t + 1) - at;
-                float* sums = scratch_.sums[most < inputs_ ? at : 0];
-                tile_of_block(p, t, first + at, height, input, count, sums);
-                if (input + count == inputs_) finish(p, first + at, height, sums);
+                const int64_t row = tiling.first(t), height = tiling.first(t + 1) - row;
+                float* sums = scratch_.sums[most < inputs_ ? row : 0];
+                tile_of_block(p, t, first + row, height, input, count, sums);
+                if (input + count == inputs_) done_(first + row, height, p, sums);
             }
         }
     }
 
   private:
-    using Stored = typename Panels::Stored;
-    static constexpr bool kReadable = !std::is_void_v<Stored>, kInPlace = std::is_same_v<Stored, A>;
+    // The words of panel p from an input on.
+    const Word* words_of(int64_t p, int64_t input) const {
+        return panels_ + (p * inputs_ + input) * kPanel / per_word<T>;
+    }
 
     void tile_of_block(int64_t p, int64_t t, int64_t row, int64_t rows, int64_t input, int64_t count, float* sums) {
-        if constexpr (!kReadable) {
-            tile<A>(row, rows, scratch_.block, input, count, sums, {scratch_.block, 0});
+        const Word *panel = words_of(p, input), *next = words_of(p, input + count);
+        const int64_t half = (next - panel) / 2, words = count / per_word<A>;
+        const Fetch fetch = t < 2 ? Fetch(next + t * half, half * (int64_t)sizeof(Word) / words) : Fetch(panel, 0);
+        if constexpr (std::is_same_v<T, A>) {
+            tile<A>(row, rows, panel, input, count, sums, fetch);
+        } else if (t == 0) {
+            tile<T>(row, rows, panel, input, count, sums, {next, 64}, scratch_.block);
         } else {
-            const Word *panel = panels_.at(p, input), *next = panels_.at(p, input + count);
-            const int64_t half = (next - panel) / 2, words = count / per_word<A>;
-            const Fetch fetch = t < 2 ? Fetch(next + t * half, half * (int64_t)sizeof(Word) / words) : Fetch(panel, 0);
-            if constexpr (kInPlace) {
-                tile<A>(row, rows, panel, input, count, sums, fetch);
-            } else if (t == 0) {
-                tile<Stored>(row, rows, panel, input, count, sums, {next, 64}, scratch_.block);
-            } else {
-                tile<A>(row, rows, scratch_.block, input, count, sums, fetch);
-            }
+            tile<A>(row, rows, scratch_.block, input, count, sums, fetch);
         }
     }
 
@@ -188,27 +159,22 @@ template <class A, class Panels> class Product {
                                     fetch, input != 0, keep);
     }
 
-    void finish(int64_t p, int64_t row, int64_t rows, float* sums) {
-        for (int64_t r = 0; r < rows; r++) panels_.finish(p, sums + r * kPanel);
-        done_(row, rows, p, sums);
-    }
-
     const A* const a_;
     const int64_t lda_, inputs_;
-    const Panels& panels_;
+    const Word* const panels_;
     ProductScratch& scratch_;
     const Done& done_;
     Tiles<A> tiles_;
 };
 
-// For every row of a [rows][k] and every panel of w.
-template <class A, class Panels>
-void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, const Panels& panels,
-                 ProductScratch& scratch, const Done& done) {
+// For every row of a [rows][k] and every panel of w, whose words are of T.
+template <class T, class A>
+void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
+                    const Done& done) {
     const int64_t count = panels_of(w.n);
     const Tiling blocks(rows, kBlockRows);
     me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
-        Product<A, Panels> product(a, lda, w.k, panels, scratch, done);
+        Product<A, T> product(a, lda, w, scratch, done);
         for (int64_t p = first; p < last; p++)
             for (int64_t b = 0; b < blocks.count; b++)
                 product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
@@ -217,8 +183,8 @@ void multiply_as(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix
 
 constexpr int64_t kFew = 16;
 
-// The rows of a product as int8. A few are rounded by each member for itself when its first piece begins, which takes
-// less time than to wait for each other; many by all members together, into `shared`.
+// The rows of a product as int8. Each member rounds a few rows for itself when its first piece begins, which takes less
+// time than to wait for each other; all members together round many rows, into `shared`.
 template <class T> class RoundedRows {
   public:
     RoundedRows(const T* a, int64_t lda, int64_t rows, int64_t k) : a_(a), lda_(lda), rows_(rows), k_(k) {}
@@ -272,7 +238,7 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
 template <class T>
 void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
               RoundedBlock* shared, const Done& done) {
-    if (w.format == kPlain) return multiply_as(me, a, lda, rows, w, DensePanels<T>(w), scratch, done);
+    if (w.format == kPlain) return multiply_dense<T>(me, a, lda, rows, w, scratch, done);
     multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 

@@ -21,7 +21,7 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     static constexpr int64_t kCodeBytes = kBits * 128, kHalves = 64;
     static constexpr int64_t kBlock = kCodeBytes + kHalves * (kScales + kMinimum);
 
-    // A part of quad q of kLanes outputs from `lane` on, and of those 16 further.
+    // A part of quad q of kLanes outputs from `lane` on, and of as many from `lane` + 16 on.
     static void quad(const uint8_t* block, int q, int part, int lane, WordRegister (&w)[2]) {
         if constexpr (kBytewise) {
             const WordRegister turn = (kSigned ? 0x80808080u : 0) - WordRegister{};
@@ -32,7 +32,7 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
             w[0] = both & 0x0f0f0f0fu, w[1] = both >> 4 & 0x0f0f0f0fu;
         }
     }
-    // kLanes of the scales, or of what follows them.
+    // kLanes of the scales, or of the minima after them.
     static FloatRegister halves(const uint8_t* block, int which, int lane) {
         return load_widened(block + kCodeBytes + kHalves * which + 2 * lane);
     }
@@ -97,7 +97,7 @@ template <class C, int M>
 }
 
 // out[M][32] = rows[M][blocks] x panel[blocks]. The order of the scaled sums is that of the blocks for every M: a row's
-// bits are the same in any company.
+// bits are the same in any batch.
 template <class C, int M>
 __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel,
                                             int64_t blocks, float* out, int64_t ldo) {

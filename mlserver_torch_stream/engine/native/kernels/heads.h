@@ -68,16 +68,6 @@ inline void emit(const float* sums, float scale, int head_dim, Bf16* to) {
     }
 }
 
-// sums * scale to floats, of sums in the order that words of T give them.
-template <class T> void emit_floats(const float* sums, float scale, int head_dim, float* to) {
-    if constexpr (per_word<T> == 1) return emit(sums, scale, head_dim, to);
-    for (int i = 0; i < head_dim; i += 32) {
-        const F16 even = load_f(sums + i) * scale, odd = load_f(sums + i + 16) * scale;
-        store_part(reinterpret_cast<Word*>(to + i), (U16)low_halves(even, odd), head_dim - i);
-        store_part(reinterpret_cast<Word*>(to + i + 16), (U16)high_halves(even, odd), head_dim - i - 16);
-    }
-}
-
 // cap * tanh(x / cap), as e^2x; 0 means no cap.
 inline F16 soft_cap(F16 x, float cap) {
     if (cap == 0) return x;

@@ -40,10 +40,10 @@ inline IntRegister multiply_halves(WordRegister w, WordRegister x) {
 #endif
 
 // Sums of products of kBits-bit codes with activations of at most 127, over a group of 32 inputs.
-//   kParts: into so many parts a quad of inputs is divided, each multiplied by a word of activations.
-//   part: of the bytes of a quad in each lane.
-//   add: the products of such a part.
-//   total: what the lanes sum up to.
+//   kParts: the parts of a quad of inputs, each multiplied by a word of activations.
+//   part: such a part of the bytes of a quad, in each lane.
+//   add: adds the products of such a part.
+//   total: the sum in each lane.
 template <int kBits> struct ByteProducts {
     static constexpr int kParts = 1;
     static WordRegister part(WordRegister quads, int) { return quads; }

@@ -1,5 +1,5 @@
-// A block of keys and values where they lie in pages: their products with queries, and with the chances that follow.
-// Knows nothing of softmax, nor of what a query may see.
+// A block of keys and values in their pages: the products of keys with queries, and of values with probabilities.
+// Knows nothing of softmax, nor of which keys a query sees.
 #pragma once
 #include "elements.h"
 #include "matrix_unit.h"
@@ -9,8 +9,8 @@ namespace native {
 
 constexpr int kKeys = 256;  // packed keys (32 KiB of 64 bf16 dimensions) stay in the first-level cache with the tiles
 
-// Fetches keys or values that are read soon while others are computed, for the hardware's prefetching starts anew with
-// each page and head: 32 rows of 1,500 tokens take half of the time.
+// Prefetches keys or values while those before them are computed: the hardware's prefetching starts anew with each page
+// and head. With it, 32 rows of 1,500 tokens take half of the time.
 template <class S> class Ahead {
   public:
     // `column` of the positions of `live`, in so many calls of `fetch`.
@@ -23,7 +23,7 @@ template <class S> class Ahead {
     }
 
   private:
-    // To the next page; false behind the last one.
+    // Goes to the next page; false after the last one.
     bool turn() {
         if (position_ >= live_.stop) return false;
         const int64_t end = std::min(live_.stop, (position_ / live_.page_size + 1) * live_.page_size);
@@ -46,11 +46,11 @@ template <class T> Lanes some_of(int64_t dim, int v) {
 // The vectors of a row.
 template <class T> int vectors_of(int64_t dim) { return (int)((dim + 16 * per_word<T> - 1) / (16 * per_word<T>)); }
 
-// S: the type of keys and values; T: that of what is multiplied.
+// S: the type of keys and values; T: that of the factors of a product.
 template <class S, class T> class KeyBlock {
   public:
-    // Where the keys and values of positions first to first + count - 1 lie. In place of those that nobody sees, and up
-    // to a whole panel, the nearest one that is seen.
+    // Notes where the keys and values of positions first to first + count - 1 lie. A position that no query sees, and
+    // one after the last up to a whole panel, takes the nearest position that is seen.
     void point_at(const Live<S>& live, int64_t first, int64_t count) {
         const int64_t hidden = std::max<int64_t>(0, live.first - first);
         for (int64_t i = hidden; i < count;) {
@@ -91,11 +91,11 @@ template <class S, class T> class KeyBlock {
         }
     }
 
-    // sums[rows][width] = sums * fading[rows] + chances[rows][count] x values.
-    void mix(int64_t rows, const T (*chances)[kKeys], const float* fading, int64_t dim, int64_t count, float* sums,
-             int64_t width) const {
+    // sums[rows][width] = sums * rescale[rows] + probabilities[rows][count] x values.
+    void mix(int64_t rows, const T (*probabilities)[kKeys], const float* rescale, int64_t dim, int64_t count,
+             float* sums, int64_t width) const {
         for (int64_t r = 0; r < rows;) {
-            const Mixture mixture{chances + r, fading + r, dim, count, sums + r * width, width};
+            const Mixture mixture{probabilities + r, rescale + r, dim, count, sums + r * width, width};
             if (rows - r >= 4) {
                 mix_rows<4>(mixture), r += 4;
             } else if (rows - r >= 2) {
@@ -110,9 +110,9 @@ template <class S, class T> class KeyBlock {
     static constexpr int kStep = 16 * per_word<T>;  // elements of a vector of words
     using Load = Elements<S, T>;
 
-    struct Mixture {  // what mix is given, from a row on
-        const T (*chances)[kKeys];
-        const float* fading;
+    struct Mixture {  // the arguments of mix, from a row on
+        const T (*probabilities)[kKeys];
+        const float* rescale;
         int64_t dim, count;
         float* sums;
         int64_t width;
@@ -142,7 +142,7 @@ template <class S, class T> class KeyBlock {
             const bool paired = key + 1 < to.count;  // else there is no second key, whose value could be infinite
             U16 weights[H];
 #pragma GCC unroll 4
-            for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(to.chances[h] + key));
+            for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(to.probabilities[h] + key));
 #pragma GCC unroll 16
             for (int v = 0; v < V; v++) {
                 U16 part[2] = {Load::load(even + v * kStep, some[v])};
@@ -161,14 +161,8 @@ template <class S, class T> class KeyBlock {
 #pragma GCC unroll 2
                 for (int i = 0; i < kParts; i++) {
                     float* sum = to.sums + h * to.width + ((first + v) * kParts + i) * 16;
-                    store(sum, load_f(sum) * to.fading[h] + acc[h][v][i]);
+                    store(sum, load_f(sum) * to.rescale[h] + acc[h][v][i]);
                 }
-    }
-
-    static Word word_at(const T* from) {
-        Word word;
-        memcpy(&word, from, sizeof word);
-        return word;
     }
 
     const S *keys_at_[kKeys], *values_at_[kKeys];

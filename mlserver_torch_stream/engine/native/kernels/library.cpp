@@ -1,5 +1,4 @@
 // The C interface of the kernels: make a decoder, step it, drop it; attend to pages, write to them. No exception leaves.
-#include <memory>
 #include <new>
 #include "decoder.h"
 #include "parallel_pages.h"
@@ -8,11 +7,6 @@
 #endif
 
 namespace {
-
-struct Handle {
-    std::unique_ptr<native::Decoder<native::Bf16>> bf16;
-    std::unique_ptr<native::Decoder<float>> fp32;
-};
 
 // 0; 1 where memory is short; 2 where the work failed in another way.
 template <class Work> int status_of(Work&& work) {
@@ -32,28 +26,21 @@ extern "C" {
 
 void* native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads) {
     try {
-        auto handle = std::make_unique<Handle>();
+        native::AnyDecoder* decoder;
         if (is_bf16) {
-            handle->bf16 = std::make_unique<native::Decoder<native::Bf16>>(*shape, *weights, threads);
+            decoder = new native::Decoder<native::Bf16>(*shape, *weights, threads);
         } else {
-            handle->fp32 = std::make_unique<native::Decoder<float>>(*shape, *weights, threads);
+            decoder = new native::Decoder<float>(*shape, *weights, threads);
         }
-        return handle.release();
+        return decoder;
     } catch (...) {
         return nullptr;
     }
 }
 
 // Memory is short before anything was done, or never.
-int native_step(void* opaque, const native::Step* step) {
-    auto* handle = static_cast<Handle*>(opaque);
-    return status_of([&] {
-        if (handle->bf16 != nullptr) {
-            handle->bf16->run(*step);
-        } else {
-            handle->fp32->run(*step);
-        }
-    });
+int native_step(void* decoder, const native::Step* step) {
+    return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
 }
 
 // out[rows][whole panels of w.n] = a[rows][w.k] x w, of float32 activations.
@@ -61,7 +48,7 @@ int native_multiply(const native::Matrix* w, const float* a, int64_t rows, float
     return status_of([&] { native::multiply_rows<float>(*w, a, rows, out, threads); });
 }
 
-void native_destroy(void* opaque) { delete static_cast<Handle*>(opaque); }
+void native_destroy(void* decoder) { delete static_cast<native::AnyDecoder*>(decoder); }
 
 // On `threads` threads of the pool; null: on the caller's alone.
 int native_attend_pages(const native::PagesCall* call, native::Parallel parallel, int threads) {

@@ -13,9 +13,9 @@ namespace native {
 
 constexpr int kPanel = 32;  // outputs that a tile computes at once
 
-// Cache lines to fetch while a tile computes: with each word of the panel the next two, `stride` bytes behind the last
-// ones. Memory is then read while the registers work, and by one stream that crosses pages, which the hardware's own
-// does not.
+// Cache lines to prefetch while a tile computes: with each word of the panel the next two, `stride` bytes after the
+// last ones. So memory is read while the registers work, and by one stream that crosses pages, which the hardware's
+// prefetching does not.
 struct Fetch {
     const char* start;
     int64_t stride;  // 128: each line once; less where a tile has more words than the stream has lines

@@ -1,5 +1,5 @@
-// What Python hands over: a model's shape and weights once, a step's tokens and block tables every time. Plain C, and
-// mirrored field by field in library.py.
+// The structures that Python passes: a model's shape and weights once, the tokens and block tables of each step. They
+// are plain C, and mirrored field by field in library.py.
 #pragma once
 #include "gemm.h"
 
@@ -39,13 +39,13 @@ struct Pages {  // of a layer, [pages][kv_heads][page_size][head_dim] in the mod
     int64_t window;  // 0: none
 };
 
-// The new tokens of several sequences, one sequence behind the other.
+// The new tokens of several sequences, one sequence after the other.
 struct Step {
     int64_t sequences, tokens, wanted;  // wanted: rows of logits
     const int64_t* ids;                 // [tokens]
     const int64_t* starts;              // [sequences]: tokens in the cache before these
     const int64_t* counts;              // [sequences]: new tokens
-    const int64_t* wants;               // [sequences]: its last tokens whose logits are wanted
+    const int64_t* wants;               // [sequences]: its last so many tokens have wanted logits
     const int32_t* const* tables;       // [groups][table_stride], of which one for each sequence
     int64_t table_stride;
     const Pages* pages;  // [layers]

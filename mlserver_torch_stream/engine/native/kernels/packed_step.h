@@ -1,8 +1,8 @@
-// The order of a step's work: whose token each packed one is, which keys are written before anybody attends, and the
-// pieces of the attention. Made by one thread for all of them.
+// The order of a step's work: the sequence of each packed token, the keys that are written before any token attends,
+// and the pieces of the attention. One thread makes it for all threads.
 //
-// A token whose logits are wanted attends alone, the others of a prompt in blocks. So which of the two ways a token
-// takes, and with it every bit of its logits, does not depend on how a scheduler cuts prompts.
+// A token whose logits are wanted attends alone; the other tokens of a prompt attend in blocks. So neither the way of a
+// token nor any bit of its logits depends on how a scheduler cuts prompts.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace native {
 
-struct Block {  // of a prompt's tokens, packed ones
+struct Block {  // neighbouring tokens of a prompt
     int64_t sequence, token, count;
 };
 
@@ -24,8 +24,8 @@ class PackedStep {
     std::vector<int64_t> positions;  // of each token
     std::vector<int64_t> owners;     // the sequence of each token
     std::vector<int64_t> early;      // tokens whose keys are written first
-    std::vector<int64_t> wanted;     // tokens whose logits are
-    std::vector<Block> blocks;       // those that see the most keys first, so that nobody waits for a long one at the end
+    std::vector<int64_t> wanted;     // tokens whose logits are wanted
+    std::vector<Block> blocks;       // long ones first, so that no thread waits for one at the end
     std::vector<Single> singles;
 
     void read(const Step& step, int64_t block_size) {

@@ -8,14 +8,14 @@
 
 namespace native {
 
-struct PagesCall {  // mirrored field by field in attention_library.py
+struct PagesCall {  // mirrored field by field in library.py
     const void* queries;     // [tokens][heads][key_dim], by the strides below
     void* out;               // [tokens][heads][value_dim]
     const void *keys, *values;  // [pages][kv_heads][page_size][key_dim or value_dim]
     const int32_t* tables;   // [sequences][table_width]
     const int32_t* starts;   // [sequences]: tokens in the pages before the step's
     const int32_t* ends;     // [sequences + 1]: where a sequence's queries begin among the packed ones
-    const float* sinks;      // [heads]: a score beside those of the keys; null: none
+    const float* sinks;      // [heads]: one more score in the softmax; null: none
     int64_t token_stride, head_stride;  // of queries, in elements
     int64_t sequences, table_width, heads, kv_heads, page_size, key_dim, value_dim;
     int64_t window, chunk;   // 0: none
@@ -50,7 +50,7 @@ template <class S> AttendTask<S, S> task_of(const PagesCall& call, const PagesTa
 // GOMP_parallel: runs the function on so many threads at once, the caller's included. Null: there is no pool.
 using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-// body(i) for 0 <= i < count on all threads of the pool. Throws what the first failing body has thrown.
+// body(i) for 0 <= i < count on all threads of the pool. Throws the error of the first body that fails.
 template <class Body> void spread(Parallel parallel, int threads, int64_t count, Body&& body) {
     struct Shared {
         Body& body;
@@ -71,7 +71,7 @@ template <class Body> void spread(Parallel parallel, int threads, int64_t count,
     if (parallel == nullptr || threads < 2 || count < 2) {
         work(&shared);
     } else {
-        parallel(work, &shared, (unsigned)threads, 0);  // all of them: libgomp ends the threads that a team leaves out
+        parallel(work, &shared, (unsigned)threads, 0);  // all threads: libgomp ends those that a team leaves out
     }
     if (shared.error) std::rethrow_exception(shared.error);
 }
@@ -79,7 +79,8 @@ template <class Body> void spread(Parallel parallel, int threads, int64_t count,
 // Queries of a task: with all query heads of a group they are rows enough for whole tiles, and their sums stay cached.
 inline int64_t queries_of_task(int64_t group) { return std::clamp<int64_t>(512 / group, 1, kQueries); }
 
-// Long ones first, so that nobody waits for one at the end: chunks of prompts, of each its last queries, then the rest.
+// Long tasks first, so that no thread waits for one at the end: chunks of prompts from their last queries on, and then
+// single tokens.
 inline std::vector<PagesTask> tasks_of(const PagesCall& call) {
     std::vector<PagesTask> tasks;
     const int64_t most = queries_of_task(call.heads / call.kv_heads);
@@ -126,7 +127,7 @@ inline void attend_pages(const PagesCall& call, Parallel parallel, int threads) 
     }
 }
 
-struct WriteCall {  // mirrored field by field in attention_library.py; strides and sizes in bytes
+struct WriteCall {  // mirrored field by field in library.py; strides and sizes in bytes
     const char *keys, *values;  // [tokens][kv_heads]
     char *key_pages, *value_pages;  // [pages][kv_heads][page_size]
     const int64_t* slots;       // [tokens]: page * page_size + offset

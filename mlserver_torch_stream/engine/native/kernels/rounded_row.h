@@ -1,4 +1,4 @@
-// Activations as int8, each block of 32 with a scale of its own: what integer products read.
+// Activations as int8, as integer products read them: each block of 32 has its scale.
 // Knows nothing of weights. A row's codes depend on the row alone.
 #pragma once
 #include <algorithm>
@@ -7,12 +7,6 @@
 namespace native {
 
 constexpr int kGroup = 32;  // neighbouring inputs
-
-inline Word word_at(const void* from) {
-    Word word;
-    memcpy(&word, from, sizeof word);
-    return word;
-}
 
 // The codes once more in 16 bits, where bytes have to be multiplied so: the even ones, then the odd ones.
 template <bool> struct WidenedCodes {
@@ -71,7 +65,7 @@ template <class T> void round_block(const T* from, RoundedBlock& to) {
     to.sum = to.scale * (float)(to.sums[0] + to.sums[1]);
 }
 
-// A row of k values; what is missing of the last block is zero.
+// Rounds a row of k values. The last block is filled with zeros.
 template <class T> void round_row(const T* row, int64_t k, RoundedBlock* to) {
     int64_t i = 0;
     for (; i + kGroup <= k; i += kGroup) round_block(row + i, *to++);

@@ -35,6 +35,11 @@ struct Bf16 {
     uint16_t bits;
 };
 template <class T> constexpr int per_word = 4 / sizeof(T);
+inline Word word_at(const void* from) {
+    Word word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
 
 // What elements of a type are multiplied as: bf16 without an instruction of its own as float.
 #if defined(__AVX512BF16__)
@@ -61,7 +66,7 @@ inline WordRegister load_register(const void* from) {
     return v;
 }
 
-// The first so many of 16 words, zeros after them; what lies behind them is not touched. Make `lanes` outside of loops.
+// The first so many of 16 words, then zeros; memory after those words is not read. Call `lanes` outside of loops.
 #if defined(__AVX512F__)
 using Lanes = __mmask16;
 inline Lanes lanes(int n) { return (Lanes)((1u << (n < 0 ? 0 : n > 16 ? 16 : n)) - 1); }

@@ -1,6 +1,6 @@
 // A few threads that work through one list of pieces after another; a list begins when the one before it is done.
-// Nobody waits for a thread that has no piece: one that the system has put aside costs its help and no more.
-// Knows nothing of what a piece is.
+// No thread waits for one that has no piece: a thread that the system does not run only fails to help.
+// Knows nothing of the work in a piece.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -17,8 +17,8 @@
 
 namespace native {
 
-// A number that only grows, and on whose growth a thread can wait: it spins for some 20 us, then it sleeps. Spinning
-// longer would burn a core that the thread waited for may need.
+// A counter on which a thread can wait: the thread spins for some 20 us, then it sleeps. Spinning longer would take a
+// core from the thread that it waits for.
 class Bell {
   public:
     uint32_t rung() const { return count_.load(std::memory_order_acquire); }
@@ -65,7 +65,7 @@ class Lists {
   public:
     uint32_t current() const { return (uint32_t)(ticket_.load(std::memory_order_acquire) >> 32); }
 
-    // body(piece) for pieces of list `list` until all of them are done, by whomever; at once if they are done already.
+    // Runs body(piece) for pieces of list `list`; returns when all of them are done, by any thread.
     template <class Body> void work(uint32_t list, uint32_t pieces, Body&& body) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while ((uint32_t)(ticket >> 32) == list && (uint32_t)ticket < pieces) {
@@ -117,7 +117,7 @@ template <class Job> class Team {
     Team(int size, Work work) : size_(size), work_(std::move(work)) {
         try {
             for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { serve(id); });
-        } catch (...) {  // no more threads are to be had: those that run would outlive what they use
+        } catch (...) {  // there are no more threads; those that run must not outlive the team
             stop();
             throw;
         }
