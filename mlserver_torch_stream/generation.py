@@ -51,8 +51,8 @@ class PromptEncoder(Protocol):
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
-    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile a constraint; ``behind``: the marks of the reasoning that it follows. The future may raise
+    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The future may raise
         InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
@@ -120,12 +120,12 @@ class Generator:
         return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
 
     async def _compiled(
-        self, constraint: Constraint | None, behind: ReasoningMarks | None = None
+        self, constraint: Constraint | None, reasoning: ReasoningMarks | None = None
     ) -> CompiledConstraint | None:
         """Raises InvalidInput, which names the constraint's field."""
         if constraint is None:
             return None
-        compiling = self.codec.submit(constraint, behind)
+        compiling = self.codec.submit(constraint, reasoning)
         compiled = asyncio.wrap_future(compiling)
         end = time.monotonic() + _LONGEST_COMPILATION_S
         try:

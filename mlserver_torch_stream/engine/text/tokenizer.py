@@ -94,16 +94,16 @@ class TextCodec:
         """Does the work for which the first request with a constraint, and all requests beside it, would wait."""
         self._constraints.prepare()
 
-    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile what an answer must match, behind a reasoning of these marks.
+    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+        """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
 
         The future may raise InvalidInput.
         """
-        return self._constraints.submit(constraint, behind)
+        return self._constraints.submit(constraint, reasoning)
 
-    def compile(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> CompiledConstraint:
+    def compile(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> CompiledConstraint:
         """Blocks until it is compiled. Raises InvalidInput."""
-        return self._constraints.compile(constraint, behind)
+        return self._constraints.compile(constraint, reasoning)
 
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
