@@ -52,8 +52,8 @@ class PromptEncoder(Protocol):
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
     def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The future may raise
-        InvalidInput."""
+        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The future may
+        raise InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
         """Ids of the part of ``text`` that further text cannot change."""
