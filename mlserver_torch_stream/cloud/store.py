@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
@@ -39,6 +39,7 @@ _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,18 +288,27 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-async def within(call: Any, seconds: float) -> Any:
+async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
     """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
-    answer, so that a run went on after a signal."""
+    answer, so that a run went on after a signal.
+
+    If the caller is cancelled or the time is over, and the call has a result all the same, ``lost`` is called with it.
+    """
     future = asyncio.ensure_future(call)
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
             raise asyncio.TimeoutError
         return future.result()
-    finally:
-        if not future.done():
-            future.cancel()
+    except BaseException:
+        future.add_done_callback(lambda ended: _pass_result(ended, lost))
+        if future.cancel():
             await asyncio.wait({future})
+        raise
+
+
+def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        lost(ended.result())
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:
