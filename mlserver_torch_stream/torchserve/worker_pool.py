@@ -20,7 +20,8 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, Hand
 from mlserver_torch_stream.torchserve.rank_messages import RankMessages
 from mlserver_torch_stream.torchserve.response_timeout import ResponseTimeout
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
-from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerProcess, batch_message
+from mlserver_torch_stream.torchserve.worker_process import WorkerProcess, batch_message
+from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"

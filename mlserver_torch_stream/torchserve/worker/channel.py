@@ -49,8 +49,7 @@ class Channel:
         self._sending = threading.Lock()
         self._held: list[bytes] | None = None  # messages that leave with the next pieces
         self._cancelled: set[str] = set()
-        self._shut = False
-        os.register_at_fork(after_in_child=self._shut_in_child)
+        os.register_at_fork(after_in_child=connection.close)
 
     @property
     def forked(self) -> bool:
@@ -131,13 +130,6 @@ class Channel:
 
     def cancelled(self, request_id: str) -> bool:
         return request_id in self._cancelled
-
-    def _shut_in_child(self) -> None:
-        """Closes the descriptor: closing the socket would leave it open for the reader's file. A child's own child does
-        not close it again, as the number may be that of another file there."""
-        if not self._shut:
-            self._shut = True
-            os.close(self._connection.fileno())
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self.forked:
