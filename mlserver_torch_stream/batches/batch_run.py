@@ -1,6 +1,6 @@
 """Runs one batch from its last stored part to its end: checks the input, answers the rows, writes the files.
 
-Knows nothing of other batches. Killed at any time, the next run of the same batch goes on behind the last part.
+Knows nothing of other batches. If the run is killed, the next run of the same batch continues after the last part.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlserver_torch_stream.batches.batch_record import BatchRecord
-from mlserver_torch_stream.batches.object_ids import BATCH, is_id
-from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, list_object, read_page, stored_ids
-from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.batches.object_ids import BATCH
+from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, read_object, read_page, stored_ids
+from mlserver_torch_stream.batches.store_errors import translating_store_errors
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, ObjectMissing
+from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged
 from mlserver_torch_stream.cloud.store import Store
 
 Change = Callable[[BatchRecord], BatchRecord]
@@ -35,20 +35,12 @@ class BatchStore:
 
     async def get(self, batch_id: str) -> BatchRecord:
         """Raises NoSuchObject for whatever is not the id of a batch."""
-        if not is_id(BATCH, batch_id):
-            raise NoSuchObject("batch", batch_id)
-        with translating_store_errors():
-            try:
-                return BatchRecord.loads(await self._retry.run(lambda: self._records.get(batch_id + SUFFIX)))
-            except ObjectMissing:
-                raise NoSuchObject("batch", batch_id) from None
+        return await read_object(self._records, BATCH, "batch", batch_id, self._retry, BatchRecord.loads)
 
     async def page(self, query: PageQuery) -> dict[str, Any]:
-        with translating_store_errors():
-            found, more = await read_page(
-                self._records, BATCH, query, self._retry, BatchRecord.loads, lambda each: True
-            )
-        return list_object([each.shown() for each in found], more)
+        return await read_page(
+            self._records, BATCH, query, self._retry, lambda data: BatchRecord.loads(data).shown()
+        )
 
     async def ids(self) -> Sequence[str]:
         """All batches, the oldest first."""

@@ -1,4 +1,4 @@
-"""Reads the input of a batch once before any row is answered: counts its rows, finds its models and what no row may be.
+"""Reads the input of a batch before any row is answered: counts its rows, and finds its models and wrong ids of rows.
 
 Knows nothing of what a model makes of a row: a row that cannot be answered fails alone, later.
 """

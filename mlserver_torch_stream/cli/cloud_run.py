@@ -37,7 +37,7 @@ _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
 
 Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
-"""What a command does; it returns the number of failed rows."""
+"""The work of a command. It returns the number of failed rows."""
 
 
 class Stopwatch:
@@ -63,9 +63,9 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 
     ``hint`` says what becomes of an interrupted command.
     """
-    metrics, watch = RunMetrics(), Stopwatch()
+    metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
-        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, watch)) else options.OK
+        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, stopwatch)) else options.OK
     except Interrupted:
         say(f"interrupted{hint}")
         status = options.INTERRUPTED
@@ -78,13 +78,13 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
-        say(summary(metrics, watch.elapsed()))
+        say(summary(metrics, stopwatch.elapsed()))
         if arguments.metrics is not None:
             _write_metrics(arguments.metrics, metrics)
     return status
 
 
-async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwatch) -> int:
+async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_run(arguments, name))
     try:
@@ -94,7 +94,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwa
             return 0
         async with model(arguments, name, metrics) as (infer, weigh, limits):
             planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
-            watch.start()
+            stopwatch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
                 if planned.output is not None:

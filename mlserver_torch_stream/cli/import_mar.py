@@ -80,7 +80,7 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
     ``copied``: file name in the folder -> file to copy. Raises SettingsError where the folder exists. With ``force``
     the settings and the archive in it are replaced, and other files are left alone.
     """
-    _refuse_what_is_there(folder, force)
+    _check_folder(folder, force)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.parent / f".{folder.name}.{uuid4().hex}"  # MLServer looks into no hidden folder
     staged.mkdir()
@@ -97,7 +97,7 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _refuse_what_is_there(folder: Path, force: bool) -> None:
+def _check_folder(folder: Path, force: bool) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not force:

@@ -1,4 +1,4 @@
-"""Polls a store for new objects: those whose keys lie behind a cursor, which is stored with the results.
+"""Polls a store for new objects: those with keys after a cursor, which is stored with the results.
 
 Knows nothing of what is done with the objects. Keys have to grow, as times and counters do: a key before the cursor is
 not seen, and neither is a new version of a key that was seen. A queue reports both.

@@ -27,7 +27,7 @@ _AT_ONCE = 16  # parts that are read at a time
 class Done:
     """The parts that an output holds. ``complete``: a part is shorter than the others, so it is the input's last.
 
-    ``sparse``: parts exist behind a missing one, as several workers write them. ``rows``: the rows in all parts.
+    ``sparse``: parts exist after a missing one, as several workers write them. ``rows``: the rows in all parts.
     ``stale``: part -> its failed rows, for parts whose object of failed rows is missing or out of date.
     """
 
@@ -127,7 +127,7 @@ async def _names(store: Store) -> set[str]:
 
 
 def _groups(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (numbers[at : at + _AT_ONCE] for at in range(0, len(numbers), _AT_ONCE))
+    return (numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True)

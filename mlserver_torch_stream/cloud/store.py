@@ -105,7 +105,7 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """All objects, in a cloud store in the order of their keys; ``after``: only keys behind this one.
+        """All objects, in a cloud store in the order of their keys; ``after``: only keys after this one.
 
         The library stops to list a folder at a file that it cannot name, such as one with a newline in its name. The
         other files are then listed without the library.

@@ -23,7 +23,7 @@ _AHEAD_S, _MOST_AHEAD = 0.005, 16
 
 
 class BatchDispatcher:
-    """``joins``: requests are sent to a worker that runs others. ``watch`` is called when an idle worker gets a batch."""
+    """``joins``: requests join those that a worker runs. ``watch`` is called when an idle worker gets a batch."""
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class WorkerSupervisor:
     async def add(self, count: int) -> None:
         """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the others stay.
 
-        WorkerRemoved is raised where nothing worse has happened.
+        WorkerRemoved is raised if no worker has failed for another reason.
         """
         added = [self._new_slot() for _ in range(count)]
         results = await asyncio.gather(*map(self._start, added), return_exceptions=True)

@@ -82,7 +82,7 @@ class WorkerScaling:
         now, due = time.monotonic(), self._due(since)
         if due > now:
             self._look_at(due)
-        elif any(map(self._free, self._supervisor.ready)):  # it waits for others of its batch
+        elif any(map(self._free, self._supervisor.ready)):  # the request waits until its batch is due
             self._look_at(now + max(self._up_after_s, _LEAST_PAUSE_S))
         else:
             self._grow()

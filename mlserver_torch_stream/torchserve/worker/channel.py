@@ -76,9 +76,9 @@ class Channel:
     ) -> set[str]:
         """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
 
-        The handler did not get those of them that were ``skipped``, and took so many seconds for the others. The ids of
-        ended requests may be used again. Returns the requests that have failed because their piece does not fit into a
-        message.
+        ``skipped``: the ended requests that the handler did not get; ``took``: its seconds for the other ones. The ids
+        of ended requests may be used again. Returns the requests that have failed because a piece is
+        larger than a message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
