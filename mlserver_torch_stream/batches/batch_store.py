@@ -22,7 +22,7 @@ Change = Callable[[BatchRecord], BatchRecord]
 
 
 class BatchStore:
-    """``get``, ``page`` and ``create`` are for requests and raise RequestErrors; the others raise CloudErrors."""
+    """``get``, ``page`` and ``create`` are for requests and raise RequestErrors; the rest raise CloudErrors."""
 
     def __init__(self, records: Store, retry: Retry) -> None:
         self._records = records

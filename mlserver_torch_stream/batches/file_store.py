@@ -29,7 +29,7 @@ def content_key(file_id: str) -> str:
 
 
 class FileStore:
-    """``objects`` and ``contents``: the two places of all files. What its methods raise are RequestErrors."""
+    """``objects`` and ``contents``: the two places of all files. Its methods raise RequestErrors."""
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
         self._objects = objects

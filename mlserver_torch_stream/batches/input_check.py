@@ -50,7 +50,7 @@ async def check_input(rows: AsyncGenerator[Row, None], is_loaded: Callable[[str]
                 problems.append(_duplicate(row))
             seen.add(name)
             if count % _ROWS_AT_A_TIME == 0:
-                await asyncio.sleep(0)  # the rows of one block are parsed without a wait: other streams come first
+                await asyncio.sleep(0)  # the rows of a block are parsed without a wait; streams of the server run here
     return InputSummary(count, tuple(sorted(models)), tuple(problems) if count else (_EMPTY,))
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cli import cloud_options as options
@@ -92,7 +92,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
         if arguments.dry_run:
             print(_described(planned))
             return 0
-        async with model(arguments, name, metrics) as (infer, weigh, limits):
+        async with open_model(arguments, name, metrics) as (infer, weigh, limits):
             planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
             stopwatch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
@@ -112,18 +112,23 @@ async def model_name(arguments: argparse.Namespace) -> str:
     return str(arguments.model or await only_model(arguments.url, arguments.api, options.api_key()))
 
 
+class OpenedModel(NamedTuple):
+    """What infers a batch, what weighs a row, and the limits of the stages."""
+
+    infer: Infer
+    weigh: Callable[[Row], int]
+    limits: PipelineLimits
+
+
 @asynccontextmanager
-async def model(
-    arguments: argparse.Namespace, name: str, metrics: RunMetrics
-) -> AsyncIterator[tuple[Infer, Callable[[Row], int], PipelineLimits]]:
-    """Yields the callable that infers a batch, the callable that weighs a row, and the limits of the stages."""
+async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
     row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
     limits = options.make_limits(arguments)
     if arguments.url is not None:
         asked = _asked(arguments, name, row_request, shown)
         try:
-            yield asked, lambda row: row.size, limits
+            yield OpenedModel(asked, lambda row: row.size, limits)
         finally:
             metrics.retries += asked.retries
             await asked.aclose()
@@ -134,14 +139,14 @@ async def model(
         handler = await HandlerInfer.load(name, arguments.extra, arguments.batch_rows, request, metrics)
         try:
             limits = options.make_limits(arguments, handler.batch_rows, handler.workers)
-            yield handler, lambda row: row.size, limits
+            yield OpenedModel(handler, lambda row: row.size, limits)
         finally:
             await handler.aclose()
         return
     extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
     engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
     try:
-        yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits
+        yield OpenedModel(engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits)
     finally:
         await engine.aclose()
 

@@ -67,7 +67,7 @@ def import_mar(
         if METRICS_CONFIG in given:
             copied[_METRICS] = find_metrics_config(given[METRICS_CONFIG], str(properties and properties.parent))
             extra[METRICS_CONFIG] = f"./{_METRICS}"
-        place = f"./{source.name}" if archive.own else str(source.absolute())  # an archive is copied, others stay
+        place = f"./{source.name}" if archive.own else str(source.absolute())  # a folder is not copied
         _write(folder, copied, model_settings(chosen, place, version, {**extra, **bounds}), force)
     finally:
         archive.close()

@@ -1,4 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud`` for objects that are handed on as they are, whatever they hold.
+"""The options of ``mlserver-torch-stream cloud`` for objects whose bytes are passed on unchanged.
 
 Knows neither handlers nor servers, and runs nothing.
 """
@@ -40,7 +40,7 @@ def add_objects(command: argparse.ArgumentParser) -> None:
 
 
 def hands_objects(arguments: argparse.Namespace) -> bool:
-    """True if objects are handed on as they are, whatever they hold."""
+    """True if the bytes of objects are passed on unchanged, to a handler or as a tensor."""
     return arguments.handler is not None or arguments.api == "torchserve" or arguments.tensor is not None
 
 

@@ -29,7 +29,7 @@ _HTTP_APIS: dict[Api, HttpApi] = {"v2": V2Json(), "openai": OpenAIJson()}
 
 
 class Transport(Protocol):
-    """How calls reach the server, and deltas come back."""
+    """Sends calls to the server, and yields the deltas of its answers."""
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]: ...
 

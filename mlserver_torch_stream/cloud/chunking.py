@@ -29,7 +29,7 @@ class Chunking:
         return self.chunk_bytes is not None and not self.joined
 
     def refuses(self, size: int) -> bool:
-        """True of an object that is larger than is held in memory."""
+        """True for an object that is one row and is larger than ``whole_bytes``."""
         return self.chunk_bytes is None and size > self.whole_bytes
 
     def rows(self, size: int) -> int:

@@ -61,7 +61,7 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """The first new keys, at most as many as may be open; the next poll finds the others."""
+        """The first new keys, at most as many as may be open; the next poll finds the rest."""
         keys: list[str] = []
         most = _MOST_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):

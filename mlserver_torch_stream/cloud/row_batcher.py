@@ -34,7 +34,7 @@ class RowBatcher(Generic[T]):
         return self._deadline
 
     def add(self, item: T, now: float) -> list[Sequence[T]]:
-        """The batches that are full now: none, one, or two if a heavy item follows others."""
+        """The batches that are full now: none, one, or two if a heavy item follows lighter ones."""
         full = []
         weight = self._weigh(item)
         if self._items and self._weight + weight > self._most_weight:

@@ -73,7 +73,7 @@ Wanted = Callable[[int], bool]
 class Source:
     """``objects``: in the order of the run. ``strict``: a JSONL object that cannot be read ends the run, because the
     number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that JSONL
-    object, or chunks of another, that are rows; ranges behind the last of them are not fetched."""
+    object, or chunks of another, that are rows; ranges after the last of them are not fetched."""
 
     store: Store
     objects: Sequence[Listed]

@@ -86,7 +86,7 @@ class BatchQueue:
             self._plain.append(job)
 
     def add_retry(self, job: HandlerJob) -> None:
-        """Adds a request that is run again, before all others."""
+        """Adds a request that is run again, before all other requests."""
         self._retries.append(job)
 
     def take_back(self, job: HandlerJob) -> None:

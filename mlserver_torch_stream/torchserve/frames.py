@@ -40,7 +40,7 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 
 
 class FrameBuffer:
-    """Takes bytes in pieces of any size, and gives the frames that are complete."""
+    """Collects bytes, and returns the frames that are complete."""
 
     def __init__(self) -> None:
         self._data = bytearray()

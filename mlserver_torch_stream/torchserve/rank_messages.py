@@ -13,7 +13,7 @@ from mlserver_torch_stream.torchserve.supervisor import WorkerSlot
 
 
 def pass_rank_message(slot: WorkerSlot, header: dict[str, Any], meet_s: float) -> None:
-    """When a call shall end early, its ranks have ``meet_s`` seconds to come to the same send."""
+    """If a call is to end early, its ranks have ``meet_s`` seconds to come to the same send."""
     cancellation = slot.cancellation
     assert cancellation is not None
     kind, rank, call = header["t"], header["rank"], header["call"]

@@ -140,7 +140,7 @@ def _cors(properties: Mapping[str, str]) -> dict[str, str]:
 
 
 def _visible(most: int, gpus: Callable[[], int], environ: Mapping[str, str]) -> dict[str, str]:
-    """The first GPUs of those that are visible; none where the server is to use none."""
+    """The first ``most`` of the visible GPUs; no variable where no more are visible."""
     given = environ.get(_VISIBLE)
     visible = given.split(",") if given is not None else [str(number) for number in range(gpus())]
     return {_VISIBLE: ",".join(visible[:most])} if len(visible) > most else {}

@@ -42,12 +42,12 @@ class WorkerSlot:
         self.starting: asyncio.Future[None] | None = None  # done when all ranks are ready, or the start has failed
         self.ranks_starting = 0  # ranks that are not ready yet
         self.ready = False
-        self.leaving = False  # it finishes its requests and sequences, and takes no others
+        self.leaving = False  # it finishes its requests and sequences, and takes no new ones
         self.removed = False  # it is being ended for good
         self.lost = True  # it has no process
         self.gone = asyncio.Event()  # set when a removed worker has ended
         self.active: dict[str, HandlerJob] = {}
-        self.batches: deque[list[HandlerJob]] = deque()  # the one that it runs, and those that were sent ahead
+        self.batches: deque[list[HandlerJob]] = deque()  # the batch that it runs, and the batches that were sent ahead
         self.batch_s: float | None = None  # how long its latest batch took
         self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
         self.idle_since = 0.0
@@ -115,11 +115,11 @@ class WorkerSupervisor:
 
     @property
     def staying(self) -> list[WorkerSlot]:
-        """The workers that are there to stay, also those that are not ready."""
+        """The workers that are not being scaled away, also workers that are not ready."""
         return [slot for slot in self.slots if not slot.leaving and not slot.removed]
 
     async def add(self, count: int) -> None:
-        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the others stay.
+        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the other ones stay.
 
         WorkerRemoved is raised if no worker has failed for another reason.
         """

@@ -31,7 +31,7 @@ _SEQUENCE_END = "ts_request_sequence_end"
 class WorkerPool:
     """``start`` is called once, on the loop; ``shutdown`` from any thread. ``close`` removes the workers' files.
 
-    ``most_bytes`` bounds the message of one batch. When a call shall end early, its ranks have ``meet_s`` seconds to
+    ``most_bytes`` bounds the message of one batch. If a call is to end early, its ranks have ``meet_s`` seconds to
     come to the same send.
     """
 
@@ -175,7 +175,7 @@ class WorkerPool:
             pass_rank_message(slot, header, self._meet_s)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the requests that the worker has begun, and those of the sequences whose state it held."""
+        """Fails the requests that the worker has begun, and all requests of the sequences whose state it held."""
         for job in reversed(slot.ahead):
             self._queue.ahead -= 1
             del slot.active[job.key]

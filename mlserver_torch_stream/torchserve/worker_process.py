@@ -14,7 +14,7 @@ from mlserver_torch_stream.torchserve.frames import MOST_READ, BrokenFrame, Fram
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.worker_rank import MOST_STOP_S, WorkerOrder, WorkerRank
 
-_MOST_AT_ONCE = 64  # messages that are passed on before others on the event loop have their turn
+_MOST_AT_ONCE = 64  # messages that are passed on before other callbacks of the event loop run
 _OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # messages that all ranks send, not only the first
 
 Receive = Callable[[dict[str, Any], bytes], None]
@@ -104,7 +104,7 @@ class WorkerProcess:
             self._end_reading(rank)
 
     def _pass_on(self, rank: WorkerRank) -> None:
-        """Passes on the messages that are complete; others on the event loop have their turn between many of them."""
+        """Passes on the messages that are complete; between many of them other callbacks of the event loop run."""
         left = _MOST_AT_ONCE
         while left and self._flowing and (frame := self._next(rank)) is not None:
             self._receive(*frame)

@@ -120,7 +120,7 @@ class WorkerScaling:
         return [slot for slot in self._supervisor.staying if slot.ready]
 
     def _end_idle(self) -> None:
-        """Ends the workers that are idle for long enough, those with the highest numbers first."""
+        """Ends the workers that are idle for long enough, beginning with the highest number."""
         self._idle_timer = None
         if self._supervisor.ended:
             return
