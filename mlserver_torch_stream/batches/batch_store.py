@@ -31,7 +31,7 @@ class BatchStore:
 
     async def create(self, record: BatchRecord) -> None:
         with translating_store_errors():
-            await self._retry.run(lambda: self._records.put(record.id + SUFFIX, record.dumps()))
+            await self._retry.run(self._records.put, record.id + SUFFIX, record.dumps())
 
     async def get(self, batch_id: str) -> BatchRecord:
         """Raises NoSuchObject for whatever is not the id of a batch."""
@@ -44,23 +44,23 @@ class BatchStore:
 
     async def ids(self) -> Sequence[str]:
         """All batches, the oldest first."""
-        return sorted(await self._retry.run(lambda: stored_ids(self._records, BATCH)))
+        return sorted(await self._retry.run(stored_ids, self._records, BATCH))
 
     async def read(self, batch_id: str) -> BatchRecord:
-        return BatchRecord.loads(await self._retry.run(lambda: self._records.get(batch_id + SUFFIX)))
+        return BatchRecord.loads(await self._retry.run(self._records.get, batch_id + SUFFIX))
 
     async def change(self, batch_id: str, change: Change) -> BatchRecord:
         """Applies ``change`` to the record as it is by now, and returns the result."""
         key = batch_id + SUFFIX
         async with self._changing:
             while True:
-                data, marks = await self._retry.run(lambda: self._records.look(key))
+                data, marks = await self._retry.run(self._records.look, key)
                 was = BatchRecord.loads(data)
                 now = change(was)
                 if now == was:
                     return now
                 try:
-                    await self._retry.run(lambda: self._records.replace(key, now.dumps(), marks))  # noqa: B023
+                    await self._retry.run(self._records.replace, key, now.dumps(), marks)
                     return now
                 except ObjectChanged:
                     continue  # another process was faster, or the store's answer to our own write was lost

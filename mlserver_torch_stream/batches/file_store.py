@@ -53,7 +53,7 @@ class FileStore:
         """The content in pieces. Nothing is sent before the first one, so that an error has its status."""
         with translating_store_errors():
             try:
-                info = await self._retry.run(lambda: self._contents.head(content_key(file["id"])))
+                info = await self._retry.run(self._contents.head, content_key(file["id"]))
                 async for piece in self._contents.read(info, 0, info.size):
                     yield piece
             except ObjectMissing:
@@ -64,7 +64,7 @@ class FileStore:
         with translating_store_errors():
             for store, key in ((self._objects, file_id + SUFFIX), (self._contents, content_key(file_id))):
                 with suppress(ObjectMissing):
-                    await self._retry.run(lambda store=store, key=key: store.delete([key]))  # type: ignore[misc]
+                    await self._retry.run(store.delete, [key])
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def describe(self, file_id: str, size: int, filename: str, purpose: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class FileStore:
             "status": "processed",
             "expires_at": None,
         }
-        await self._retry.run(lambda: self._objects.put(file_id + SUFFIX, json.dumps(described).encode() + b"\n"))
+        await self._retry.run(self._objects.put, file_id + SUFFIX, json.dumps(described).encode() + b"\n")
         return described
 
     async def drop_content(self, file_id: str) -> None:

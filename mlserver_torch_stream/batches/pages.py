@@ -61,7 +61,7 @@ async def read_object(
         raise NoSuchObject(kind, object_id)
     with translating_store_errors():
         try:
-            return load(await retry.run(lambda: store.get(object_id + SUFFIX)))
+            return load(await retry.run(store.get, object_id + SUFFIX))
         except ObjectMissing:
             raise NoSuchObject(kind, object_id) from None
 
@@ -75,7 +75,7 @@ async def read_page(
     """
     found: list[dict[str, Any]] = []
     with translating_store_errors():
-        ids = await retry.run(lambda: stored_ids(store, prefix))
+        ids = await retry.run(stored_ids, store, prefix)
         ids.sort(reverse=query.newest_first)
         if query.after is not None:
             after = query.after
@@ -103,7 +103,7 @@ async def stored_ids(store: Store, prefix: str) -> list[str]:
 
 async def _read(store: Store, name: str, retry: Retry, load: Callable[[bytes], _T]) -> _T | None:
     try:
-        return load(await retry.run(lambda: store.get(name + SUFFIX)))
+        return load(await retry.run(store.get, name + SUFFIX))
     except ObjectMissing:
         return None  # it was deleted meanwhile
     except RunRefused as error:

@@ -128,7 +128,7 @@ class HttpInfer:
                 raise
 
         try:
-            return await self.retry.run(attempt, self._count_retry)
+            return await self.retry.run(attempt, on_retry=self._count_retry)
         except RowRejected as error:
             return Outcome(failure=error.failure)
 

@@ -105,7 +105,7 @@ class Topic:
             if written is None:
                 data = await self._inferred(partition, records)
                 try:
-                    await self.retry.run(lambda name=name, data=data: self.output.create(name, data))  # type: ignore[misc]
+                    await self.retry.run(self.output.create, name, data)
                     written = data
                 except ObjectExists:  # the consumer that has this partition now wrote it
                     continue

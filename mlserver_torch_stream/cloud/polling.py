@@ -57,7 +57,7 @@ class Poller:
     async def save(self) -> None:
         if self._cursor != self._saved:
             cursor = self._cursor
-            await self._retry.run(lambda: self._output.put(CURSOR, json.dumps({"after": cursor}).encode() + b"\n"))
+            await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")
             self._saved = cursor
 
     async def _new(self) -> list[str]:

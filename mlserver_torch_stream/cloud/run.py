@@ -137,7 +137,7 @@ async def _plan(run: CloudRun) -> RunPlan:
     output = Store.open(run.output, run.storage, run.stall_s, make=False)
     claimed = await read_claim(output, run.config(), run.retry)
     if claimed is None:
-        await run.retry.run(lambda: _refuse_parts(output))
+        await run.retry.run(_refuse_parts, output)
         return RunPlan(run, identity, place, await _list(run, place), output, Done())
     await run.retry.run(WriterLease(output, run.lane, run.lanes, run.retry).check)
     objects = await _kept(output, run) or await _list(run, place)
@@ -156,7 +156,7 @@ async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     run, objects = planned.run, planned.objects
     identity = await claim(output, run.config(), planned.identity.created, run.retry)
     try:
-        await run.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
+        await run.retry.run(output.create, INPUTS, encode_inputs(objects))
     except ObjectExists:
         objects = await _kept(output, run) or objects
     done = planned.done if planned.known else await find_done(output, run.part_rows, run.retry)
@@ -177,7 +177,7 @@ async def _read_manifest(run: CloudRun) -> bytes:
     parent, _, name = run.manifest.rpartition("/")
     store = Store.open(parent or ".", run.storage, run.stall_s, make=False)
     try:
-        return await run.retry.run(lambda: store.get(name))
+        return await run.retry.run(store.get, name)
     except CloudError as error:
         raise RunRefused(f"--manifest: {error.message}") from None
 
@@ -274,7 +274,7 @@ async def write(
         failed = earlier - tried + metrics.failed - before
         if not planned.done.complete or run.retry_failed or run.lanes == 1:
             done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
-            await run.retry.run(lambda: output.put(done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n"))
+            await run.retry.run(output.put, done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n")
         return failed
 
 

@@ -184,7 +184,7 @@ class Queue:
         await self._client.aclose()
 
     async def _call(self, action: str, values: Mapping[str, Any]) -> Any:
-        return await self._retry.run(lambda: self._attempt(action, values))
+        return await self._retry.run(self._attempt, action, values)
 
     async def _attempt(self, action: str, values: Mapping[str, Any]) -> Any:
         body = json.dumps({"QueueUrl": self._url, **values}).encode()

@@ -271,7 +271,7 @@ class Store:
 async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
     """A whole small object; None where it is missing."""
     try:
-        return await retry.run(lambda: store.get(key))
+        return await retry.run(store.get, key)
     except ObjectMissing:
         return None
 
