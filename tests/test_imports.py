@@ -23,7 +23,15 @@ _PATHS = {
     for path in sorted((_ROOT / _PACKAGE).rglob("*.py"))
 }  # "cloud/store" -> its file; a package bears its folder's name
 _EVERYTHING = "everything"
-_LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loading", "torchserve/runtime", "torchserve/shim")
+_LOADS_TORCH_OR_MLSERVER = (
+    "engine",
+    "server",
+    "runtime",
+    "generation",
+    "loading",
+    "torchserve/runtime",
+    "torchserve/shim",
+)
 
 
 def _tables() -> list[list[tuple[str, str]]]:

@@ -38,9 +38,7 @@ class BatchStore:
         return await read_object(self._records, BATCH, "batch", batch_id, self._retry, BatchRecord.loads)
 
     async def page(self, query: PageQuery) -> dict[str, Any]:
-        return await read_page(
-            self._records, BATCH, query, self._retry, lambda data: BatchRecord.loads(data).shown()
-        )
+        return await read_page(self._records, BATCH, query, self._retry, lambda data: BatchRecord.loads(data).shown())
 
     async def ids(self) -> Sequence[str]:
         """All batches, the oldest first."""

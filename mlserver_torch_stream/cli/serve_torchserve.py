@@ -60,6 +60,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
     Raises SettingsError or LoadFailed.
     """
     from mlserver_torch_stream.torchserve.runtime.build import gpu_count
+
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
     if arguments.start:  # then it is TorchServe's command line, which loads what is named and nothing else

@@ -261,4 +261,3 @@ class WorkerPool:
         else:
             self._queue.ended(job, now, job.closes_sequence)
         self._end(job, HandlerFailed("the handler ended without a result"))
-
