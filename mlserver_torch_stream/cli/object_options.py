@@ -82,7 +82,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
     if arguments.rows == "chunk" and arguments.chunk_bytes is None:
         raise RunRefused("--rows: chunk needs --chunk-bytes")
     if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
-        raise RunRefused("--whole-bytes: bounds objects that are handed on whole; --chunk-bytes cuts all of them")
+        raise RunRefused("--whole-bytes: is for objects that are not split into chunks; leave out --chunk-bytes")
     for name, value in (
         ("as", arguments.kind),
         ("chat", arguments.chat),
@@ -92,7 +92,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
         ("kafka", getattr(arguments, "kafka", None)),
     ):
         if value:
-            raise RunRefused(f"--{name}: is for prompts; here objects are handed on as they are")
+            raise RunRefused(f"--{name}: is for prompts, not for --handler, --api torchserve or --tensor")
     object_request(arguments)
 
 

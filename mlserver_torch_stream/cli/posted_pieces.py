@@ -1,4 +1,4 @@
-"""Posts one body over HTTP and reads the answer in the chunks that the server framed, as httpx does not show them.
+"""Posts one body over HTTP and reads the answer in the chunks that the server sent, which httpx joins.
 
 Knows nothing of what is sent. Each post has a connection of its own.
 """

@@ -228,7 +228,7 @@ _BAD = [
     (("--concurrency", "2"), "--concurrency: is for requests to a server; give its --url"),
     (("--tensor", "x"), "--tensor: is for a server or an engine, and cannot be combined with --handler"),
     (("--rows", "chunk"), "--rows: chunk needs --chunk-bytes"),
-    (("--chunk-bytes", "1", "--whole-bytes", "2"), "--whole-bytes: bounds objects that are handed on whole"),
+    (("--chunk-bytes", "1", "--whole-bytes", "2"), "--whole-bytes: is for objects that are not split"),
     (("--chunk-bytes", "2GiB"), "--chunk-bytes: a handler takes at most 1072693248 bytes"),
     (("--as", "text"), "--as: is for prompts"),
     (("--chat",), "--chat: is for prompts"),
