@@ -1,4 +1,4 @@
-"""What is odd but happens: models cancelled, marks before the first byte, folders that are objects, half characters."""
+"""Rare cases: a cancelled model or connection, byte order marks, objects that stand for folders, half characters."""
 
 from __future__ import annotations
 
