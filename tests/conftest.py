@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # `make test` tries the same examples each time; `make test-all` tries new ones, and more of them.
-settings.register_profile("fixed", derandomize=True, max_examples=50)
-settings.register_profile("random", derandomize=False)
+_SLOW = [HealthCheck.too_slow]  # a busy machine makes examples slowly
+settings.register_profile("fixed", derandomize=True, max_examples=50, suppress_health_check=_SLOW)
+settings.register_profile("random", derandomize=False, suppress_health_check=_SLOW)
 settings.load_profile("fixed")
 
 # What is imported and collected is never garbage: looking through it again and again takes seconds of each process.

@@ -88,15 +88,12 @@ class BatchRecord:
     def loads(cls, data: bytes) -> BatchRecord:
         """Raises RunRefused."""
         try:
-            return cls.of(json.loads(data))
+            stored = json.loads(data)
+            problems = tuple(BatchProblem(**each) for each in stored["problems"])
+            status, models = BatchStatus(stored["status"]), tuple(stored["models"])
+            return cls(**{**stored, "status": status, "problems": problems, "models": models})
         except (ValueError, TypeError, KeyError):
             raise RunRefused("the record of a batch was not written by this program") from None
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> BatchRecord:
-        problems = tuple(BatchProblem(**each) for each in stored["problems"])
-        status, models = BatchStatus(stored["status"]), tuple(stored["models"])
-        return cls(**{**stored, "status": status, "problems": problems, "models": models})
 
     def shown(self) -> dict[str, Any]:
         """OpenAI's object."""

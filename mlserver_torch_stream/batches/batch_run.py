@@ -1,6 +1,6 @@
 """Runs one batch from its last stored part to its end: checks the input, answers the rows, writes the files.
 
-Knows nothing of other batches. Killed at any time, the next run of the same batch goes on behind the last part.
+Knows nothing of other batches. If the run is killed, the next run of the same batch continues after the last part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BatchRun:
         contents = Store.open(self._places.contents, make=False)
         summary = InputSummary(0, (), (BatchProblem("missing", "the input file is not there", "input_file_id"),))
         with suppress(ObjectMissing):
-            info = await self._places.retry.run(lambda: contents.head(content_key(record.input_file_id)))
+            info = await self._places.retry.run(contents.head, content_key(record.input_file_id))
             await self._models.settled()  # at a server's start a model that rows name may not be there yet
             rows = Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD).rows()
             summary = await check_input(rows, lambda name: self._models.find(name) is not None)

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlserver_torch_stream.batches.batch_record import BatchRecord
-from mlserver_torch_stream.batches.object_ids import BATCH, is_id
-from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, list_object, read_page, stored_ids
-from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.batches.object_ids import BATCH
+from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, read_object, read_page, stored_ids
+from mlserver_torch_stream.batches.store_errors import translating_store_errors
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, ObjectMissing
+from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged
 from mlserver_torch_stream.cloud.store import Store
 
 Change = Callable[[BatchRecord], BatchRecord]
 
 
 class BatchStore:
-    """``get``, ``page`` and ``create`` are for requests and raise RequestErrors; the others raise CloudErrors."""
+    """``get``, ``page`` and ``create`` are for requests and raise RequestErrors; the rest raise CloudErrors."""
 
     def __init__(self, records: Store, retry: Retry) -> None:
         self._records = records
@@ -31,44 +31,34 @@ class BatchStore:
 
     async def create(self, record: BatchRecord) -> None:
         with translating_store_errors():
-            await self._retry.run(lambda: self._records.put(record.id + SUFFIX, record.dumps()))
+            await self._retry.run(self._records.put, record.id + SUFFIX, record.dumps())
 
     async def get(self, batch_id: str) -> BatchRecord:
         """Raises NoSuchObject for whatever is not the id of a batch."""
-        if not is_id(BATCH, batch_id):
-            raise NoSuchObject("batch", batch_id)
-        with translating_store_errors():
-            try:
-                return BatchRecord.loads(await self._retry.run(lambda: self._records.get(batch_id + SUFFIX)))
-            except ObjectMissing:
-                raise NoSuchObject("batch", batch_id) from None
+        return await read_object(self._records, BATCH, "batch", batch_id, self._retry, BatchRecord.loads)
 
     async def page(self, query: PageQuery) -> dict[str, Any]:
-        with translating_store_errors():
-            found, more = await read_page(
-                self._records, BATCH, query, self._retry, BatchRecord.loads, lambda each: True
-            )
-        return list_object([each.shown() for each in found], more)
+        return await read_page(self._records, BATCH, query, self._retry, lambda data: BatchRecord.loads(data).shown())
 
     async def ids(self) -> Sequence[str]:
         """All batches, the oldest first."""
-        return sorted(await self._retry.run(lambda: stored_ids(self._records, BATCH)))
+        return sorted(await self._retry.run(stored_ids, self._records, BATCH))
 
     async def read(self, batch_id: str) -> BatchRecord:
-        return BatchRecord.loads(await self._retry.run(lambda: self._records.get(batch_id + SUFFIX)))
+        return BatchRecord.loads(await self._retry.run(self._records.get, batch_id + SUFFIX))
 
     async def change(self, batch_id: str, change: Change) -> BatchRecord:
         """Applies ``change`` to the record as it is by now, and returns the result."""
         key = batch_id + SUFFIX
         async with self._changing:
             while True:
-                data, marks = await self._retry.run(lambda: self._records.look(key))
+                data, marks = await self._retry.run(self._records.look, key)
                 was = BatchRecord.loads(data)
                 now = change(was)
                 if now == was:
                     return now
                 try:
-                    await self._retry.run(lambda: self._records.replace(key, now.dumps(), marks))  # noqa: B023
+                    await self._retry.run(self._records.replace, key, now.dumps(), marks)
                     return now
                 except ObjectChanged:
                     continue  # another process was faster, or the store's answer to our own write was lost

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
-from mlserver_torch_stream.batches.object_ids import FILE, IdMaker, is_id
-from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, list_object, read_page
+from mlserver_torch_stream.batches.object_ids import FILE, IdMaker
+from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, read_object, read_page
 from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectMissing, RunRefused
@@ -29,7 +29,7 @@ def content_key(file_id: str) -> str:
 
 
 class FileStore:
-    """``objects`` and ``contents``: the two places of all files. What its methods raise are RequestErrors."""
+    """``objects`` and ``contents``: the two places of all files. Its methods raise RequestErrors."""
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
         self._objects = objects
@@ -44,26 +44,16 @@ class FileStore:
 
     async def get(self, file_id: str) -> dict[str, Any]:
         """Raises NoSuchObject for whatever is not the id of a file."""
-        if not is_id(FILE, file_id):
-            raise NoSuchObject("file", file_id)
-        with translating_store_errors():
-            try:
-                return _loads(await self._retry.run(lambda: self._objects.get(file_id + SUFFIX)))
-            except ObjectMissing:
-                raise NoSuchObject("file", file_id) from None
+        return await read_object(self._objects, FILE, "file", file_id, self._retry, _loads)
 
     async def page(self, query: PageQuery) -> dict[str, Any]:
-        with translating_store_errors():
-            found, more = await read_page(
-                self._objects, FILE, query, self._retry, _loads, lambda file: _fits(file, query)
-            )
-        return list_object(found, more)
+        return await read_page(self._objects, FILE, query, self._retry, _loads)
 
     async def content(self, file: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """The content in pieces. Nothing is sent before the first one, so that an error has its status."""
         with translating_store_errors():
             try:
-                info = await self._retry.run(lambda: self._contents.head(content_key(file["id"])))
+                info = await self._retry.run(self._contents.head, content_key(file["id"]))
                 async for piece in self._contents.read(info, 0, info.size):
                     yield piece
             except ObjectMissing:
@@ -74,7 +64,7 @@ class FileStore:
         with translating_store_errors():
             for store, key in ((self._objects, file_id + SUFFIX), (self._contents, content_key(file_id))):
                 with suppress(ObjectMissing):
-                    await self._retry.run(lambda store=store, key=key: store.delete([key]))  # type: ignore[misc]
+                    await self._retry.run(store.delete, [key])
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def describe(self, file_id: str, size: int, filename: str, purpose: str) -> dict[str, Any]:
@@ -89,7 +79,7 @@ class FileStore:
             "status": "processed",
             "expires_at": None,
         }
-        await self._retry.run(lambda: self._objects.put(file_id + SUFFIX, json.dumps(described).encode() + b"\n"))
+        await self._retry.run(self._objects.put, file_id + SUFFIX, json.dumps(described).encode() + b"\n")
         return described
 
     async def drop_content(self, file_id: str) -> None:
@@ -142,7 +132,3 @@ def _loads(data: bytes) -> dict[str, Any]:
         if isinstance(found, dict) and found.keys() >= _KEYS:
             return found
     raise RunRefused("the object of a file was not written by this program")
-
-
-def _fits(file: dict[str, Any], query: PageQuery) -> bool:
-    return query.purpose is None or file["purpose"] == query.purpose

@@ -1,4 +1,4 @@
-"""Reads the input of a batch once before any row is answered: counts its rows, finds its models and what no row may be.
+"""Reads the input of a batch before any row is answered: counts its rows, and finds its models and wrong ids of rows.
 
 Knows nothing of what a model makes of a row: a row that cannot be answered fails alone, later.
 """
@@ -50,7 +50,7 @@ async def check_input(rows: AsyncGenerator[Row, None], is_loaded: Callable[[str]
                 problems.append(_duplicate(row))
             seen.add(name)
             if count % _ROWS_AT_A_TIME == 0:
-                await asyncio.sleep(0)  # the rows of one block are parsed without a wait: other streams come first
+                await asyncio.sleep(0)  # the rows of a block are parsed without a wait; streams of the server run here
     return InputSummary(count, tuple(sorted(models)), tuple(problems) if count else (_EMPTY,))
 
 

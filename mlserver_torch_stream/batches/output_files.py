@@ -68,7 +68,7 @@ async def write_output_files(batch_id: str, run: Store, files: FileStore, retry:
     number = 0
     while True:
         try:
-            part = await retry.run(lambda: run.get(part_name(number)))  # noqa: B023
+            part = await retry.run(run.get, part_name(number))
         except ObjectMissing:
             break
         lines = await asyncio.to_thread(lambda: list(_lines(part)))  # noqa: B023

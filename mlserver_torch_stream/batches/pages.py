@@ -1,4 +1,4 @@
-"""Lists JSON objects of a store by the order of their ids, in OpenAI's pages.
+"""Reads JSON objects of a store: one by its id, or a page of them in the order of their ids, as OpenAI's API does.
 
 Knows nothing of what the objects hold.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mlserver_torch_stream.batches.object_ids import is_id
+from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.store import Store
@@ -29,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """``after``: only objects behind this id, in the page's order. ``purpose``: only files of this purpose."""
+    """``after``: only objects after this id, in the page's order. ``purpose``: only files of this purpose."""
 
     limit: int
     after: str | None = None
@@ -52,25 +53,47 @@ def read_query(given: Mapping[str, str], prefix: str, allowed: tuple[str, ...], 
     return PageQuery(int(limit), after, order == "desc", given.get("purpose"))
 
 
-async def read_page(
-    store: Store, prefix: str, query: PageQuery, retry: Retry, load: Callable[[bytes], _T], wanted: Callable[[_T], bool]
-) -> tuple[list[_T], bool]:
-    """Returns the stored objects of one page, and whether more follow. Raises CloudError.
+async def read_object(
+    store: Store, prefix: str, kind: str, object_id: str, retry: Retry, load: Callable[[bytes], _T]
+) -> _T:
+    """``kind``: what the id is of, for the error. Raises NoSuchObject, also for a text that is not an id."""
+    if not is_id(prefix, object_id):
+        raise NoSuchObject(kind, object_id)
+    with translating_store_errors():
+        try:
+            return load(await retry.run(store.get, object_id + SUFFIX))
+        except ObjectMissing:
+            raise NoSuchObject(kind, object_id) from None
 
-    ``load`` raises RunRefused for a damaged object, which is left out so that the others are listed.
+
+async def read_page(
+    store: Store, prefix: str, query: PageQuery, retry: Retry, load: Callable[[bytes], dict[str, Any]]
+) -> dict[str, Any]:
+    """OpenAI's object of a page, with the stored objects as ``load`` shows them. Raises RequestError.
+
+    ``load`` raises RunRefused for a damaged object, which is left out so that the other objects are listed.
     """
-    ids = await retry.run(lambda: stored_ids(store, prefix))
-    ids.sort(reverse=query.newest_first)
-    if query.after is not None:
-        after = query.after
-        ids = [each for each in ids if (each < after if query.newest_first else each > after)]
-    found: list[_T] = []
-    for start in range(0, len(ids), _AT_ONCE):
-        if len(found) > query.limit:
-            break
-        read = await asyncio.gather(*(_read(store, each, retry, load) for each in ids[start : start + _AT_ONCE]))
-        found += [each for each in read if each is not None and wanted(each)]
-    return found[: query.limit], len(found) > query.limit
+    found: list[dict[str, Any]] = []
+    with translating_store_errors():
+        ids = await retry.run(stored_ids, store, prefix)
+        ids.sort(reverse=query.newest_first)
+        if query.after is not None:
+            after = query.after
+            ids = [each for each in ids if (each < after if query.newest_first else each > after)]
+        for start in range(0, len(ids), _AT_ONCE):
+            if len(found) > query.limit:
+                break
+            read = await asyncio.gather(*(_read(store, each, retry, load) for each in ids[start : start + _AT_ONCE]))
+            found += [each for each in read if each is not None and query.purpose in (None, each.get("purpose"))]
+    data = found[: query.limit]
+    ends = [each["id"] for each in data] or [None]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": ends[0],
+        "last_id": ends[-1],
+        "has_more": len(found) > query.limit,
+    }
 
 
 async def stored_ids(store: Store, prefix: str) -> list[str]:
@@ -80,15 +103,9 @@ async def stored_ids(store: Store, prefix: str) -> list[str]:
 
 async def _read(store: Store, name: str, retry: Retry, load: Callable[[bytes], _T]) -> _T | None:
     try:
-        return load(await retry.run(lambda: store.get(name + SUFFIX)))
+        return load(await retry.run(store.get, name + SUFFIX))
     except ObjectMissing:
         return None  # it was deleted meanwhile
     except RunRefused as error:
         logger.error("%s is not listed: %s", name, error.message)
         return None
-
-
-def list_object(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    """OpenAI's object of a page."""
-    ids = [each["id"] for each in data] or [None]
-    return {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": more}

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (_, help_line) in _COMMANDS.items():
-        # The subcommand parses everything behind its name, --help and options too.
+        # The subcommand parses everything after its name, also --help.
         command = commands.add_parser(name, help=help_line, add_help=False, prefix_chars="\0")
         command.add_argument("rest", nargs=argparse.REMAINDER)
     return parser

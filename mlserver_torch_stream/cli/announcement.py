@@ -1,6 +1,6 @@
 """Says on the terminal that a server is ready, with a request to copy.
 
-Knows a server by its address, and of the settings of its keys and its TLS what a client needs. No key is printed.
+Knows the server's address, and those settings of its keys and its TLS that clients need. It prints no key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures one answer: its tokens, how fast they came, and the time to the first.
+"""Measures one answer: its tokens, how fast they arrive, and the time to the first token.
 
 Knows nothing of terminals and servers; its caller gives it the time.
 """

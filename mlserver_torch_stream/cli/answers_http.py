@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlserver_torch_stream.client.openai_json import error_message
 from mlserver_torch_stream.protocol.chat_completion import ChatChoice
 from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
 from mlserver_torch_stream.protocol.text_completion import completion
@@ -26,7 +27,7 @@ class GenerationBroke(Exception):
 
     def __init__(self, error: Any) -> None:
         self.error = error if isinstance(error, dict) else None
-        super().__init__(reason_of(error))
+        super().__init__(error_message(error))
 
 
 def parse(text: str | bytes) -> Any:
@@ -118,8 +119,8 @@ class V2ServerAnswer:
     chat: bool
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None  # V2 replies do not say
-    reasoning_tokens: int = 0  # neither
+    cached_tokens: int | None = None  # V2 replies do not have these two counts
+    reasoning_tokens: int = 0
     _texts: dict[int, list[str]] = field(default_factory=dict)
     _reasoning: dict[int, str] = field(default_factory=dict)
     _calls: dict[int, tuple[ToolCallDelta, ...]] = field(default_factory=dict)
@@ -162,7 +163,3 @@ class V2ServerAnswer:
 
 def _count(said: Any) -> int:
     return said if isinstance(said, int) else 0
-
-
-def reason_of(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -75,7 +75,7 @@ class Chat:
             try:
                 if line and not self._answer(line, sink, interactive) and not interactive:
                     return 1
-            except KeyboardInterrupt:  # just before an answer, or just behind it
+            except KeyboardInterrupt:  # just before an answer, or just after it
                 if not interactive:
                     raise
                 print(file=sink)

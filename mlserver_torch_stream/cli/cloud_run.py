@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cli import cloud_options as options
@@ -37,7 +37,7 @@ _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
 
 Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
-"""What a command does; it returns the number of failed rows."""
+"""The work of a command. It returns the number of failed rows."""
 
 
 class Stopwatch:
@@ -63,9 +63,9 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 
     ``hint`` says what becomes of an interrupted command.
     """
-    metrics, watch = RunMetrics(), Stopwatch()
+    metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
-        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, watch)) else options.OK
+        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, stopwatch)) else options.OK
     except Interrupted:
         say(f"interrupted{hint}")
         status = options.INTERRUPTED
@@ -78,13 +78,13 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
-        say(summary(metrics, watch.elapsed()))
+        say(summary(metrics, stopwatch.elapsed()))
         if arguments.metrics is not None:
             _write_metrics(arguments.metrics, metrics)
     return status
 
 
-async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwatch) -> int:
+async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_run(arguments, name))
     try:
@@ -92,9 +92,9 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, watch: Stopwa
         if arguments.dry_run:
             print(_described(planned))
             return 0
-        async with model(arguments, name, metrics) as (infer, weigh, limits):
+        async with open_model(arguments, name, metrics) as (infer, weigh, limits):
             planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
-            watch.start()
+            stopwatch.start()
             shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
             async with Progress(metrics, _total(planned), sys.stderr, shown):
                 if planned.output is not None:
@@ -112,18 +112,23 @@ async def model_name(arguments: argparse.Namespace) -> str:
     return str(arguments.model or await only_model(arguments.url, arguments.api, options.api_key()))
 
 
+class OpenedModel(NamedTuple):
+    """What infers a batch, what weighs a row, and the limits of the stages."""
+
+    infer: Infer
+    weigh: Callable[[Row], int]
+    limits: PipelineLimits
+
+
 @asynccontextmanager
-async def model(
-    arguments: argparse.Namespace, name: str, metrics: RunMetrics
-) -> AsyncIterator[tuple[Infer, Callable[[Row], int], PipelineLimits]]:
-    """Yields the callable that infers a batch, the callable that weighs a row, and the limits of the stages."""
+async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
     row_request = options.make_row_request(arguments, name)
     shown = options.shown_name(arguments)
     limits = options.make_limits(arguments)
     if arguments.url is not None:
         asked = _asked(arguments, name, row_request, shown)
         try:
-            yield asked, lambda row: row.size, limits
+            yield OpenedModel(asked, lambda row: row.size, limits)
         finally:
             metrics.retries += asked.retries
             await asked.aclose()
@@ -134,14 +139,14 @@ async def model(
         handler = await HandlerInfer.load(name, arguments.extra, arguments.batch_rows, request, metrics)
         try:
             limits = options.make_limits(arguments, handler.batch_rows, handler.workers)
-            yield handler, lambda row: row.size, limits
+            yield OpenedModel(handler, lambda row: row.size, limits)
         finally:
             await handler.aclose()
         return
     extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
     engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
     try:
-        yield engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits
+        yield OpenedModel(engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits)
     finally:
         await engine.aclose()
 

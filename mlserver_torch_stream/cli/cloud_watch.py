@@ -8,20 +8,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from mlserver_torch_stream.cli import cloud_options as options
-from mlserver_torch_stream.cli.cloud_run import Stopwatch, finish, model, model_name, say
+from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
 from mlserver_torch_stream.cli.object_options import chunking, kind_for_all
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
-from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.polling import Poller
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Infer, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Credentials, Queue
 from mlserver_torch_stream.cloud.store import Store
@@ -58,40 +56,34 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
     storage = dict(arguments.storage)
     Store.open(arguments.output, storage, arguments.stall, make=False)  # reports a wrong --output before the load
     name = await model_name(arguments)
-    async with model(arguments, name, metrics) as (infer, weigh, limits):
+    async with open_model(arguments, name, metrics) as model:
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
         say("watching")
         try:
             if arguments.kafka is not None:
-                await _consume(arguments, name, output, infer, weigh, limits, metrics)
+                await _consume(arguments, name, output, model, metrics)
             else:
-                await _objects(arguments, name, output, infer, weigh, limits, metrics)
+                await _objects(arguments, name, output, model, metrics)
         finally:
             await output.aclose()
     return metrics.failed
 
 
 async def _objects(
-    arguments: argparse.Namespace,
-    name: str,
-    output: Store,
-    infer: Infer,
-    weigh: Callable[[Row], int],
-    limits: PipelineLimits,
-    metrics: RunMetrics,
+    arguments: argparse.Namespace, name: str, output: Store, model: OpenedModel, metrics: RunMetrics
 ) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
     identity = options.identity(arguments, name)
     watcher = Watcher(
-        *(store, output, infer, identity, kind_for_all(arguments), limits, retry),
+        *(store, output, model.infer, identity, kind_for_all(arguments), model.limits, retry),
         metrics=metrics,
         report=say,
         created=options.created(),
         chunking=chunking(arguments),
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
-        weigh=weigh,
+        weigh=model.weigh,
     )
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.queue is None:
@@ -129,13 +121,7 @@ async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
 
 
 async def _consume(
-    arguments: argparse.Namespace,
-    name: str,
-    output: Store,
-    infer: Infer,
-    weigh: Callable[[Row], int],
-    limits: PipelineLimits,
-    metrics: RunMetrics,
+    arguments: argparse.Namespace, name: str, output: Store, model: OpenedModel, metrics: RunMetrics
 ) -> None:
     try:
         from mlserver_torch_stream.cloud.kafka import Topic
@@ -146,12 +132,12 @@ async def _consume(
         arguments.topic,
         arguments.group,
         output,
-        infer,
+        model.infer,
         options.identity(arguments, name),
         arguments.dead_letter,
         arguments.part_rows,
-        limits=limits,
-        weigh=weigh,
+        limits=model.limits,
+        weigh=model.weigh,
         retry=Retry(arguments.tries),
         metrics=metrics,
         created=options.created(),

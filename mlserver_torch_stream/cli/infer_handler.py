@@ -80,7 +80,7 @@ class HandlerInfer:
         except (NotServing, QueueFull) as error:
             raise StoreUnavailable(f"the handler's workers take no more: {error.message}") from None
         finally:
-            for job in jobs:  # those without a reader would hold up their worker, also at its end
+            for job in jobs:  # a job that nobody reads would block its worker
                 job.close()
 
     async def aclose(self) -> None:

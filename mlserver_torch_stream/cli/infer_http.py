@@ -22,13 +22,13 @@ from mlserver_torch_stream.cli.answers_http import (
     OpenAIAnswer,
     V2ServerAnswer,
     parse,
-    reason_of,
 )
 from mlserver_torch_stream.cli.openai_key import authorization, without_key
 from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
 from mlserver_torch_stream.client import AsyncClient, ClientError, EventParser
 from mlserver_torch_stream.client.address import Api
 from mlserver_torch_stream.client.http_transport import retry_after_s
+from mlserver_torch_stream.client.openai_json import error_message
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
     AccessDenied,
@@ -114,7 +114,7 @@ class HttpInfer:
         return await self._tried(lambda: self._attempt(path, content, ask))
 
     async def _tried(self, once: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """The outcome of a row, which is sent by ``once`` as often as it takes."""
+        """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass."""
         failures = 0
 
         async def attempt() -> Outcome:
@@ -128,7 +128,7 @@ class HttpInfer:
                 raise
 
         try:
-            return await self.retry.run(attempt, self._count_retry)
+            return await self.retry.run(attempt, on_retry=self._count_retry)
         except RowRejected as error:
             return Outcome(failure=error.failure)
 
@@ -221,7 +221,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
     """The message of a refusal, and its error object, if it is OpenAI's."""
     try:
         error = parse(body)["error"]
-        return reason_of(error), error if isinstance(error, dict) else None
+        return error_message(error), error if isinstance(error, dict) else None
     except (ValueError, KeyError, TypeError):
         return body[:MOST_ERROR_CHARACTERS].strip(), None
 

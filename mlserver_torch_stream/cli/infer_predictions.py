@@ -55,7 +55,7 @@ class PredictionInfer(HttpInfer):
                     async for piece in pieces:
                         found.add(piece.value, piece.headers.get("content-type", ""))
             except ConnectionBroke as error:
-                if found.found:  # as where the handler fails behind its first piece
+                if found.found:  # as where the handler fails after its first piece
                     raise RowFailed(f"{error}, after {len(found.found)} pieces of the answer", _CUT) from error
                 raise StoreUnavailable(str(error)) from error
             except AnswerTooLarge as error:

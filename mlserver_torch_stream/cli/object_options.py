@@ -1,4 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud`` for objects that are handed on as they are, whatever they hold.
+"""The options of ``mlserver-torch-stream cloud`` for objects whose bytes are passed on unchanged.
 
 Knows neither handlers nor servers, and runs nothing.
 """
@@ -15,6 +15,7 @@ from mlserver_torch_stream.cloud.chunking import WHOLE_BYTES, Chunking
 from mlserver_torch_stream.cloud.cloud_errors import RunRefused
 from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.model_source import find_path
+from mlserver_torch_stream.torchserve.frames import MOST_BYTES
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _MOST_HEADERS = 2**20  # bytes
@@ -40,7 +41,7 @@ def add_objects(command: argparse.ArgumentParser) -> None:
 
 
 def hands_objects(arguments: argparse.Namespace) -> bool:
-    """True if objects are handed on as they are, whatever they hold."""
+    """True if the bytes of objects are passed on unchanged, to a handler or as a tensor."""
     return arguments.handler is not None or arguments.api == "torchserve" or arguments.tensor is not None
 
 
@@ -82,7 +83,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
     if arguments.rows == "chunk" and arguments.chunk_bytes is None:
         raise RunRefused("--rows: chunk needs --chunk-bytes")
     if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
-        raise RunRefused("--whole-bytes: bounds objects that are handed on whole; --chunk-bytes cuts all of them")
+        raise RunRefused("--whole-bytes: is for objects that are not split into chunks; leave out --chunk-bytes")
     for name, value in (
         ("as", arguments.kind),
         ("chat", arguments.chat),
@@ -92,7 +93,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
         ("kafka", getattr(arguments, "kafka", None)),
     ):
         if value:
-            raise RunRefused(f"--{name}: is for prompts; here objects are handed on as they are")
+            raise RunRefused(f"--{name}: is for prompts, not for --handler, --api torchserve or --tensor")
     object_request(arguments)
 
 
@@ -120,8 +121,6 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 def _check_message(arguments: argparse.Namespace) -> None:
     """A chunk, or a whole object, and its headers are one message to a worker."""
-    from mlserver_torch_stream.torchserve.frames import MOST_BYTES
-
     most = MOST_BYTES - _MOST_HEADERS
     if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
         name = "chunk" if arguments.chunk_bytes else "whole"

@@ -1,4 +1,4 @@
-"""Posts one body over HTTP and reads the answer in the chunks that the server framed, as httpx does not show them.
+"""Posts one body over HTTP and reads the answer in the chunks that the server sent, which httpx joins.
 
 Knows nothing of what is sent. Each post has a connection of its own.
 """
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import h11
@@ -63,14 +62,8 @@ class PostForPieces:
         parts = urlsplit(self.url)
         safe = parts.scheme == "https"
         port = parts.port or (443 if safe else 80)
-        connecting = asyncio.ensure_future(asyncio.open_connection(parts.hostname, port, ssl=safe or None))
-        try:
-            found: Any = await within(connecting, _CONNECT_S)
-        except asyncio.CancelledError:
-            if not connecting.cancelled() and connecting.exception() is None:  # both came together
-                connecting.result()[1].close()
-            raise
-        return found[0], found[1]
+        connecting = asyncio.open_connection(parts.hostname, port, ssl=safe or None)
+        return await within(connecting, _CONNECT_S, lambda opened: opened[1].close())
 
     def _request(self, path: str, content: bytes, headers: Mapping[str, str]) -> h11.Request:
         parts = urlsplit(self.url)

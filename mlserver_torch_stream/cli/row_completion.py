@@ -86,7 +86,7 @@ def _media(row: Row) -> dict[str, Any]:
 
 
 async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
-    """Infers all rows concurrently. An exception of one row cancels the others and is raised."""
+    """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
     tasks = [asyncio.ensure_future(one(row)) for row in rows]
     try:
         return list(await asyncio.gather(*tasks))

@@ -12,14 +12,20 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlserver_torch_stream.cli import import_mar
+from mlserver_torch_stream.cli.serve import start_mlserver
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
+from mlserver_torch_stream.torchserve.management_environment import management_environment
+from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
+from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION, StoredModel, stored_models
+from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
+from mlserver_torch_stream.torchserve.server_environment import server_environment
+from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
+from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
 from mlserver_torch_stream.version import __version__
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-    from mlserver_torch_stream.torchserve.model_store import StoredModel
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
 _USUAL_FILE = "config.properties"  # in the working directory
@@ -33,10 +39,6 @@ _NO_EFFECT = {
 
 
 def main(argv: Sequence[str]) -> int:
-    from mlserver_torch_stream.cli.serve import start_mlserver
-    from mlserver_torch_stream.errors import LoadFailed, SettingsError
-    from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
-
     arguments = _parser().parse_args(argv)
     folder = OwnFolder()
     try:
@@ -57,12 +59,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     Raises SettingsError or LoadFailed.
     """
-    from mlserver_torch_stream.torchserve.management_environment import management_environment
-    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-    from mlserver_torch_stream.torchserve.model_store import stored_models
     from mlserver_torch_stream.torchserve.runtime.build import gpu_count
-    from mlserver_torch_stream.torchserve.server_environment import server_environment
-    from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
 
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
@@ -80,8 +77,6 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
     """The file by the variable, by the command line, or in the working directory. Raises SettingsError."""
-    from mlserver_torch_stream.errors import SettingsError
-
     in_folder = Path(arguments.folder, _FILE) if arguments.folder else Path(_USUAL_FILE)
     given = os.environ.get(_FILE_VARIABLE) or arguments.ts_config
     if given is None:
@@ -95,8 +90,6 @@ def write_models(
     stored: Sequence[StoredModel], properties: Mapping[str, str], defaults: ModelDefaults, folder: Path
 ) -> list[str]:
     """Writes ``NAME/VERSION/model-settings.json`` for each. Raises SettingsError or LoadFailed."""
-    from mlserver_torch_stream.errors import SettingsError
-
     served: dict[tuple[str, str], Path] = {}
     lines = []
     for each in stored:
@@ -114,29 +107,9 @@ def write_models(
 
 def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: ModelDefaults) -> dict[str, Any]:
     """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
-    from mlserver_torch_stream.errors import SettingsError
-    from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
-    from mlserver_torch_stream.torchserve.archive_settings import (
-        NAME,
-        USUAL_VERSION,
-        model_name,
-        model_settings,
-        model_version,
-    )
-    from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
-    from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
-    from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
-
     path = stored.path.absolute()
-    archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
-    try:
-        name = model_name(archive, stored.name, path.name)
-        version = model_version(archive) or USUAL_VERSION
-        extra = {**defaults.extra(name, version, archive.yaml), **own_keys(stored.given)}
-    finally:
-        archive.close()
-    if not NAME.fullmatch(version):
-        raise SettingsError(f"{path}: {version!r} is not a version of a model")
+    name, version, yaml = read_named(path, stored.name)
+    extra = {**defaults.extra(name, version, yaml), **own_keys(stored.given)}
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True
     return model_settings(name, str(path), version, extra)

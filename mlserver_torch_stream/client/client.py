@@ -29,7 +29,7 @@ _HTTP_APIS: dict[Api, HttpApi] = {"v2": V2Json(), "openai": OpenAIJson()}
 
 
 class Transport(Protocol):
-    """How calls reach the server, and deltas come back."""
+    """Sends calls to the server, and yields the deltas of its answers."""
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]: ...
 
@@ -68,7 +68,7 @@ class Client:
         api_key: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport = _transport(url, api, _checked(url, api, headers, timeout, api_key, ca_file))
+        self._transport: Transport = _open_transport(False, url, api, headers, timeout, api_key, ca_file)
 
     def stream(
         self,
@@ -112,7 +112,7 @@ class AsyncClient:
         api_key: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport = _async_transport(url, api, _checked(url, api, headers, timeout, api_key, ca_file))
+        self._transport: AsyncTransport = _open_transport(True, url, api, headers, timeout, api_key, ca_file)
 
     def stream(
         self,
@@ -169,30 +169,21 @@ async def astream(
             yield delta
 
 
-def _checked(
+def _open_transport(
+    asynchronous: bool,
     url: str,
     api: Api,
     headers: Mapping[str, str] | None,
     timeout: float,
     api_key: str | None,
     ca_file: str | os.PathLike[str] | None,
-) -> tuple[dict[str, str], float, bytes | None]:
-    """The headers, the timeout and the authorities of a transport. Raises ValueError."""
-    given = checked_headers(headers, api_key, grpc=is_grpc(url, api))
-    return given, checked_timeout(timeout), read_authorities(ca_file, url)
+) -> Any:
+    """A Transport, or an AsyncTransport. Raises ValueError."""
+    grpc = is_grpc(url, api)
+    given = checked_headers(headers, api_key, grpc=grpc), checked_timeout(timeout), read_authorities(ca_file, url)
+    if grpc:
+        from mlserver_torch_stream.client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 
-
-def _transport(url: str, api: Api, given: tuple[dict[str, str], float, bytes | None]) -> Transport:
-    if is_grpc(url, api):
-        from mlserver_torch_stream.client.grpc_transport import GrpcTransport
-
-        return GrpcTransport(url, *given)
-    return HttpTransport(http_base(url, api), _HTTP_APIS[api], *given)
-
-
-def _async_transport(url: str, api: Api, given: tuple[dict[str, str], float, bytes | None]) -> AsyncTransport:
-    if is_grpc(url, api):
-        from mlserver_torch_stream.client.grpc_transport import AsyncGrpcTransport
-
-        return AsyncGrpcTransport(url, *given)
-    return AsyncHttpTransport(http_base(url, api), _HTTP_APIS[api], *given)
+        return (AsyncGrpcTransport if asynchronous else GrpcTransport)(url, *given)
+    make = AsyncHttpTransport if asynchronous else HttpTransport
+    return make(http_base(url, api), _HTTP_APIS[api], *given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 class ClientError(Exception):
     """The generation failed. The message has the reason that the server or the network gave.
 
-    ``status`` is the server's HTTP status, over gRPC the one that stands for its code; None where none came.
+    ``status`` is the server's HTTP status, over gRPC the one that stands for its code; None where the server sent none.
     ``retry_after`` is in seconds, where the server said it.
     """
 
@@ -35,7 +35,7 @@ class StreamBroken(ClientError):
     """The stream ended, or fell silent, before its final event, or it cannot be read."""
 
 
-# What reading an answer raises that is not the protocol's.
+# What the reader of an answer raises if the answer does not follow the protocol.
 UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 

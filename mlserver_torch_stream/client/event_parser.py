@@ -28,7 +28,7 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[str]:
-        """Must be read to its end. Raises ValueError, behind the events before it, at a line that is not UTF-8 and at
+        """Must be read to its end. Raises ValueError, after the events before it, at a line that is not UTF-8 and at
         an event that has more than ``most_bytes``."""
         *ended, rest = _LINE_END.split(self._half_end + chunk)
         self._half_end = b"\r" if rest.endswith(b"\r") else b""

@@ -126,13 +126,13 @@ async def _result(pending: Awaitable[Any], seconds: float | None) -> Any:
 
 
 def _retrieve(reading: asyncio.Future[Any]) -> None:
-    """Keeps asyncio from logging an exception that came when its task had been cancelled."""
+    """Keeps asyncio from logging an exception that was raised after the task was cancelled."""
     if not reading.cancelled():
         reading.exception()
 
 
 class SilenceWatch:
-    """Cancels a call whose next message does not come in time. A thread watches, as a blocking read has no timeout.
+    """Cancels a call whose next message does not arrive in time. A thread watches, as a blocking read has no timeout.
 
     The time that the reader of the stream takes for a message does not count.
     """

@@ -42,7 +42,7 @@ _STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-# How gRPC's own text begins where no connection came about; the code is UNAVAILABLE, as for a server that drains.
+# How gRPC's own text begins where no connection was made; the code is UNAVAILABLE, as for a server that drains.
 _NOT_CONNECTED = ("failed to connect", "DNS resolution failed", "errors resolving")
 
 
@@ -112,7 +112,7 @@ def model_names(response: Any) -> list[str]:
 
 
 def call_error(url: str, error: Any, started: bool) -> ClientError:
-    """What a failed call means. ``started``: its first message had come."""
+    """The error of a failed call. ``started``: its first message has arrived."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
         return ConnectionFailed(f"no server at {url}: {details}")

@@ -40,7 +40,7 @@ class OpenAIJson:
 class OpenAIEventReader:
     """Reads the chunks of a stream.
 
-    The delta that ends a sequence is kept until the next chunk, because the usage and the end come behind it and
+    The delta that ends a sequence is kept until the next chunk, because the usage and the end arrive after it and
     belong to the request's last delta.
     """
 

@@ -12,7 +12,7 @@ from mlserver_torch_stream.client.deltas import Delta
 
 
 class StreamEnding:
-    """``started``: the first event has come."""
+    """``started``: the first event has arrived."""
 
     def __init__(self) -> None:
         self.started = False

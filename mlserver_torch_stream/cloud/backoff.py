@@ -9,9 +9,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
 
@@ -32,15 +37,20 @@ class Retry:
         asked = error.retry_after if isinstance(error, StoreUnavailable) else None
         return pause if asked is None else min(self.longest, max(pause, asked))
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[CloudError], None] | None = None) -> T:
-        """Returns what the first ``attempt`` that succeeds returns. Raises the last CloudError.
+    async def run(
+        self,
+        attempt: Callable[[Unpack[Ts]], Awaitable[T]],
+        *args: Unpack[Ts],
+        on_retry: Callable[[CloudError], None] | None = None,
+    ) -> T:
+        """Returns what the first ``attempt`` with ``args`` that succeeds returns. Raises the last CloudError.
 
         ``on_retry`` is called with each error after which another attempt follows.
         """
         failed = 0
         while True:
             try:
-                return await attempt()
+                return await attempt(*args)
             except CloudError as error:
                 failed += 1
                 if not error.retriable or failed >= self.tries:

@@ -1,6 +1,6 @@
-"""Makes one result of the results of an object's chunks, which come in their order.
+"""Makes one result of the results of an object's chunks, which arrive in the order of the chunks.
 
-Knows nothing of models: the lists of predictions in the answers are put together, within a bound.
+Knows nothing of models: it joins the lists of predictions in the answers, within a bound.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MOST_ANSWER_BYTES = 64 * 2**20
 
 
 class ChunkJoin:
-    """Results of rows that are no joined chunks pass through. The first chunk that fails fails its object's row."""
+    """Results of rows that are not joined chunks pass through. The first chunk that fails fails its object's row."""
 
     def __init__(self, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         self._most = most_bytes
         self._object = _JoinedAnswer()
 
     def add(self, result: Result) -> Result | None:
-        """The result of the object, behind that of its last chunk; None before."""
+        """The result of the whole object once its last chunk has a result; None before that."""
         row, chunk = result.row, result.row.chunk
         if chunk is None or not chunk.joined:
             return result
@@ -75,7 +75,7 @@ class _JoinedAnswer:
 
 
 def _of_chunk(failure: Failure, chunk: Chunk) -> Failure:
-    """The failure, which says in which chunk it came."""
+    """The failure, with the number of the chunk in its message."""
     message = f"chunk {chunk.index}: {failure.message}"
     error = None if failure.error is None else {**failure.error, "message": message}
     return replace(failure, message=message, error=error)

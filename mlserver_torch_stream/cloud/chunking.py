@@ -1,4 +1,4 @@
-"""Says which rows an object that is no JSONL makes: one for the whole object, or one for each chunk of it.
+"""Divides objects that are not JSONL into rows: one row for the whole object, or one for each chunk of it.
 
 Knows sizes, and neither bytes nor stores.
 """
@@ -16,8 +16,8 @@ WHOLE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """``chunk_bytes``: the most bytes of a chunk; None: objects are handed on whole. ``joined``: the answers to the
-    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is handed on whole."""
+    """``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the
+    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is one row."""
 
     chunk_bytes: int | None = None
     joined: bool = True
@@ -29,7 +29,7 @@ class Chunking:
         return self.chunk_bytes is not None and not self.joined
 
     def refuses(self, size: int) -> bool:
-        """True of an object that is larger than is held in memory."""
+        """True for an object that is one row and is larger than ``whole_bytes``."""
         return self.chunk_bytes is None and size > self.whole_bytes
 
     def rows(self, size: int) -> int:
@@ -49,7 +49,7 @@ class Chunking:
             yield Chunk(index, index * self.chunk_bytes, index == last, self.joined)
 
     def config(self) -> dict[str, Any]:
-        """What makes another run of a run; empty for objects that are handed on whole, within the usual bound."""
+        """The part of a run's configuration that these settings are; empty for the default ones."""
         if self.chunk_bytes is not None:
             return {"chunk_bytes": self.chunk_bytes, "rows": "object" if self.joined else "chunk"}
         return {} if self.whole_bytes == WHOLE_BYTES else {"whole_bytes": self.whole_bytes}

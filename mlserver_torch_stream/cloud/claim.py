@@ -50,7 +50,7 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"
     try:
-        await retry.run(lambda: output.create(MANIFEST, text))
+        await retry.run(output.create, MANIFEST, text)
     except ObjectExists:
         found = await read_claim(output, config, retry)
         assert found is not None, "the manifest has gone"

@@ -105,7 +105,7 @@ class Topic:
             if written is None:
                 data = await self._inferred(partition, records)
                 try:
-                    await self.retry.run(lambda name=name, data=data: self.output.create(name, data))  # type: ignore[misc]
+                    await self.retry.run(self.output.create, name, data)
                     written = data
                 except ObjectExists:  # the consumer that has this partition now wrote it
                     continue
@@ -113,7 +113,7 @@ class Topic:
             last = rows[-1]["line"]
             records = await self._up_to(consumer, partition, records, last)
             if producer is not None:
-                await self._bury(producer, records, {row["line"] for row in rows if not is_answered(row)})
+                await self._send_failed(producer, records, {row["line"] for row in rows if not is_answered(row)})
             if not await self._commit(consumer, partition, last + 1):
                 return
             self.done += sum(record.offset <= last for record in records)
@@ -138,7 +138,7 @@ class Topic:
         async with aclosing(infer_rows(rows(), self.infer, self.limits, self.metrics, self.weigh)) as found:
             return b"".join([result.encode(self._run) async for result in found])
 
-    async def _bury(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
+    async def _send_failed(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
         """Sends failed records unchanged to the dead-letter topic, before their offset is committed: at least once."""
         for record in records:
             if record.offset in failed:

@@ -58,7 +58,7 @@ class WriterLease:
         names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
         for name in names:
             with suppress(ObjectMissing):
-                self._refuse_if_alive(await self._retry.run(lambda name=name: self._output.get(name)))  # type: ignore[misc]
+                self._refuse_if_alive(await self._retry.run(self._output.get, name))
 
     async def __aenter__(self) -> WriterLease:
         await self._retry.run(self.check)
@@ -86,12 +86,12 @@ class WriterLease:
 
     async def _take_over(self) -> None:
         """Replaces the lease of a command that has ended or died. Of two commands that try, one succeeds."""
-        data, marks = await self._retry.run(lambda: self._output.look(self._name))
+        data, marks = await self._retry.run(self._output.look, self._name)
         self._refuse_if_alive(data)
         try:
             await self._retry.run(lambda: self._output.replace(self._name, self._text(), marks))
         except ObjectChanged:
-            data, _ = await self._retry.run(lambda: self._output.look(self._name))
+            data, _ = await self._retry.run(self._output.look, self._name)
             self._refuse_if_alive(data)
 
     async def _keep(self) -> None:

@@ -49,7 +49,7 @@ async def open_input(
     elif "." in name and not web and not parent.endswith("//") and parent.count("/") >= 2:
         store = Store.open(parent, options, stall_s)
         try:
-            await retry.run(lambda: store.head(name))
+            await retry.run(store.head, name)
             return InputLocation(store, name)
         except (ObjectMissing, AccessDenied):
             pass  # the URL is a prefix; listing reports it if that is denied too
@@ -63,7 +63,7 @@ async def list_objects(place: InputLocation, glob: str | None, manifest: bytes |
     if place.only is not None:
         return await heads(place.store, [place.only], retry)
     pattern = glob_pattern(glob or "**")
-    found = await _without_folders(place.store, await retry.run(lambda: _listed(place.store, pattern)), retry)
+    found = await _without_folders(place.store, await retry.run(_listed, place.store, pattern), retry)
     return sorted(found, key=lambda listed: listed.info.key)
 
 
@@ -128,7 +128,7 @@ async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]
     async def head(key: str) -> Listed:
         async with gate:
             try:
-                return Listed(await retry.run(lambda: store.head(key)))
+                return Listed(await retry.run(store.head, key))
             except CloudError as error:
                 return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 

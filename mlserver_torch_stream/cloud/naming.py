@@ -1,4 +1,4 @@
-"""Reads meaning from keys and makes names: kinds of objects, globs, names of parts, the digest of a run.
+"""Tells the kind of an object by its key, matches globs, and makes the names of parts and the digest of a run.
 
 Knows keys and configurations only, and no store.
 """

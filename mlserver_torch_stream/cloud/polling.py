@@ -1,4 +1,4 @@
-"""Polls a store for new objects: those whose keys lie behind a cursor, which is stored with the results.
+"""Polls a store for new objects: those with keys after a cursor, which is stored with the results.
 
 Knows nothing of what is done with the objects. Keys have to grow, as times and counters do: a key before the cursor is
 not seen, and neither is a new version of a key that was seen. A queue reports both.
@@ -57,11 +57,11 @@ class Poller:
     async def save(self) -> None:
         if self._cursor != self._saved:
             cursor = self._cursor
-            await self._retry.run(lambda: self._output.put(CURSOR, json.dumps({"after": cursor}).encode() + b"\n"))
+            await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """The first new keys, at most as many as may be open; the next poll finds the others."""
+        """The first new keys, at most as many as may be open; the next poll finds the rest."""
         keys: list[str] = []
         most = _MOST_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):

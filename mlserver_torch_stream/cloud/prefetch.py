@@ -99,7 +99,7 @@ async def fetch_range(
             raise StoreUnavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
 
     if end > start:
-        await retry.run(attempt, on_retry)
+        await retry.run(attempt, on_retry=on_retry)
     if len(data) > end - start:
         raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
     return bytes(data)

@@ -56,7 +56,7 @@ class FailedRowRetry:
         """The failed rows of ``parts``, in order, in groups of bounded size. Each group reads its objects anew."""
         found: list[FailedRow] = []
         for number in parts:
-            data = await self.source.retry.run(lambda number=number: self.output.get(errors_name(number)))  # type: ignore[misc]
+            data = await self.source.retry.run(self.output.get, errors_name(number))
             found += [row for line in data.splitlines() if self._may_be_tried(row := _failed_row(line, number))]
             if len(found) >= self.most:
                 yield found
@@ -123,11 +123,11 @@ class FailedRowRetry:
         """Another worker may have replaced this part meanwhile: the part is read anew, and its answers are kept."""
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
-            data, marks = await retry.run(lambda: self.output.look(name))
+            data, marks = await retry.run(self.output.look, name)
             merged = merge(data, lines)
             try:
                 if merged != data:
-                    await retry.run(lambda merged=merged, marks=marks: self.output.replace(name, merged, marks))  # type: ignore[misc]
+                    await retry.run(self.output.replace, name, merged, marks)
             except ObjectChanged:
                 continue
             await put_errors(self.output, number, failed_lines(merged), retry)

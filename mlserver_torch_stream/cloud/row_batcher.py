@@ -26,21 +26,16 @@ class RowBatcher(Generic[T]):
         self._weigh = weigh
         self._items: list[T] = []
         self._weight = 0
-        self._deadline: float | None = None
-
-    @property
-    def deadline(self) -> float | None:
-        """The time from which ``due`` returns the open batch; None while no item waits."""
-        return self._deadline
+        self.deadline: float | None = None  # from then on ``due`` returns the open batch; None while no item waits
 
     def add(self, item: T, now: float) -> list[Sequence[T]]:
-        """The batches that are full now: none, one, or two if a heavy item follows others."""
+        """The batches that are full now: none, one, or two if a heavy item follows lighter ones."""
         full = []
         weight = self._weigh(item)
         if self._items and self._weight + weight > self._most_weight:
             full.append(self.flush())
         if not self._items:
-            self._deadline = now + self._max_wait
+            self.deadline = now + self._max_wait
         self._items.append(item)
         self._weight += weight
         if len(self._items) >= self._most_items or self._weight >= self._most_weight:
@@ -49,8 +44,8 @@ class RowBatcher(Generic[T]):
 
     def due(self, now: float) -> Sequence[T]:
         """The open batch if its first item has waited ``max_wait``, else an empty one."""
-        return self.flush() if self._deadline is not None and now >= self._deadline else []
+        return self.flush() if self.deadline is not None and now >= self.deadline else []
 
     def flush(self) -> Sequence[T]:
-        items, self._items, self._weight, self._deadline = self._items, [], 0, None
+        items, self._items, self._weight, self.deadline = self._items, [], 0, None
         return items

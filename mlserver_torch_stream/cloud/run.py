@@ -31,7 +31,7 @@ from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
 _MOST_NAMED = 5  # keys in one message
 
 Written = Callable[[int, int], Awaitable[None]]
-"""Is told how many rows the parts of an output hold, and how many of them have failed."""
+"""Called with the number of rows in the parts of an output, and the number of failed rows among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ async def _plan(run: CloudRun) -> RunPlan:
     output = Store.open(run.output, run.storage, run.stall_s, make=False)
     claimed = await read_claim(output, run.config(), run.retry)
     if claimed is None:
-        await run.retry.run(lambda: _refuse_parts(output))
+        await run.retry.run(_refuse_parts, output)
         return RunPlan(run, identity, place, await _list(run, place), output, Done())
     await run.retry.run(WriterLease(output, run.lane, run.lanes, run.retry).check)
     objects = await _kept(output, run) or await _list(run, place)
@@ -156,7 +156,7 @@ async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     run, objects = planned.run, planned.objects
     identity = await claim(output, run.config(), planned.identity.created, run.retry)
     try:
-        await run.retry.run(lambda: output.create(INPUTS, encode_inputs(objects)))
+        await run.retry.run(output.create, INPUTS, encode_inputs(objects))
     except ObjectExists:
         objects = await _kept(output, run) or objects
     done = planned.done if planned.known else await find_done(output, run.part_rows, run.retry)
@@ -177,7 +177,7 @@ async def _read_manifest(run: CloudRun) -> bytes:
     parent, _, name = run.manifest.rpartition("/")
     store = Store.open(parent or ".", run.storage, run.stall_s, make=False)
     try:
-        return await run.retry.run(lambda: store.get(name))
+        return await run.retry.run(store.get, name)
     except CloudError as error:
         raise RunRefused(f"--manifest: {error.message}") from None
 
@@ -258,36 +258,24 @@ async def write(
     assert run.output is not None, "a plan without an output"
     output = Store.open(run.output, run.storage, run.stall_s)
     async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
-        return await _write(await _begin(planned, output), output, infer, metrics, report, lease, written)
-
-
-async def _write(
-    planned: RunPlan,
-    output: Store,
-    infer: Infer,
-    metrics: RunMetrics,
-    report: Callable[[str], None],
-    lease: WriterLease,
-    written: Written | None,
-) -> int:
-    run = planned.run
-    rows_before, before = metrics.rows, metrics.failed
-    tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
-    if not planned.done.complete:
-        sink = PartSink(output, run.part_rows, planned.identity, run.retry)
-        async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
-            async for result in found:
-                lease.require()
-                if await sink.write(result) and written is not None:
-                    rows, failed = metrics.rows - rows_before, metrics.failed - before
-                    await written(planned.done.rows + rows, planned.done.failed + failed)
-        await sink.end()
-    earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
-    failed = earlier - tried + metrics.failed - before
-    if not planned.done.complete or run.retry_failed or run.lanes == 1:
-        done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
-        await run.retry.run(lambda: output.put(done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n"))
-    return failed
+        planned = await _begin(planned, output)
+        rows_before, before = metrics.rows, metrics.failed
+        tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
+        if not planned.done.complete:
+            sink = PartSink(output, run.part_rows, planned.identity, run.retry)
+            async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
+                async for result in found:
+                    lease.require()
+                    if await sink.write(result) and written is not None:
+                        rows, failed = metrics.rows - rows_before, metrics.failed - before
+                        await written(planned.done.rows + rows, planned.done.failed + failed)
+            await sink.end()
+        earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
+        failed = earlier - tried + metrics.failed - before
+        if not planned.done.complete or run.retry_failed or run.lanes == 1:
+            done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
+            await run.retry.run(output.put, done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n")
+        return failed
 
 
 async def _retry_failed(

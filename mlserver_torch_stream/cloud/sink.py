@@ -27,7 +27,7 @@ _AT_ONCE = 16  # parts that are read at a time
 class Done:
     """The parts that an output holds. ``complete``: a part is shorter than the others, so it is the input's last.
 
-    ``sparse``: parts exist behind a missing one, as several workers write them. ``rows``: the rows in all parts.
+    ``sparse``: parts exist after a missing one, as several workers write them. ``rows``: the rows in all parts.
     ``stale``: part -> its failed rows, for parts whose object of failed rows is missing or out of date.
     """
 
@@ -87,9 +87,9 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
     Raises ObjectExists where it exists with other bytes.
     """
     try:
-        await retry.run(lambda: store.create(name, data))
+        await retry.run(store.create, name, data)
     except ObjectExists:
-        if await retry.run(lambda: store.get(name)) != data:
+        if await retry.run(store.get, name) != data:
             raise ObjectExists(
                 f"{store.url}/{name}: is there already, from another worker or run; it is left as it is"
             ) from None
@@ -98,7 +98,7 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
 async def find_done(store: Store, rows: int, retry: Retry) -> Done:
     """The parts that exist, and where the run resumes. Reads the last parts, since a run may have died before it wrote
     their failed rows, and all parts that have failed rows."""
-    names = await retry.run(lambda: _names(store))
+    names = await retry.run(_names, store)
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
     if not parts:
         return Done()
@@ -127,7 +127,7 @@ async def _names(store: Store) -> set[str]:
 
 
 def _groups(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (numbers[at : at + _AT_ONCE] for at in range(0, len(numbers), _AT_ONCE))
+    return (numbers[start : start + _AT_ONCE] for start in range(0, len(numbers), _AT_ONCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Seen:
 
 
 async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
-    data = await retry.run(lambda: store.get(part_name(number)))
+    data = await retry.run(store.get, part_name(number))
     indexes, end = _contents(data, number, rows)
     failed = failed_lines(data)
     stale = failed if failed != (await get_or_none(store, errors_name(number), retry) or b"") else None
@@ -169,4 +169,4 @@ def failed_lines(part: bytes) -> bytes:
 
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
     """Writes an empty object where no row failed in the end, since not every writer may delete."""
-    await retry.run(lambda: store.put(errors_name(number), failed))
+    await retry.run(store.put, errors_name(number), failed)

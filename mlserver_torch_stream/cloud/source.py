@@ -73,7 +73,7 @@ Wanted = Callable[[int], bool]
 class Source:
     """``objects``: in the order of the run. ``strict``: a JSONL object that cannot be read ends the run, because the
     number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that JSONL
-    object, or chunks of another, that are rows; ranges behind the last of them are not fetched."""
+    object, or chunks of another, that are rows; ranges after the last of them are not fetched."""
 
     store: Store
     objects: Sequence[Listed]
@@ -111,7 +111,7 @@ class Source:
             yield from self._blocks(ordinal, listed, kind)
 
     def _first(self, cursor: Cursor) -> int:
-        """The first object with rows behind the cursor. Raises RunRefused where its object is not in the run."""
+        """The first object with rows after the cursor. Raises RunRefused where its object is not in the run."""
         if cursor.key is None:
             return 0
         for ordinal, listed in enumerate(self.objects):
@@ -145,7 +145,7 @@ class Source:
             yield replace(piece, skipped=skip)
 
     async def rows(self, cursor: Cursor = Cursor(), wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
-        """The rows behind ``cursor`` whose index is ``wanted``; the others are counted."""
+        """The rows after ``cursor`` whose index is ``wanted``. The index counts all rows."""
         prefetch: Prefetch[ObjectRange] = Prefetch(self._fetch, self.ahead)
         index = cursor.index
         reading: _Object | None = None
@@ -242,9 +242,9 @@ class _Object:
     def _chunks(self, index: int, piece: ObjectRange, data: bytes, most: int) -> Iterator[Row]:
         size = piece.listed.info.size
         for chunk in self.chunking.chunks(piece.start, piece.end, size):
-            at = chunk.offset - piece.start
+            start = chunk.offset - piece.start
             if self.wanted(chunk.index):
-                part = data[at : at + most]
+                part = data[start : start + most]
                 row = Row(index, self.key, None, self._custom_id(chunk), self.kind, data=part, size=len(part))
                 yield replace(row, chunk=chunk, whole=size)
             index += not chunk.joined

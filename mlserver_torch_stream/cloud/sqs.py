@@ -137,7 +137,7 @@ class Queue:
         while True:
             answer = await self._call("ReceiveMessage", asked)
             messages = answer.get("Messages") or ()
-            for message in messages:  # also messages that wait for those before them
+            for message in messages:  # also a message that waits until the messages before it are announced
                 self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
             for message in messages:
                 async for announced in self._announced(message["Body"], message["ReceiptHandle"]):
@@ -184,7 +184,7 @@ class Queue:
         await self._client.aclose()
 
     async def _call(self, action: str, values: Mapping[str, Any]) -> Any:
-        return await self._retry.run(lambda: self._attempt(action, values))
+        return await self._retry.run(self._attempt, action, values)
 
     async def _attempt(self, action: str, values: Mapping[str, Any]) -> Any:
         body = json.dumps({"QueueUrl": self._url, **values}).encode()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
@@ -39,6 +39,7 @@ _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is
 _LISTED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ class Store:
     """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer."""
 
     def __init__(self, backend: Any, url: str, stall_s: float = 30.0, listable: bool = True) -> None:
+        import obstore
+
+        self._library: Any = obstore
         self._backend = backend
         self.url = url
         self._stall_s = stall_s
@@ -104,19 +108,18 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """All objects, in a cloud store in the order of their keys; ``after``: only keys behind this one.
+        """All objects, in a cloud store in the order of their keys; ``after``: only keys after this one.
 
         The library stops to list a folder at a file that it cannot name, such as one with a newline in its name. The
         other files are then listed without the library.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
-        import obstore
         from obstore.exceptions import InvalidPathError
 
         seen: set[str] = set()  # of a folder
         try:
-            batches = obstore.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
+            batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
                 try:
                     batch = await within(batches.__anext__(), self._stall_s)
@@ -141,19 +144,15 @@ class Store:
         return "://" not in self.url
 
     async def head(self, key: str) -> ObjectInfo:
-        import obstore
-
-        meta = await self._call(key, lambda: obstore.head_async(self._backend, key))
+        meta = await self._call(key, lambda: self._library.head_async(self._backend, key))
         return ObjectInfo(key, meta["size"], self._version(meta))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
-        import obstore
-
         options: Any = {} if info.etag.startswith(_DATED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):
             options["range"] = (start, end)
-        answer = await self._call(info.key, lambda: obstore.get_async(self._backend, info.key, options=options))
+        answer = await self._call(info.key, lambda: self._library.get_async(self._backend, info.key, options=options))
         meta = answer.meta
         if meta["size"] != info.size or self._version(meta) != info.etag:
             raise ObjectChanged(f"{info.key}: is another version than the one that was listed")
@@ -167,16 +166,12 @@ class Store:
 
     async def get(self, key: str) -> bytes:
         """A whole small object."""
-        import obstore
-
-        answer = await self._call(key, lambda: obstore.get_async(self._backend, key))
+        answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         return bytes(await self._call(key, lambda: answer.bytes_async()))
 
     async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         """A whole small object, and the marks of this version of it, for ``replace``."""
-        import obstore
-
-        answer = await self._call(key, lambda: obstore.get_async(self._backend, key))
+        answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         meta = answer.meta
         marks = {name: str(meta[name]) for name in ("e_tag", "version") if meta.get(name)}
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
@@ -186,38 +181,31 @@ class Store:
 
         A folder has no conditional write: there the version is compared just before the write.
         """
-        import obstore
-
         if self._local:
             if (await self.head(key)).etag != marks.get("e_tag"):
                 raise ObjectChanged(f"{self.url}/{key}: changed since it was read")
             return await self.put(key, data)
-        mode: Any = dict(marks)
-        await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode=mode, use_multipart=False))
+        await self._put(key, data, dict(marks))
 
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""
-        import obstore
-
-        await self._call(key, lambda: obstore.put_async(self._backend, key, data, mode="create", use_multipart=False))
+        await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
-        import obstore
+        await self._put(key, data, "overwrite")
 
-        await self._call(key, lambda: obstore.put_async(self._backend, key, data, use_multipart=False))
+    async def _put(self, key: str, data: bytes, mode: Any) -> None:
+        options = {"mode": mode, "use_multipart": False}
+        await self._call(key, lambda: self._library.put_async(self._backend, key, data, **options))
 
     def upload(self, key: str) -> ObjectUpload:
         """Writes an object in pieces, of which at most two parts of ``_UPLOAD_PART`` are in memory."""
-        import obstore
-
-        file = obstore.open_writer_async(self._backend, key, buffer_size=_UPLOAD_PART, max_concurrency=1)
+        file = self._library.open_writer_async(self._backend, key, buffer_size=_UPLOAD_PART, max_concurrency=1)
         return ObjectUpload(file, lambda call: self._call(key, call))
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Raises ObjectMissing where a key is not there and the store tells of it."""
-        import obstore
-
-        await self._call(next(iter(keys), ""), lambda: obstore.delete_async(self._backend, keys))
+        await self._call(next(iter(keys), ""), lambda: self._library.delete_async(self._backend, keys))
 
     async def aclose(self) -> None:
         await settle()
@@ -270,7 +258,7 @@ class Store:
 async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
     """A whole small object; None where it is missing."""
     try:
-        return await retry.run(lambda: store.get(key))
+        return await retry.run(store.get, key)
     except ObjectMissing:
         return None
 
@@ -287,18 +275,27 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
-async def within(call: Any, seconds: float) -> Any:
+async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
     """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
-    answer, so that a run went on after a signal."""
+    answer, so that a run went on after a signal.
+
+    If the caller is cancelled or the time is over, and the call has a result all the same, ``lost`` is called with it.
+    """
     future = asyncio.ensure_future(call)
     try:
         if not (await asyncio.wait({future}, timeout=seconds))[0]:
             raise asyncio.TimeoutError
         return future.result()
-    finally:
-        if not future.done():
-            future.cancel()
+    except BaseException:
+        future.add_done_callback(lambda ended: _pass_result(ended, lost))
+        if future.cancel():
             await asyncio.wait({future})
+        raise
+
+
+def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        lost(ended.result())
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:

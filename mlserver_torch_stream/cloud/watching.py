@@ -101,14 +101,14 @@ class Watcher:
         if not await self._there(name):
             data = await self._inferred(listed)
             with suppress(ObjectExists):  # another watcher has written it meanwhile
-                await self.retry.run(lambda: self.output.create(name, data))
+                await self.retry.run(self.output.create, name, data)
         await announced.done()
 
     async def _listed(self, key: str) -> Listed:
         """The object as it is now. An object that may not be read gets a result that says so, under a name without a
         version: announced again once it may be read, it is inferred."""
         try:
-            return Listed(await self.retry.run(lambda: self.store.head(key)))
+            return Listed(await self.retry.run(self.store.head, key))
         except (AccessDenied, RunRefused) as error:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
@@ -134,7 +134,7 @@ class Watcher:
 
     async def _there(self, name: str) -> bool:
         try:
-            await self.retry.run(lambda: self.output.head(name))
+            await self.retry.run(self.output.head, name)
         except ObjectMissing:
             return False
         return True

@@ -1,24 +1,23 @@
 """Restores the order of the input: results are set in any order and leave in the order of the rows.
 
 Knows no asyncio tasks and no clock. Its bounds count the rows that have entered and are not delivered, so that the rows
-behind a slow one are bounded, in number and in weight.
+that wait for a slow row are bounded, in number and in weight.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class _Slot(Generic[T]):
-    __slots__ = ("ready", "value", "weight")
-
-    def __init__(self, weight: int) -> None:
-        self.ready = False
-        self.value: T | None = None
-        self.weight = weight
+    weight: int
+    ready: bool = False
+    value: T | None = None
 
 
 class Window(Generic[T]):

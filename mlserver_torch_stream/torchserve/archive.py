@@ -102,16 +102,14 @@ def manifest_and_yaml(name: str) -> bool:
 
 
 def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
+    unpacked = None
     try:
         unpacked = OwnFolder()
-    except OSError as error:
-        raise LoadFailed(f"cannot unpack {path}: {error}") from None
-    folder = unpacked.path
-    try:
-        unpack(path, folder, bounds, wanted)
-        return _read(folder, unpacked)
+        unpack(path, unpacked.path, bounds, wanted)
+        return _read(unpacked.path, unpacked)
     except BaseException as error:
-        unpacked.remove()
+        if unpacked is not None:
+            unpacked.remove()
         if isinstance(error, _UNREADABLE):
             raise LoadFailed(f"cannot unpack {path}: {error}") from None
         raise

@@ -48,7 +48,7 @@ class BatchQueue:
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
         self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
-        self.ahead = 0  # requests that wait in a worker, to which they were sent ahead of their turn
+        self.ahead = 0  # requests that wait in a worker, which got them before it had ended the batch before
         self.leaving: set[int] = set()  # workers that get only the requests of the sequences that they hold
 
     @property
@@ -57,7 +57,7 @@ class BatchQueue:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest of the requests arrived that wait for no certain worker."""
+        """The arrival of the oldest request that waits and that any worker may take."""
         new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
         return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
 
@@ -86,11 +86,11 @@ class BatchQueue:
             self._plain.append(job)
 
     def add_retry(self, job: HandlerJob) -> None:
-        """Adds a request that is run again, before all others."""
+        """Adds a request that is run again, before all other requests."""
         self._retries.append(job)
 
     def take_back(self, job: HandlerJob) -> None:
-        """Puts a request back to where it was, which a worker had got and not begun."""
+        """Puts back a request that a worker has received and not begun."""
         sequence = self._of(job)
         if job.retry is not None:
             self._retries.appendleft(job)
@@ -103,7 +103,7 @@ class BatchQueue:
             self._not_run(sequence)
 
     def remove(self, job: HandlerJob, now: float) -> None:
-        if job in self._retries:  # it was in a batch once
+        if job in self._retries:  # it was run in a batch before
             self.ended(job, now, closes_sequence=job.closes_sequence)
         for queue in self._queues():
             if job in queue:
@@ -136,10 +136,9 @@ class BatchQueue:
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
     def is_full(self, worker: int) -> bool:
-        """Whether the next batch of a worker would be no larger if it went out later."""
-        return next(self._retries_on(worker), None) is not None or self._fills(worker)
-
-    def _fills(self, worker: int) -> bool:
+        """Whether the next batch of a worker cannot grow."""
+        if next(self._retries_on(worker), None) is not None:
+            return True
         return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize
 
     def take(self, worker: int, room: int) -> list[HandlerJob]:
@@ -159,7 +158,7 @@ class BatchQueue:
         return batch
 
     def skipped(self, job: HandlerJob, now: float) -> None:
-        """A job has ended that the handler did not get."""
+        """A job has ended, and the handler did not get it."""
         sequence = self._of(job)
         if sequence is not None:
             self._not_run(sequence)
@@ -213,14 +212,14 @@ class BatchQueue:
     def _candidates(self, worker: int) -> Iterator[HandlerJob]:
         """The requests that the worker may get, in the order in which batches take them."""
         yield from self._retries_on(worker)
-        mine = sum(each.worker == worker for each in self._sequences.values())
+        held = sum(each.worker == worker for each in self._sequences.values())
         leaves = worker in self.leaving
         per_worker = max(1, self.most_sequences // max(1, self.most_workers))
         for sequence in self._sequences.values():
             if sequence.worker is None:
-                if mine >= per_worker or leaves:
+                if held >= per_worker or leaves:
                     continue
-                mine += bool(sequence.pending)
+                held += bool(sequence.pending)
             elif sequence.worker != worker:
                 continue
             if self._config.continuousBatching:

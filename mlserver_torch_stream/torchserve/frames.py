@@ -17,6 +17,7 @@ _LENGTHS = struct.Struct("!II")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 MOST_BYTES = 1 << 30  # of the header and of the body of one message; larger values are refused before they are sent
+MOST_READ = 1 << 18  # bytes that are read from a connection at once
 
 
 class BrokenFrame(Exception):
@@ -38,30 +39,8 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
     return len(value) + 7 * sum(map(len, texts)) + 100
 
 
-class FrameReader:
-    """Reads frames from a socket, with one system call for many small ones."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._file = connection.makefile("rb", buffering=1 << 16)
-
-    def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """None at the end. Raises BrokenFrame or OSError."""
-        lengths = self._file.read(_LENGTHS.size)
-        if len(lengths) < _LENGTHS.size:
-            return None
-        header_bytes, body_bytes = _lengths(lengths)
-        encoded = self._file.read(header_bytes)
-        body = self._file.read(body_bytes)
-        if len(encoded) < header_bytes or len(body) < body_bytes:
-            return None
-        return _header(encoded), body
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class FrameBuffer:
-    """Takes bytes as they come, and gives the whole frames of them."""
+    """Collects bytes, and returns the frames that are complete."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -74,7 +53,9 @@ class FrameBuffer:
         start = _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _lengths(self._data)
+        header_bytes, body_bytes = _LENGTHS.unpack_from(self._data)
+        if max(header_bytes, body_bytes) > MOST_BYTES:
+            raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
         middle, end = start + header_bytes, start + header_bytes + body_bytes
         if len(self._data) < end:
             return None
@@ -84,11 +65,21 @@ class FrameBuffer:
         return _header(encoded), body
 
 
-def _lengths(data: bytes | bytearray) -> tuple[int, int]:
-    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
-    if max(header_bytes, body_bytes) > MOST_BYTES:
-        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
-    return header_bytes, body_bytes
+class FrameReader:
+    """Reads frames from a socket that blocks, with one system call for many small ones."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = FrameBuffer()
+
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """None at the end. Raises BrokenFrame or OSError."""
+        while (frame := self._buffer.take()) is None:
+            data = self._connection.recv(MOST_READ)
+            if not data:
+                return None
+            self._buffer.feed(data)
+        return frame
 
 
 def _header(encoded: bytes) -> dict[str, Any]:
@@ -97,7 +88,7 @@ def _header(encoded: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise BrokenFrame(f"a header that is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise BrokenFrame("a header that is no object")
+        raise BrokenFrame("a header that is not an object")
     return header
 
 

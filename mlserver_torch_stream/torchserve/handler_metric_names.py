@@ -18,7 +18,7 @@ _TOTAL = "_total"
 
 
 def families(models: Iterable[Own]) -> Iterator[Metric]:
-    """What models have in common, their versions for one, is added up; of a gauge the last value counts."""
+    """Adds up series with the same name and labels, as those of two versions of a model; the last gauge counts."""
     host = socket.gethostname()
     found: dict[str, tuple[str, tuple[str, ...], Metric]] = {}
     for (name, kind, labels), (count, total) in _added(models).items():

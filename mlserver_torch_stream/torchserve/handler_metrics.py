@@ -81,13 +81,13 @@ class HandlerMetricsCollector(Collector):
         with self._lock:
             models = dict(self._models)
         if models:
-            yield from _ours(models)
-            yield from _theirs(models)
+            yield from _of_requests(models)
+            yield from _of_handlers(models)
             if self.torchserve_names:
                 yield from families(metrics.own for metrics in models.values())
 
 
-def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
+def _of_requests(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
     requests = CounterMetricFamily(_PREFIX + "requests", "Requests by how they ended", labels=(*_LABELS, "outcome"))
     for labels, metrics in models.items():
         for outcome, count in metrics.requests.items():
@@ -105,7 +105,7 @@ def _ours(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
         yield gauge
 
 
-def _theirs(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
+def _of_handlers(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
     """Prometheus accepts one type and one set of labels for a name: series that differ from the first are left out."""
     families: dict[str, tuple[str, tuple[str, ...], Any]] = {}
     for model_labels, metrics in models.items():

@@ -134,11 +134,11 @@ class HandlerJob:
 
     @property
     def lags(self) -> bool:
-        """True if the reader is behind."""
+        """True if the reader has many pieces still to read."""
         return self._bytes > _MANY_BYTES or len(self._pieces) > _MANY_PIECES
 
     def cut_if_far_behind(self) -> None:
-        """Ends the stream of a reader that is far behind; the newest piece, which just arrived, does not count."""
+        """Ends the stream if its reader has too much still to read, apart from the newest piece."""
         if self._bytes - len(self._pieces[-1].value) > _MOST_BYTES or len(self._pieces) > _MOST_PIECES:
             self._pieces.clear()
             self.over = False  # also where the last piece is there: the reader does not get it

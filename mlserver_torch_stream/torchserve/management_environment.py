@@ -48,12 +48,9 @@ def _why_not(properties: Mapping[str, str], environ: Mapping[str, str]) -> str |
     """Why the API is not opened; None if it is."""
     if "management_address" not in properties:
         return "there is no management_address"
-    managed, inference = (address(properties, key, port, 80) for key, port in _ADDRESSES.items())
-    if managed.port == inference.port:
+    managed = address(properties, "management_address", 8081, 80)
+    if managed.port == address(properties, "inference_address", 8080, 80).port:
         return "management_address has the port of inference_address: name another one"
     if not is_true(properties, "disable_token_authorization") and not any(name in environ for name in _TOKENS):
         return f"set {' or '.join(_TOKENS)}, or disable_token_authorization=true"
     return None
-
-
-_ADDRESSES = {"management_address": 8081, "inference_address": 8080}

@@ -72,7 +72,7 @@ _WHERE = {
     ),
 }
 ELSEWHERE = {key: where for where, keys in _WHERE.items() for key in keys.split()}
-_LINE_END, _BLANKS = re.compile(r"\r\n|\r|\n"), " \t\f"  # Java knows no others
+_LINE_END, _BLANKS = re.compile(r"\r\n|\r|\n"), " \t\f"  # the line ends and blanks that Java knows
 _ENTRY = re.compile(r"(?P<key>(?:\\.|[^\\=: \t\f])+)[ \t\f]*[=:]?[ \t\f]*(?P<value>.*)")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
@@ -157,10 +157,7 @@ def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mappi
 
 def own_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What is said of one model, without numbers below 1, which TorchServe takes for its own default."""
-    below = (
-        key for key, value in settings.items() if isinstance(value, int) and not isinstance(value, bool) and value < 1
-    )
-    left_out = {*below}
+    left_out = {key for key, value in settings.items() if type(value) is int and value < 1}
     return {key: value for key, value in settings.items() if key in KEYS and key not in left_out}
 
 

@@ -13,8 +13,8 @@ Message = dict[str, Any]
 class RankCancellation:
     """Ends a call only if all ranks have sent equally often in earlier calls.
 
-    They do in a handler that calls TorchServe's function on every rank, of which only the first one sends. In another
-    handler the ranks may be anywhere after the same number of sends.
+    Then a send of one rank is the same place in the handler as the send with the same number of another rank. It is so
+    in a handler that calls TorchServe's function on every rank, although only the first rank sends to the client.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -34,11 +34,11 @@ class RankCancellation:
             if any(counts.values()):
                 self._alike = self._alike is not False and len(set(counts.values())) == 1
 
-    def asked(self, call: int, at: int) -> Message:
-        """The first rank asks to end the call, and waits at its send number ``at``."""
+    def asked(self, call: int, send: int) -> Message:
+        """The first rank asks to end the call, and waits at its send with this number."""
         if not self._alike:
             return _verdict(call, False)
-        self._call, self._next, self._waiting = call, {0: at}, set()
+        self._call, self._next, self._waiting = call, {0: send}, set()
         return {"t": "halt", "call": call}
 
     def next_send(self, rank: int, call: int, send: int) -> Message | None:

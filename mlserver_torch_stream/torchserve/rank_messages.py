@@ -1,4 +1,4 @@
-"""Passes what the ranks of a worker say of a call to their cancellation, and its answers back to all of them.
+"""Passes a message of one rank to the cancellation of its call, and the answer to all ranks of the worker.
 
 Knows nothing of requests. All of it runs on the event loop's thread.
 """
@@ -12,25 +12,20 @@ from mlserver_torch_stream.torchserve.rank_cancel import Message, RankCancellati
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot
 
 
-class RankMessages:
-    """When a call shall end early, its ranks have ``meet_s`` seconds to come to the same send."""
-
-    def __init__(self, meet_s: float) -> None:
-        self._meet_s = meet_s
-
-    def received(self, slot: WorkerSlot, header: dict[str, Any]) -> None:
-        cancellation = slot.cancellation
-        assert cancellation is not None
-        kind, rank, call = header["t"], header["rank"], header["call"]
-        if kind == "sends":
-            cancellation.ended(rank, call, header["sends"])
-        elif kind == "next":
-            _send(slot, cancellation.next_send(rank, call, header["send"]))
-        elif kind == "meets":
-            _send(slot, cancellation.met(rank, call, header["here"]))
-        elif kind == "asks":
-            _send(slot, cancellation.asked(call, header["at"]))
-            asyncio.get_running_loop().call_later(self._meet_s, _give_up, slot, cancellation, call)
+def pass_rank_message(slot: WorkerSlot, header: dict[str, Any], meet_s: float) -> None:
+    """If a call is to end early, its ranks have ``meet_s`` seconds to come to the same send."""
+    cancellation = slot.cancellation
+    assert cancellation is not None
+    kind, rank, call = header["t"], header["rank"], header["call"]
+    if kind == "sends":
+        cancellation.ended(rank, call, header["sends"])
+    elif kind == "next":
+        _send(slot, cancellation.next_send(rank, call, header["send"]))
+    elif kind == "meets":
+        _send(slot, cancellation.met(rank, call, header["here"]))
+    elif kind == "asks":
+        _send(slot, cancellation.asked(call, header["at"]))
+        asyncio.get_running_loop().call_later(meet_s, _give_up, slot, cancellation, call)
 
 
 def _give_up(slot: WorkerSlot, cancellation: RankCancellation, call: int) -> None:

@@ -12,18 +12,10 @@ from typing import Any
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.archive import manifest_and_yaml, open_archive
-from mlserver_torch_stream.torchserve.archive_settings import (
-    NAME,
-    USUAL_VERSION,
-    model_name,
-    model_settings,
-    model_version,
-)
+from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
 from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-from mlserver_torch_stream.torchserve.unpacking import DEFAULT_BOUNDS
 
 # A parameter of the request -> the model's own key.
 _KEYS = {
@@ -77,17 +69,10 @@ def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults
     where nothing says a number. What else the request says beats the YAML, which beats the defaults.
     """
     try:
-        archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
-        try:
-            name = model_name(archive, asked.name, path.name)
-            version = model_version(archive) or USUAL_VERSION
-            if not NAME.fullmatch(version):
-                raise SettingsError(f"{version!r} is not a version of a model")
-            extra = {**_NO_WORKERS, **defaults.extra(name, version, archive.yaml), **asked.extra}
-            extra |= _workers(archive.yaml, asked.initial_workers)
-            read_config(archive.yaml, extra)
-        finally:
-            archive.close()
+        name, version, yaml = read_named(path, asked.name)
+        extra = {**_NO_WORKERS, **defaults.extra(name, version, yaml), **asked.extra}
+        extra |= _workers(yaml, asked.initial_workers)
+        read_config(yaml, extra)
     except SettingsError as error:
         raise bad_request(str(error)) from None
     except LoadFailed as error:

@@ -29,7 +29,7 @@ _FIXED = {
     "MLSERVER_DEBUG": "false",
     "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",  # for keys and TLS
 }
-_UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # what comes from no key, or takes the variable into account
+_UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # set by no key, or computed from the variable itself
 _PASSED_ON = {
     "decode_input_request": "TS_DECODE_INPUT_REQUEST",
     "ts_header_key_sequence_id": "TS_REQUEST_SEQUENCE_ID",
@@ -140,7 +140,7 @@ def _cors(properties: Mapping[str, str]) -> dict[str, str]:
 
 
 def _visible(most: int, gpus: Callable[[], int], environ: Mapping[str, str]) -> dict[str, str]:
-    """The first GPUs of those that are visible; none where the server is to use none."""
+    """The first ``most`` of the visible GPUs; no variable where no more are visible."""
     given = environ.get(_VISIBLE)
     visible = given.split(",") if given is not None else [str(number) for number in range(gpus())]
     return {_VISIBLE: ",".join(visible[:most])} if len(visible) > most else {}

@@ -69,8 +69,7 @@ class StoreFiles:
         return path.absolute()
 
     def _download(self, url: str, folder: Path) -> Path:
-        if not self._is_allowed(url):
-            raise self._not_allowed(url)
+        self.check(url)
         name = _file_name(url)
         if not name.endswith(_ARCHIVES) or name.startswith("."):
             raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(_ARCHIVES)} file")
@@ -107,12 +106,9 @@ class StoreFiles:
                     raise OSError("no room on disk")
                 file.write(chunk)
 
-    def _is_allowed(self, url: str) -> bool:
-        return any(pattern.fullmatch(url) for pattern in self._allowed)
-
     def check(self, url: str) -> None:
-        """Raises ManagementRefusal."""
-        if not is_remote(url) or not self._is_allowed(url):
+        """Raises ManagementRefusal unless the settings allow a download from the URL."""
+        if not is_remote(url) or not any(pattern.fullmatch(url) for pattern in self._allowed):
             raise self._not_allowed(url)
 
     def _not_allowed(self, url: str) -> ManagementRefusal:

@@ -19,7 +19,8 @@ from mlserver_torch_stream.free_port import free_port
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
-from mlserver_torch_stream.torchserve.worker_process import WorkerEnded, WorkerOrder, WorkerProcess
+from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
+from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
@@ -41,12 +42,12 @@ class WorkerSlot:
         self.starting: asyncio.Future[None] | None = None  # done when all ranks are ready, or the start has failed
         self.ranks_starting = 0  # ranks that are not ready yet
         self.ready = False
-        self.leaving = False  # it finishes its requests and sequences, and takes no others
+        self.leaving = False  # it finishes its requests and sequences, and takes no new ones
         self.removed = False  # it is being ended for good
         self.lost = True  # it has no process
         self.gone = asyncio.Event()  # set when a removed worker has ended
         self.active: dict[str, HandlerJob] = {}
-        self.batches: deque[list[HandlerJob]] = deque()  # the one that it runs, and those that were sent ahead
+        self.batches: deque[list[HandlerJob]] = deque()  # the batch that it runs, and the batches that were sent ahead
         self.batch_s: float | None = None  # how long its latest batch took
         self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
         self.idle_since = 0.0
@@ -114,13 +115,13 @@ class WorkerSupervisor:
 
     @property
     def staying(self) -> list[WorkerSlot]:
-        """The workers that are there to stay, also those that are not ready."""
+        """The workers that are not being scaled away, also workers that are not ready."""
         return [slot for slot in self.slots if not slot.leaving and not slot.removed]
 
     async def add(self, count: int) -> None:
-        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the others stay.
+        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the other ones stay.
 
-        WorkerRemoved is raised where nothing worse has happened.
+        WorkerRemoved is raised if no worker has failed for another reason.
         """
         added = [self._new_slot() for _ in range(count)]
         results = await asyncio.gather(*map(self._start, added), return_exceptions=True)
@@ -183,7 +184,7 @@ class WorkerSupervisor:
         slot.cancellation = RankCancellation(self._config.ranks) if self._config.stops == "together" else None
         receive, lose = partial(self._received, slot, slot.starts), partial(self._lost, slot, slot.starts)
         try:
-            slot.worker = WorkerProcess(name, self._order(slot.number), self._post, receive, lose)
+            slot.worker = WorkerProcess(name, self._order(slot.number), receive, lose)
             if self.ended:  # ``end`` may have been called in another thread meanwhile
                 slot.worker.kill()
             await asyncio.wait_for(slot.starting, self._config.startupTimeout)
@@ -222,7 +223,7 @@ class WorkerSupervisor:
         self.trouble = None
         self._listener.became_ready(slot)
 
-    def _lost(self, slot: WorkerSlot, start: int, ended: WorkerEnded) -> None:
+    def _lost(self, slot: WorkerSlot, start: int, why: str) -> None:
         if start != slot.starts:
             return
         slot.lost = True
@@ -230,13 +231,13 @@ class WorkerSupervisor:
             self._drop(slot)
         if self.ended:
             slot.gone.set()
-        if slot.fail_start(f"{ended} before it was ready") or not slot.ready or self.ended:
+        if slot.fail_start(f"{why} before it was ready") or not slot.ready or self.ended:
             return
-        logger.error("%s", ended)
+        logger.error("%s", why)
         slot.ready = False
         if slot.has_answered or time.monotonic() - slot.ready_at > _STABLE_S:
             slot.delay_s = _FIRST_DELAY_S
-        self._listener.lost(slot, str(ended))
+        self._listener.lost(slot, why)
         if slot.leaving:
             self.remove(slot)
             return
@@ -264,13 +265,6 @@ class WorkerSupervisor:
             else:
                 logger.info("Model %s: worker %d is ready again", self._name, slot.number)
                 return
-
-    def _post(self, callback: Callable[..., None], *args: Any) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop is closed
-            return False
-        return True
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:

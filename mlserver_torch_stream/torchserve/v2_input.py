@@ -32,7 +32,7 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
     if not payload.inputs:
         raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
     parts = [_whole(payload)] if _is_for_envelope(payload, envelope) else _parts(payload)
-    return _request(request_id, parts, _transport_headers(payload), parameters, config)
+    return read_parts(parts, _transport_headers(payload), request_id, config, parameters)
 
 
 def read_body(
@@ -50,29 +50,8 @@ def read_parts(
     config: HandlerConfig,
     parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> HandlerRequest:
-    """Makes a request of the handler's own fields. Everything else that it says is in the headers and V2 parameters."""
-    return _request(request_id, parts, headers, parameters, config)
-
-
-def is_v2(body: Mapping[str, Any]) -> bool:
-    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
-    inputs = body.get("inputs")
-    return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
-
-
-def _is_for_envelope(payload: Any, envelope: str) -> bool:
-    """True if KServe's envelope reads the whole request; under ``kserve`` the tensor ``body`` may hold V1's JSON."""
-    return envelope == "kservev2" or (envelope == "kserve" and {each.name for each in payload.inputs} != {"body"})
-
-
-def _request(
-    request_id: str,
-    parts: list[RequestPart],
-    transport: Mapping[str, str],
-    parameters: Mapping[str, Any],
-    config: HandlerConfig,
-) -> HandlerRequest:
-    headers = {str(name).lower(): str(text) for name, text in transport.items()}
+    """Makes a request of the handler's own fields. ``headers`` and V2's ``parameters`` say everything else."""
+    headers = {str(name).lower(): str(text) for name, text in headers.items()}
     sequence_id = _sequence(parameters, headers, config)
     unnamed = _NO_HEADERS | set(SEQUENCE_PARAMETERS)
     own = {name: _header_text(value) for name, value in parameters.items() if name not in unnamed}
@@ -84,6 +63,17 @@ def _request(
         bool(parameters.get("sequence_end")),
         _timeout(parameters.get("timeout"), config),
     )
+
+
+def is_v2(body: Mapping[str, Any]) -> bool:
+    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
+    inputs = body.get("inputs")
+    return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
+
+
+def _is_for_envelope(payload: Any, envelope: str) -> bool:
+    """True if KServe's envelope reads the whole request; under ``kserve`` the tensor ``body`` may hold V1's JSON."""
+    return envelope == "kservev2" or (envelope == "kserve" and {each.name for each in payload.inputs} != {"body"})
 
 
 def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: HandlerConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Queues the requests to a loaded model, sends them to its workers in batches, and delivers the pieces of replies.
+"""Takes the requests to a loaded model, and delivers the pieces of the replies that its workers send.
 
 Knows nothing of how requests are spelled. All of it runs on the event loop's thread, except ``shutdown``.
 """
@@ -7,32 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
+from mlserver_torch_stream.torchserve.batch_dispatch import BatchDispatcher
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.frames import MOST_BYTES, split
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
-from mlserver_torch_stream.torchserve.rank_messages import RankMessages
+from mlserver_torch_stream.torchserve.rank_messages import pass_rank_message
 from mlserver_torch_stream.torchserve.response_timeout import ResponseTimeout
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
-from mlserver_torch_stream.torchserve.worker_process import WorkerOrder, WorkerProcess, batch_message
+from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
+from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 
 _SEQUENCE_END = "ts_request_sequence_end"
-# Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
-# it will have run within so many seconds, by the time of its latest batch.
-_AHEAD_S, _MOST_AHEAD = 0.005, 16
 
 
 class WorkerPool:
     """``start`` is called once, on the loop; ``shutdown`` from any thread. ``close`` removes the workers' files.
 
-    ``most_bytes`` bounds the message of one batch. When a call shall end early, its ranks have ``meet_s`` seconds to
+    ``most_bytes`` bounds the message of one batch. If a call is to end early, its ranks have ``meet_s`` seconds to
     come to the same send.
     """
 
@@ -53,12 +52,12 @@ class WorkerPool:
         self._queue = BatchQueue(config, most_bytes)
         self.jobs: dict[str, HandlerJob] = {}
         self.supervisor = WorkerSupervisor(name, config, order, self)
-        self.scaling = WorkerScaling(config, self.supervisor, self._queue, self._is_free, self.unavailable)
-        self._ranks = RankMessages(min(meet_s, config.responseTimeout / 2))
-        self._timeout = ResponseTimeout(config, self.supervisor, self.cancel)
+        timeout = ResponseTimeout(config, self.supervisor, self.cancel)
+        self._dispatcher = BatchDispatcher(config, self._queue, self.supervisor, metrics, timeout.watch)
+        self.scaling = WorkerScaling(config, self.supervisor, self._queue, self._dispatcher.is_free, self.unavailable)
+        self._meet_s = min(meet_s, config.responseTimeout / 2)
         self._loop = asyncio.get_running_loop()
         self._refusing: str | None = None
-        self._timers: dict[int, asyncio.TimerHandle] = {}
 
     async def start(self) -> None:
         """Raises LoadFailed."""
@@ -107,7 +106,7 @@ class WorkerPool:
             raise NotServing(refusal)
         if not self.scaling.most and not self._queue.is_open(request.sequence_id):
             raise NotServing(NO_WORKER)
-        if self.config.useJobTicket and not any(map(self._has_place, self.supervisor.ready)):
+        if self.config.useJobTicket and not any(map(self._dispatcher.has_room, self.supervisor.ready)):
             self.scaling.refused_for_room()
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
@@ -117,7 +116,7 @@ class WorkerPool:
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
         if not more:
-            self._dispatch_due()
+            self._dispatcher.dispatch_due()
             self.scaling.requests_wait()
         return job
 
@@ -156,79 +155,11 @@ class WorkerPool:
         if job.deadline is not None:
             job.deadline.cancel()
 
-    # --- batches ---
-
-    def _dispatch_due(self) -> None:
-        """Sends a batch to every worker that has room and whose next batch is due."""
-        now = time.monotonic()
-        for slot in sorted(self.supervisor.ready, key=lambda each: len(each.active)):
-            while self._room(slot) > 0:
-                due = self._queue.due(slot.number, slot.idle_since, now)
-                if due is None:
-                    break
-                if due > now and not self._joinable:
-                    self._dispatch_in(slot.number, due - now)
-                    break
-                self._dispatch(slot, now, self._room(slot))
-            while 0 < len(slot.batches) <= self._most_ahead(slot) and self._queue.is_full(slot.number):
-                self._queue.ahead += self._dispatch(slot, now, self.config.batchSize)
-
-    def _dispatch_in(self, number: int, delay: float) -> None:
-        timer = self._timers.pop(number, None)
-        if timer is not None:
-            timer.cancel()
-        self._timers[number] = self._loop.call_later(delay, self._dispatch_due)
-
-    @property
-    def _joinable(self) -> bool:
-        """True if requests are sent to a worker that runs others."""
-        return self.config.continuousBatching or self.config.asyncCommunication
-
-    def _room(self, slot: WorkerSlot) -> int:
-        if self.config.asyncCommunication:
-            return self.config.queue_size - len(slot.active)
-        if self.config.continuousBatching:
-            return self.config.batchSize - len(slot.active)
-        return 0 if slot.active else self.config.batchSize
-
-    def _most_ahead(self, slot: WorkerSlot) -> int:
-        """None where another worker may take the batch earlier, or where a request whose client leaves would be run."""
-        alone = self.scaling.most == len(self.supervisor.slots) == 1 and self.config.stops == "alone"
-        if not slot.batches or not slot.batch_s or not alone or self.config.useJobTicket:
-            return 0
-        return min(_MOST_AHEAD, int(_AHEAD_S / slot.batch_s))
-
-    def _has_place(self, slot: WorkerSlot) -> bool:
-        return not slot.leaving and self._room(slot) > 0
-
-    def _is_free(self, slot: WorkerSlot) -> bool:
-        due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
-        return due is not None and self._room(slot) > 0
-
-    def _dispatch(self, slot: WorkerSlot, now: float, room: int) -> int:
-        """Sends a batch to a worker. Returns the number of its requests."""
-        batch = self._queue.take(slot.number, room)
-        if not slot.active:
-            slot.active_at = now
-            self._timeout.watch(slot)
-        if not slot.batches:
-            _begin(batch, now)
-        if not self._joinable:
-            slot.batches.append(batch)
-        for job in batch:
-            job.alone |= len(batch) == 1 or self._joinable
-            slot.active[job.key] = job
-        self.metrics.batches += 1
-        self.metrics.batched_requests += len(batch)
-        assert slot.worker is not None
-        slot.worker.send(*batch_message(batch), all_ranks=self.config.broadcasts)
-        return len(batch)
-
     # --- called by the supervisor ---
 
     def became_ready(self, slot: WorkerSlot) -> None:
         self.metrics.worker_restarts = self.supervisor.restarts
-        self._dispatch_due()
+        self._dispatcher.dispatch_due()
         if not slot.active:
             self.scaling.became_idle(slot)
 
@@ -241,10 +172,10 @@ class WorkerPool:
         elif kind == "metric":
             self.metrics.record(header["name"], header["type"], header["value"], header["labels"])
         else:
-            self._ranks.received(slot, header)
+            pass_rank_message(slot, header, self._meet_s)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the requests that the worker has begun, and those of the sequences whose state it held."""
+        """Fails the requests that the worker has begun, and all requests of the sequences whose state it held."""
         for job in reversed(slot.ahead):
             self._queue.ahead -= 1
             del slot.active[job.key]
@@ -258,7 +189,7 @@ class WorkerPool:
         slot.batch_s = None
         for job in lost:
             self._end(job, HandlerFailed(f"the handler's {why}"))
-        self._dispatch_due()
+        self._dispatcher.dispatch_due()
 
     def unavailable(self, why: str) -> None:
         for job in self._queue.clear():
@@ -282,19 +213,9 @@ class WorkerPool:
         if ended := header.get("ended"):
             for key in ended:
                 self._ended(slot, key, key in header["skipped"])
-            self._next_batch(slot, header["took"])
-
-    def _next_batch(self, slot: WorkerSlot, took: float) -> None:
-        """The worker has ended requests, after so many seconds of its handler; 0: the handler got none of them."""
-        if slot.batches:
-            slot.batches.popleft()
-            slot.batch_s = took or slot.batch_s
-        if slot.batches:
-            self._queue.ahead -= len(slot.batches[0])
-            _begin(slot.batches[0], time.monotonic())
-        self._dispatch_due()
-        if not slot.active:
-            self.scaling.became_idle(slot)
+            self._dispatcher.next_batch(slot, header["took"])
+            if not slot.active:
+                self.scaling.became_idle(slot)
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
@@ -303,7 +224,7 @@ class WorkerPool:
         job.deliver(piece)
         if not job.lags or job.over:
             return
-        if len(slot.begun) == 1 and not self._joinable and slot.worker is not None:
+        if len(slot.begun) == 1 and not self._dispatcher.joins and slot.worker is not None:
             job.drained = partial(self._resume, slot, slot.worker)
             slot.worker.pause()
         else:
@@ -340,9 +261,3 @@ class WorkerPool:
         else:
             self._queue.ended(job, now, job.closes_sequence)
         self._end(job, HandlerFailed("the handler ended without a result"))
-
-
-def _begin(batch: Sequence[HandlerJob], now: float) -> None:
-    for job in batch:
-        job.active_at = now
-        job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s

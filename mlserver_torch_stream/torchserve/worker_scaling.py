@@ -82,7 +82,7 @@ class WorkerScaling:
         now, due = time.monotonic(), self._due(since)
         if due > now:
             self._look_at(due)
-        elif any(map(self._free, self._supervisor.ready)):  # it waits for others of its batch
+        elif any(map(self._free, self._supervisor.ready)):  # the request waits until its batch is due
             self._look_at(now + max(self._up_after_s, _LEAST_PAUSE_S))
         else:
             self._grow()
@@ -120,7 +120,7 @@ class WorkerScaling:
         return [slot for slot in self._supervisor.staying if slot.ready]
 
     def _end_idle(self) -> None:
-        """Ends the workers that are idle for long enough, those with the highest numbers first."""
+        """Ends the workers that are idle for long enough, beginning with the highest number."""
         self._idle_timer = None
         if self._supervisor.ended:
             return

@@ -291,7 +291,7 @@ def test_a_record_that_cannot_be_read_keeps_no_other_batch_from_going_on(tmp_pat
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"nonsense", b"\xff"])
 def test_a_damaged_record_hides_no_other_file_or_batch(tmp_path: Path, damage: bytes) -> None:
-    """Such as one that a file system has lost the content of, with its machine."""
+    """A file system may lose the content of a record when its machine fails."""
 
     async def run() -> None:
         async with Bench(tmp_path, Echo("tiny")) as bench:
@@ -312,7 +312,7 @@ def test_a_damaged_record_hides_no_other_file_or_batch(tmp_path: Path, damage: b
 
 
 def test_a_batch_outlives_a_store_that_cannot_take_its_run_for_a_while(tmp_path: Path) -> None:
-    """Such as a disk that is full or mounted again: nothing is wrong with the batch."""
+    """The disk may be full, or not mounted for a while: nothing is wrong with the batch."""
 
     async def run() -> None:
         models = Echo("tiny")

@@ -260,7 +260,7 @@ def test_an_answer_that_cannot_be_joined_fails_its_object(folder: Path) -> None:
 
 @pytest.mark.parametrize("order", [lambda chunk: chunk, lambda chunk: -chunk])
 def test_what_is_held_is_bounded_however_large_the_object(folder: Path, order: Callable[[int], int]) -> None:
-    """The chunk at the head is the slowest."""
+    """The answer to the first chunk arrives last."""
     (folder / "in" / "c.bin").write_bytes(bytes(200_000))
     metrics, limits = RunMetrics(), PipelineLimits(window_bytes=8000, batches=4, batch_weight=2000)
 

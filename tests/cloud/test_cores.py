@@ -25,7 +25,7 @@ from tests.cloud.jobs import RUN
 def test_a_window_delivers_in_order_and_never_holds_more_than_its_limits(
     data: st.DataObject, limit: int, most: int, weights: list[int]
 ) -> None:
-    """In number and in weight; an item that is heavier than all may weigh is inside alone."""
+    """The limits are a number and a weight. An item that is heavier than the limit is in the window alone."""
     window: Window[int] = Window(limit, most)
     inside: list[int] = []
     delivered: list[int] = []

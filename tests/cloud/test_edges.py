@@ -1,16 +1,18 @@
-"""What is odd but happens: models cancelled, marks before the first byte, folders that are objects, half characters."""
+"""Rare cases: a cancelled model or connection, byte order marks, objects that stand for folders, half characters."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
+from mlserver_torch_stream.cli.posted_pieces import PostForPieces
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
@@ -18,7 +20,7 @@ from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, within
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests import plain_http
 from tests.cloud.azure import azure_server
@@ -199,3 +201,54 @@ def test_a_run_that_is_told_to_stop_just_as_a_store_answers_stops() -> None:
             await task
 
     asyncio.run(run())
+
+
+async def _served() -> tuple[asyncio.Server, list[asyncio.StreamWriter]]:
+    """A server that accepts connections and leaves them open, and their writers."""
+    accepted: list[asyncio.StreamWriter] = []
+    return await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0), accepted
+
+
+def test_a_connection_that_is_made_just_as_its_post_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        server, accepted = await _served()
+        connect, made = asyncio.open_connection, list[asyncio.StreamWriter]()
+
+        async def connect_and_cancel(*address: Any, **options: Any) -> Any:
+            opened = await connect(*address, **options)
+            made.append(opened[1])
+            posting.cancel()
+            return opened
+
+        monkeypatch.setattr(asyncio, "open_connection", connect_and_cancel)
+        post = PostForPieces(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", _SOON_S)
+        posting = asyncio.ensure_future(anext(post.pieces("/", b"", {})))
+        await asyncio.wait({posting})
+        assert posting.cancelled() and made[0].is_closing()
+        for writer in accepted:
+            writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))
+
+
+def test_a_connection_that_is_made_after_its_time_is_over_is_closed() -> None:
+    async def run() -> None:
+        server, accepted = await _served()
+        made: list[asyncio.StreamWriter] = []
+
+        async def connect_too_late() -> Any:
+            opened = await asyncio.open_connection(*server.sockets[0].getsockname())
+            made.append(opened[1])
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return opened
+
+        with pytest.raises(asyncio.TimeoutError):
+            await within(connect_too_late(), 0.5, lambda opened: opened[1].close())
+        assert made[0].is_closing()
+        for writer in accepted:
+            writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))

@@ -1,4 +1,4 @@
-"""Fetching against a server that misbehaves: what can be survived is, byte for byte, and the rest is named."""
+"""Fetching from a server that fails: passing failures change no byte, and other ones are errors that name them."""
 
 from __future__ import annotations
 

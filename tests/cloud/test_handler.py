@@ -74,7 +74,7 @@ def test_each_object_reaches_the_handler_whole_or_in_chunks_in_order(folder: Pat
 
 
 def test_a_batch_of_the_run_is_a_batch_of_the_handler(folder: Path, capfd: Any) -> None:
-    """By number, by bytes, and by the time that its first row waits."""
+    """A batch is bounded by its number of rows, by bytes, and by the time that its first row waits."""
     for key in ("j.json", "t.txt"):
         (folder / "in" / key).unlink()
     run = ("run", "--input", folder / "in", "--handler", write(folder / "h", batchSize=2), *_SHIM)
@@ -129,7 +129,7 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
 def test_killed_in_the_middle_of_an_object_it_goes_on_and_writes_the_same_bytes(
     large: SparseBucket, tmp_path: Path, mode: str, count: int
 ) -> None:
-    """And no worker of the killed command lives on."""
+    """No worker of the killed command lives on, either."""
     handler = write(tmp_path / "h")
     bounds = ("--prefetch-bytes", "4MiB", "--window-bytes", "4MiB", "--chunk-bytes", "1MiB", "--part-rows", "4")
 
@@ -228,7 +228,7 @@ _BAD = [
     (("--concurrency", "2"), "--concurrency: is for requests to a server; give its --url"),
     (("--tensor", "x"), "--tensor: is for a server or an engine, and cannot be combined with --handler"),
     (("--rows", "chunk"), "--rows: chunk needs --chunk-bytes"),
-    (("--chunk-bytes", "1", "--whole-bytes", "2"), "--whole-bytes: bounds objects that are handed on whole"),
+    (("--chunk-bytes", "1", "--whole-bytes", "2"), "--whole-bytes: is for objects that are not split"),
     (("--chunk-bytes", "2GiB"), "--chunk-bytes: a handler takes at most 1072693248 bytes"),
     (("--as", "text"), "--as: is for prompts"),
     (("--chat",), "--chat: is for prompts"),

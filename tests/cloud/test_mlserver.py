@@ -29,7 +29,7 @@ _TALK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, 
 
 
 def _check_calls_schemas_and_reasoning(bodies: list[Any]) -> None:
-    """Of the answers to ``_rows_of_calls``."""
+    """Checks the answers to ``_rows_of_calls``."""
     calls, schema, thought = (body["choices"][0] for body in bodies)
     (call,) = calls["message"]["tool_calls"]
     assert calls["finish_reason"] == "tool_calls" and call["function"]["name"] == "look" and call["id"]

@@ -21,17 +21,16 @@ from tests.cloud.command import cloud, joined, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.scripted_http import Handler, serving
 from tests.server.harness import Model, Server, serve
+from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 
-_TS = "mlserver_torch_stream.TorchServeRuntime"
 _OBJECTS = {"a b.png": bytes(range(256)) * 9, "b.bin": b"pieces" * 200, "empty": b"", "t.txt": b"text \xff"}
 
 
 @pytest.fixture(scope="module")
 def mlserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("count")
-    model = Model("count", str(write(folder / "h")), implementation=_TS, extra={"ts": "shim"}, version="1.0")
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(folder / "models", [model], settings=settings) as running:
+    model = Model("count", str(write(folder / "h")), implementation=TORCHSERVE, extra=SHIM, version="1.0")
+    with serve(folder / "models", [model], settings=SETTINGS) as running:
         yield running
 
 

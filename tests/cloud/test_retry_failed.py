@@ -1,4 +1,4 @@
-"""Rows that failed, tried again: in their places, once each, whoever dies or comes between."""
+"""Failed rows that are tried again: each is replaced once, in its place, also if a worker dies or two work."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_batches_that_are_cancelled_have_not_failed(rows: Path, tmp_path: Path, 
 
 
 def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that_is_left() -> None:
-    """It did, and the interpreter then ended by itself while the thread was in C++, which aborts the process."""
+    """If it did, the interpreter would end while the thread is in C++, which aborts the process."""
     begun, release = threading.Event(), threading.Event()
 
     def load() -> None:

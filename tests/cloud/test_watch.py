@@ -1,4 +1,4 @@
-"""Objects and records as they come: results soon after, once each, and nothing forgotten before it is durable."""
+"""Watching objects and records: each has one result, soon, and its announcement is kept until that is durable."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once
 def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     aws: dict[str, str], bucket: str, queue: str, server: ModelServer, tmp_path: Path, capsys: Any
 ) -> None:
-    """One that may not be read has a result that says so and makes the status 1; one that has gone needs none."""
+    """An object that may not be read has a result with the error, and the status is 1; a deleted one has no result."""
     _put(bucket, {"in/denied.txt": b"secret", "in/gone.txt": b"tidied", "in/good.txt": b"hello"})
     watch = ("watch", "--input", f"s3://{bucket}/in", "--output", tmp_path / "out", "--queue", queue)
     with faulty_server({f"/{bucket}/in/good.txt": b"hello"}) as objects:

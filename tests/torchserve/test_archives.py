@@ -223,7 +223,7 @@ def test_no_archive_at_all(tmp_path: Path) -> None:
 
 
 def _flipped(path: Path) -> str:
-    """Its compressed data is no such thing any more."""
+    """Damages the compressed data of a member."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("hello.py", HELLO * 20)
         start = archive.filelist[0].header_offset + 30 + len("hello.py")
@@ -234,7 +234,7 @@ def _flipped(path: Path) -> str:
 
 
 def _encrypted(path: Path) -> str:
-    """As its flags say."""
+    """Sets the flag of an encrypted member."""
     raw = bytearray(Path(write_mar(path, {"hello.py": HELLO})).read_bytes())
     for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         raw[raw.index(signature) + flags] |= 1

@@ -88,7 +88,7 @@ def _refused(tmp_path: Path, handler: str, which: str, said: str) -> None:
 def test_a_handler_of_torchserves_whose_libraries_are_missing_or_broken_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
-    """The last as torchvision's wheel for GPUs is, beside a torch without them."""
+    """The last case is torchvision's wheel for GPUs beside a torch for CPUs."""
     for handler, module, install in (
         ("trt_llm_handler", "tensorrt_llm", "tensorrt_llm"),
         ("vllm_handler", "vllm", "vllm==0.6"),
@@ -335,7 +335,7 @@ def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path
 
 
 def test_a_worker_that_cannot_be_started_again_makes_the_model_not_ready(tmp_path: Path) -> None:
-    """And is tried again until it can."""
+    """The start is tried again until the worker is ready."""
     source = """
         import os, pathlib
         if pathlib.Path("broken").exists():
@@ -398,7 +398,7 @@ def handle(data, context):
 
 @pytest.mark.parametrize("source", [_DEAF, "IN_INIT = True\n" + _DEAF])
 def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path, source: str) -> None:
-    """Neither one whose messages the server has not read, nor one that has not come to listening."""
+    """Not even a worker whose messages the server has not read, or one that does not read messages yet."""
     uri = write_handler(tmp_path, source)
     with subprocess.Popen([sys.executable, "-c", _SERVER, uri, ""], stdout=subprocess.DEVNULL) as server:
         try:
@@ -442,7 +442,7 @@ def handle(data, context):
 
 
 def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
-    """The second one refuses, and what it has started holds its connection; meanwhile the third one loads."""
+    """The second worker refuses, and a process of it holds its connection while the third worker loads."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:

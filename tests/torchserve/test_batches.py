@@ -1,4 +1,4 @@
-"""Static batches: when they are due, who is in them, and that nobody in them suffers from others."""
+"""Static batches: when they are due, which requests they have, and that a request that fails fails alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_batch_is_no_larger_than_one_message_carries() -> None:
 
 
 def test_what_a_frame_takes_is_not_underestimated() -> None:
-    """Whatever characters the names and headers are made of."""
+    """Names and headers may have any characters."""
     wide = "\U0001f600" * 50
     request = HandlerRequest(wide, [RequestPart(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
     job = HandlerJob(request, wide, 0.0, lambda job: None)
@@ -77,7 +77,7 @@ def test_what_a_frame_takes_is_not_underestimated() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"continuousBatching": True}, {"asyncCommunication": True}])
 def test_more_than_one_message_carries_is_run_in_several_batches(tmp_path: Path, how: dict[str, bool]) -> None:
-    """And one request of such a size is refused. The worker lives on."""
+    """A single request that is larger than a message is refused. The worker lives on."""
     source = f"""
         {"async" if "asyncCommunication" in how else ""} def handle(data, context):
             return None if data is None else [f"{{len(data)}} {{len(row['body'])}}" for row in data]
@@ -100,7 +100,7 @@ def test_more_than_one_message_carries_is_run_in_several_batches(tmp_path: Path,
 def test_all_for_whom_there_is_room_go_to_a_worker_that_comes_back_however_many_messages_it_takes(
     tmp_path: Path,
 ) -> None:
-    """Each of the four ends when all four are there."""
+    """The handler ends the four requests when it has all four."""
     source = """
         import asyncio, os
 
@@ -186,7 +186,7 @@ def test_members_of_a_batch_get_as_many_pieces_as_they_have(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) -> None:
-    """The others go on; the early one does not wait for them."""
+    """The other requests of the batch go on; the one that has ended does not wait for them."""
     source = """
         import pathlib, time
         from ts.handler_utils.utils import send_intermediate_predict_response
@@ -212,8 +212,8 @@ def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) 
     run(scenario())
 
 
-def test_who_makes_a_batch_fail_fails_alone(tmp_path: Path) -> None:
-    """The others are run again alone, and what they have had of their pieces does not come twice."""
+def test_a_request_that_makes_its_batch_fail_fails_alone(tmp_path: Path) -> None:
+    """The other requests are run again alone, and no piece that was delivered is delivered again."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER, {"batchSize": 3, "maxBatchDelay": 10_000})) as pool:
@@ -244,7 +244,7 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
 
 
 def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
-    """Its batch goes on."""
+    """The other requests of its batch go on."""
     source = """
         from ts.handler_utils.utils import send_intermediate_predict_response
 

@@ -92,8 +92,8 @@ def test_no_more_are_in_the_batch_than_its_size(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_who_makes_a_step_fail_fails_alone(tmp_path: Path) -> None:
-    """Whether it has just joined or has run for a while; the others miss nothing."""
+def test_a_request_that_makes_a_step_fail_fails_alone(tmp_path: Path) -> None:
+    """It may have just joined, or have run for a while. The other requests lose no piece."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _STEPS, _config())) as pool:

@@ -21,11 +21,10 @@ from tests import plain_http
 from tests.server.conftest import FOREIGN, with_foreign
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.inference_client import _POOL, PredictionResponse, PredictionsRequest, Stub
+from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 from tests.torchserve.workshop import HELLO, write_handler
 from tests.waiting import wait_until
 
-_TS = "mlserver_torch_stream.TorchServeRuntime"
-_SHIM = {"ts": "shim"}
 _TIMEOUT_S = 60.0
 _FREED_S = 10.0  # ten times what it should take
 _PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE"
@@ -129,14 +128,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     narrow = write_handler(folder / "narrow", _ECHO, {"jobQueueSize": 1})
     models = [
         FOREIGN,
-        Model("hello", write_handler(folder / "hello", HELLO), implementation=_TS, extra=_SHIM, version="1.0"),
-        Model("echo", write_handler(folder / "echo", _ECHO), implementation=_TS, extra=_SHIM),
-        Model("stateful", stateful, implementation=_TS, extra=_SHIM),
-        Model("impatient", impatient, implementation=_TS, extra=_SHIM),
-        Model("narrow", narrow, implementation=_TS, extra=_SHIM),
+        Model("hello", write_handler(folder / "hello", HELLO), implementation=TORCHSERVE, extra=SHIM, version="1.0"),
+        Model("echo", write_handler(folder / "echo", _ECHO), implementation=TORCHSERVE, extra=SHIM),
+        Model("stateful", stateful, implementation=TORCHSERVE, extra=SHIM),
+        Model("impatient", impatient, implementation=TORCHSERVE, extra=SHIM),
+        Model("narrow", narrow, implementation=TORCHSERVE, extra=SHIM),
         Model("tokens", str(tiny_model)),
     ]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False, "grpc_max_message_length": 2 * _LARGE}
+    settings = {**SETTINGS, "grpc_max_message_length": 2 * _LARGE}
     (port,) = free_ports(1)
     environment = {
         **with_foreign(folder),
@@ -515,12 +514,11 @@ def test_our_messages_have_the_fields_that_clients_know() -> None:
 
 @pytest.mark.slow
 def test_at_sigterm_a_stream_in_flight_ends_and_new_requests_are_refused(tmp_path: Path) -> None:
-    models = [Model("echo", write_handler(tmp_path / "echo", _ECHO), implementation=_TS, extra=_SHIM)]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    models = [Model("echo", write_handler(tmp_path / "echo", _ECHO), implementation=TORCHSERVE, extra=SHIM)]
     (port,) = free_ports(1)
     environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "3", _PORT: str(port)}
     with (
-        serve(tmp_path / "models", models, settings=settings, environment=environment) as running,
+        serve(tmp_path / "models", models, settings=SETTINGS, environment=environment) as running,
         grpc.insecure_channel(f"{HOST}:{port}") as channel,
     ):
         stub = Stub(channel)

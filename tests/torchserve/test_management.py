@@ -31,10 +31,10 @@ from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.management_client import SERVICE, management_message
+from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 from tests.waiting import wait_until
 
-_TS = "mlserver_torch_stream.TorchServeRuntime"
 _PREFIX = "MLSERVER_TORCH_STREAM"
 _TOKEN = "a-secret"
 _TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     write_mar(folder / "outside.mar", {"handler.py": _HANDLER}, {"modelName": "outside", "handler": "handler.py"})
     other = {"other.py": HELLO, "handler.py": _HANDLER}
     write_mar(store / "other.mar", other, {"modelName": "other", "handler": "handler.py"})
-    started = Model("started", write_handler(folder / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
+    started = Model("started", write_handler(folder / "started", HELLO), implementation=TORCHSERVE, extra=SHIM)
     port, grpc_port = free_ports(2)
     (folder / "token").write_text(f"{_TOKEN}\n")
     (folder / "without" / "ts").mkdir(parents=True)
@@ -123,8 +123,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
         f"{_PREFIX}_MODEL_STORE": str(store),
         f"{_PREFIX}_ALLOWED_URLS": rf"http://{HOST}:\d+/allowed/.*",
     }
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(folder / "models", [started], settings=settings, environment=environment) as running:
+    with serve(folder / "models", [started], settings=SETTINGS, environment=environment) as running:
         yield Management(running, port, grpc_port, store)
 
 
@@ -507,7 +506,7 @@ def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str, option:
 def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: Path) -> None:
     """A download that stalls."""
     (tmp_path / "store").mkdir()
-    started = Model("started", write_handler(tmp_path / "started", HELLO), implementation=_TS, extra={"ts": "shim"})
+    started = Model("started", write_handler(tmp_path / "started", HELLO), implementation=TORCHSERVE, extra=SHIM)
     (port,) = free_ports(1)
     environment = {
         f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
@@ -515,9 +514,8 @@ def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: 
         f"{_PREFIX}_MODEL_STORE": str(tmp_path / "store"),
         f"{_PREFIX}_ALLOWED_URLS": ".*",
     }
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     with (
-        serve(tmp_path / "models", [started], settings=settings, environment=environment) as running,
+        serve(tmp_path / "models", [started], settings=SETTINGS, environment=environment) as running,
         socket.create_server((HOST, 0)) as silent,
         ThreadPoolExecutor(1) as threads,
     ):

@@ -60,7 +60,7 @@ def test_gloo_ranks_compute_together_and_one_speaks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "reached"), [("pp", "0"), ("tp", "012"), ("pptp", "012"), ("custom", "012")])
-def test_who_gets_a_request_and_what_the_ranks_know(tmp_path: Path, kind: str, reached: str) -> None:
+def test_which_ranks_get_a_request_and_what_the_ranks_know(tmp_path: Path, kind: str, reached: str) -> None:
     config = {"parallelType": kind, "torchrun": {"nproc-per-node": 3, "OMP_NUMBER_THREADS": 2}}
 
     async def scenario() -> None:
@@ -214,21 +214,21 @@ def test_where_ranks_stop_is_the_furthest_send_and_only_if_all_meet_there() -> N
         return {"t": "verdict", "call": call, "stop": stop}
 
     together = RankCancellation(3)
-    assert together.asked(1, at=5) == verdict(1, False)  # nothing is known of them
+    assert together.asked(1, send=5) == verdict(1, False)  # nothing is known of them
     for rank in range(3):
         together.ended(rank, 1, 0)
-    assert together.asked(2, at=5) == verdict(2, False)  # who never sends shows nothing
+    assert together.asked(2, send=5) == verdict(2, False)  # who never sends shows nothing
     for rank in range(3):
         together.ended(rank, 2, 9)
-    assert together.asked(3, at=5) == {"t": "halt", "call": 3}
+    assert together.asked(3, send=5) == {"t": "halt", "call": 3}
     assert together.next_send(2, 3, 7) is None
     assert together.next_send(1, 3, 6) == {"t": "meet", "call": 3, "at": 7}
     assert [together.met(rank, 3, True) for rank in range(3)] == [None, None, verdict(3, True)]
     assert together.too_late(3) is None
-    assert together.asked(4, at=5) == {"t": "halt", "call": 4}
+    assert together.asked(4, send=5) == {"t": "halt", "call": 4}
     assert together.next_send(1, 4, 0) == verdict(4, False)  # has ended the call
     assert together.next_send(2, 4, 6) is None
-    assert together.asked(5, at=1) == {"t": "halt", "call": 5}
+    assert together.asked(5, send=1) == {"t": "halt", "call": 5}
     assert together.too_late(5) == verdict(5, False)
     assert together.met(1, 5, True) is None
-    assert together.asked(6, at=1) == verdict(6, False)  # never again
+    assert together.asked(6, send=1) == verdict(6, False)  # never again

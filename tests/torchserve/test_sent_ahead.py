@@ -1,4 +1,4 @@
-"""Batches that a quick worker gets while it runs another: who waits there, in which order, and what a death costs."""
+"""Batches that a quick worker gets while it runs another: the order of its requests, and what its death costs."""
 
 from __future__ import annotations
 

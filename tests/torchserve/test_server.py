@@ -22,13 +22,12 @@ from mlserver_torch_stream.client import EventParser
 from tests import plain_http
 from tests.server import triton_wire
 from tests.server.harness import HOST, Model, Server, serve
+from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 from tests.torchserve.test_bad_handlers import _WRONG
 from tests.torchserve.test_metrics_config import HANDLER, METRICS
 from tests.torchserve.workshop import COUNTER as _COUNTS
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 
-_TS = "mlserver_torch_stream.TorchServeRuntime"
-_SHIM = {"ts": "shim"}
 _TIMEOUT_S = 60.0
 
 _FACTS = """
@@ -63,18 +62,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("torchserve")
     hello = write_mar(folder / "hello.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
     envelope = {"modelName": "double", "handler": "double.py", "envelope": "kservev2"}
+    double = write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope)
     (folder / "m.yaml").write_text(METRICS)
-    own = {**_SHIM, "metrics_config": str(folder / "m.yaml"), "python": sys.executable}
+    own = {**SHIM, "metrics_config": str(folder / "m.yaml"), "python": sys.executable}
     models = [
-        Model("hello", hello, implementation=_TS, extra=_SHIM, version="1.0"),
-        Model("wrong", write_handler(folder / "wrong", _WRONG), implementation=_TS, extra=_SHIM),
-        Model("facts", write_handler(folder / "facts", _FACTS), implementation=_TS, extra=_SHIM),
-        Model("own", write_handler(folder / "own", HANDLER), implementation=_TS, extra=own),
-        Model("kind", write_handler(folder / "kind", _KIND), implementation=_TS, extra=_SHIM),
-        Model("double", write_mar(folder / "d.mar", {"double.py": _DOUBLE}, envelope), implementation=_TS, extra=_SHIM),
+        Model("hello", hello, implementation=TORCHSERVE, extra=SHIM, version="1.0"),
+        Model("wrong", write_handler(folder / "wrong", _WRONG), implementation=TORCHSERVE, extra=SHIM),
+        Model("facts", write_handler(folder / "facts", _FACTS), implementation=TORCHSERVE, extra=SHIM),
+        Model("own", write_handler(folder / "own", HANDLER), implementation=TORCHSERVE, extra=own),
+        Model("kind", write_handler(folder / "kind", _KIND), implementation=TORCHSERVE, extra=SHIM),
+        Model("double", double, implementation=TORCHSERVE, extra=SHIM),
     ]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(folder / "models", models, settings=settings, triton=True) as running:
+    with serve(folder / "models", models, settings=SETTINGS, triton=True) as running:
         yield running
         workers = psutil.Process(running.process.pid).children(recursive=True)
         assert len(workers) >= len(models)
@@ -418,7 +417,7 @@ def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_ser
     uri = write_mar(tmp_path / "broken.mar", files, {"modelName": "broken", "handler": "broken.py"})
     folder = server.log_path.parent / "models" / tmp_path.name
     folder.mkdir()
-    settings = Model(tmp_path.name, uri, implementation=_TS, extra=_SHIM).settings()
+    settings = Model(tmp_path.name, uri, implementation=TORCHSERVE, extra=SHIM).settings()
     (folder / "model-settings.json").write_text(json.dumps(settings))
     refused = plain_http.post(f"{server.url}/v2/repository/models/{tmp_path.name}/load", timeout=_TIMEOUT_S)
     assert refused.status_code == 500 and said in refused.text
@@ -452,11 +451,10 @@ def _last_event(server: Server, model: str, end: Callable[[], object]) -> dict[s
 @pytest.mark.slow
 def test_at_unload_and_at_sigterm_a_stream_in_flight_is_told_why_it_ends_and_no_worker_is_left(tmp_path: Path) -> None:
     uri = write_mar(tmp_path / "facts.mar", {"facts.py": _FACTS}, {"modelName": "facts", "handler": "facts.py"})
-    models = [Model(name, uri, implementation=_TS, extra=_SHIM) for name in ("facts", "other")]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+    models = [Model(name, uri, implementation=TORCHSERVE, extra=SHIM) for name in ("facts", "other")]
     (tmp_path / "unpacked").mkdir()
     environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5", "TMPDIR": str(tmp_path / "unpacked")}
-    with serve(tmp_path / "models", models, settings=settings, environment=environment) as running:
+    with serve(tmp_path / "models", models, settings=SETTINGS, environment=environment) as running:
         workers = psutil.Process(running.process.pid).children(recursive=True)
         unload = f"{running.url}/v2/repository/models/other/unload"
         last = _last_event(running, "other", lambda: plain_http.post(unload, timeout=_TIMEOUT_S).raise_for_status())
@@ -472,9 +470,8 @@ def test_at_unload_and_at_sigterm_a_stream_in_flight_is_told_why_it_ends_and_no_
 
 @pytest.mark.slow
 def test_a_reload_under_a_stream_lets_it_finish_and_ends_the_old_workers(tmp_path: Path) -> None:
-    models = [Model("wrong", write_handler(tmp_path / "wrong", _COUNTS), implementation=_TS, extra=_SHIM)]
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-    with serve(tmp_path / "models", models, settings=settings) as running:
+    models = [Model("wrong", write_handler(tmp_path / "wrong", _COUNTS), implementation=TORCHSERVE, extra=SHIM)]
+    with serve(tmp_path / "models", models, settings=SETTINGS) as running:
         old = psutil.Process(running.process.pid).children(recursive=True)
         url = f"{running.url}/v2/models/wrong/infer_stream"
         received = b""
@@ -495,12 +492,11 @@ def test_a_reload_under_a_stream_lets_it_finish_and_ends_the_old_workers(tmp_pat
 def test_what_a_server_that_was_killed_has_unpacked_goes_when_it_starts_again(tmp_path: Path) -> None:
     uri = write_mar(tmp_path / "hello.mar", {"hello.py": HELLO}, {"modelName": "hello", "handler": "hello.py"})
     (tmp_path / "unpacked").mkdir()
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
     seen: list[set[Path]] = []
     for number in range(2):
-        models = [Model("hello", uri, implementation=_TS, extra=_SHIM)]
+        models = [Model("hello", uri, implementation=TORCHSERVE, extra=SHIM)]
         environment = {"TMPDIR": str(tmp_path / "unpacked")}
-        with serve(tmp_path / f"models{number}", models, settings=settings, environment=environment) as running:
+        with serve(tmp_path / f"models{number}", models, settings=SETTINGS, environment=environment) as running:
             seen.append(set((tmp_path / "unpacked").glob("*mar*")))
             assert _post(running, "hello/infer", _body("x")).status_code == 200
             running.process.kill()

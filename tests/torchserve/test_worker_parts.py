@@ -56,7 +56,6 @@ class _Call:
         return found
 
     def close(self) -> None:
-        self.reader.close()
         self._near.close()
         self._far.close()
 
@@ -262,7 +261,8 @@ def _signatures(which: str) -> dict[str, list[str]]:
     program = f"""
 import importlib, inspect, json
 from mlserver_torch_stream.torchserve.worker.handler import provide_ts
-assert provide_ts({which!r}) is ({which!r} == "package")
+provide_ts({which!r})
+assert ("shim" in importlib.import_module("ts").__file__) == ({which!r} == "shim")
 names = {{
     "ts.handler_utils.utils": ["send_intermediate_predict_response", "import_class"],
     "ts.protocol.otf_message_handler": ["send_intermediate_predict_response", "create_predict_response"],

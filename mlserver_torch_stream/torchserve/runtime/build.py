@@ -26,7 +26,7 @@ from mlserver_torch_stream.torchserve.requirements import install_requirements
 from mlserver_torch_stream.torchserve.supervisor import rank_environments
 from mlserver_torch_stream.torchserve.unpacking import take_bounds
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
-from mlserver_torch_stream.torchserve.worker_process import WorkerOrder
+from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings, read_worker_settings
 
 logger = logging.getLogger("mlserver_torch_stream.torchserve")

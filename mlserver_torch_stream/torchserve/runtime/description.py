@@ -20,7 +20,7 @@ def describe_pool(built: BuiltPool) -> dict[str, Any]:
     pool = built.engine
     config = pool.config
     waiting = pool.gauges()["waiting_requests"]
-    described: dict[str, Any] = {
+    return {
         "runtime": str(built.archive.manifest.get("runtime", "python")),
         "minWorkers": pool.scaling.least,
         "maxWorkers": pool.scaling.most,
@@ -47,7 +47,6 @@ def describe_pool(built: BuiltPool) -> dict[str, Any]:
             "pendingRequests": waiting,
         },
     }
-    return described
 
 
 def _worker(slot: WorkerSlot, gpu: bool) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _worker(slot: WorkerSlot, gpu: bool) -> dict[str, Any]:
 
 
 def _tree(pid: int) -> Iterator[int]:
-    """The process and all below it."""
+    """The process and its descendants."""
     yield pid
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -46,10 +46,10 @@ class StopAlone(NeverStop):
 class StopTogether(NeverStop):
     """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others for ever.
 
-    The first rank asks, once in a call, and waits. The others report their next send, and wait at it until they know
-    where to meet: at the furthest of the reported sends, which every rank can reach without the others. When all ranks
-    have met there, the call ends. A call that has started a thread does not end early, because the thread might
-    interfere with the next call.
+    The first rank asks, once in a call, and waits. The other ranks report their next send, and wait at it until they
+    know where to meet: at the furthest of the reported sends, which every rank can reach without the other ranks. When
+    all ranks have met there, the call ends. A call that has started a thread does not end early, because the thread
+    might interfere with the next call.
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -51,14 +51,13 @@ class Handler:
     initialize: Callable[[Any], Any]
 
 
-def provide_ts(which: str) -> bool:
-    """Makes ``import ts`` work: torchserve's package if it is installed (returns True), else the shim."""
+def provide_ts(which: str) -> None:
+    """Makes ``import ts`` work: with torchserve's package if it is installed, else with the shim."""
     installed = which != "shim" and _installed()
     if which == "package" and not installed:
         raise HandlerRefused(f"torchserve is not installed: install {_PACKAGE}")
     if not installed:
         sys.path.insert(0, str(_SHIM))
-    return installed
 
 
 def _installed() -> bool:

@@ -56,7 +56,7 @@ class HandlerHost:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
         try:
-            self._package = handlers.provide_ts(order["ts"])
+            handlers.provide_ts(order["ts"])
             handlers.enter(order["folder"])
             self._found = handlers.find_handler(
                 order["handler"], order["folder"], order["envelope"], order["mode"] == "async"
@@ -104,7 +104,7 @@ class HandlerHost:
 
             assert self._loop is not None
             self._tasks = Tasks(entry, context, channel, self._loop)
-        channel.send("ready", package=self._package)
+        channel.send("ready")
         if self._loop is not None:
             self._loop.run_forever()
         elif mode == "continuous":

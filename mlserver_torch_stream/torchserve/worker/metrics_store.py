@@ -26,9 +26,8 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         self._channel = channel
         super().__init__(config_file_path="")
         self.initialize_cache()
-        self.set_request_ids(
-            model_name
-        )  # while the handler loads: TorchServe takes a metric without ids for one of errors
+        # For metrics while the handler loads: TorchServe takes a metric without ids for one of errors.
+        self.set_request_ids(model_name)
         self.model_name = model_name
 
     def _parse_yaml_file(self, config_file_path: str) -> None:
@@ -50,7 +49,6 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         self._channel.send(
             "metric",
             name=metric.metric_name,
-            unit=metric.unit,
             type=metric.metric_type.value,
             value=number,
             labels=dict(zip(names, values.groups())) if values else {},

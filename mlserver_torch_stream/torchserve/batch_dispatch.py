@@ -1,0 +1,118 @@
+"""Sends the requests that wait to a model's workers, in batches: each batch when it is due, to a worker that has room.
+
+Knows nothing of replies. All of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
+from mlserver_torch_stream.torchserve.config import HandlerConfig
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.torchserve.handler_request import HandlerJob
+from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
+from mlserver_torch_stream.torchserve.worker_process import batch_message
+
+# Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
+# it will have run within so many seconds, by the time of its latest batch.
+_AHEAD_S, _MOST_AHEAD = 0.005, 16
+
+
+class BatchDispatcher:
+    """``joins``: requests join those that a worker runs. ``watch`` is called when an idle worker gets a batch."""
+
+    def __init__(
+        self,
+        config: HandlerConfig,
+        queue: BatchQueue,
+        supervisor: WorkerSupervisor,
+        metrics: HandlerMetrics,
+        watch: Callable[[WorkerSlot], None],
+    ) -> None:
+        self.joins = config.continuousBatching or config.asyncCommunication
+        self._config = config
+        self._queue = queue
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def dispatch_due(self) -> None:
+        """Sends a batch to every worker that has room and whose next batch is due."""
+        now, next_due = time.monotonic(), math.inf
+        for slot in sorted(self._supervisor.ready, key=lambda each: len(each.active)):
+            while self._room(slot) > 0:
+                due = self._queue.due(slot.number, slot.idle_since, now)
+                if due is None:
+                    break
+                if due > now and not self.joins:
+                    next_due = min(next_due, due)
+                    break
+                self._dispatch(slot, now, self._room(slot))
+            while 0 < len(slot.batches) <= self._most_ahead(slot) and self._queue.is_full(slot.number):
+                self._queue.ahead += self._dispatch(slot, now, self._config.batchSize)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(next_due - now, self.dispatch_due) if next_due < math.inf else None
+
+    def next_batch(self, slot: WorkerSlot, took: float) -> None:
+        """The worker has ended a batch, after ``took`` seconds of its handler; 0: the handler got no request of it."""
+        if slot.batches:
+            slot.batches.popleft()
+            slot.batch_s = took or slot.batch_s
+        if slot.batches:
+            self._queue.ahead -= len(slot.batches[0])
+            _begin(slot.batches[0], time.monotonic())
+        self.dispatch_due()
+
+    def has_room(self, slot: WorkerSlot) -> bool:
+        return not slot.leaving and self._room(slot) > 0
+
+    def is_free(self, slot: WorkerSlot) -> bool:
+        """Whether the worker may take a request that waits."""
+        due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
+        return due is not None and self._room(slot) > 0
+
+    def _room(self, slot: WorkerSlot) -> int:
+        if self._config.asyncCommunication:
+            return self._config.queue_size - len(slot.active)
+        if self._config.continuousBatching:
+            return self._config.batchSize - len(slot.active)
+        return 0 if slot.active else self._config.batchSize
+
+    def _most_ahead(self, slot: WorkerSlot) -> int:
+        """0 where another worker may take the batch earlier, or where a request whose client leaves would be run."""
+        alone = self._queue.most_workers == len(self._supervisor.slots) == 1 and self._config.stops == "alone"
+        if not slot.batches or not slot.batch_s or not alone or self._config.useJobTicket:
+            return 0
+        return min(_MOST_AHEAD, int(_AHEAD_S / slot.batch_s))
+
+    def _dispatch(self, slot: WorkerSlot, now: float, room: int) -> int:
+        """Sends a batch to a worker. Returns the number of its requests."""
+        batch = self._queue.take(slot.number, room)
+        if not slot.active:
+            slot.active_at = now
+            self._watch(slot)
+        if not slot.batches:
+            _begin(batch, now)
+        if not self.joins:
+            slot.batches.append(batch)
+        for job in batch:
+            job.alone |= len(batch) == 1 or self.joins
+            slot.active[job.key] = job
+        self._metrics.batches += 1
+        self._metrics.batched_requests += len(batch)
+        assert slot.worker is not None
+        slot.worker.send(*batch_message(batch), all_ranks=self._config.broadcasts)
+        return len(batch)
+
+
+def _begin(batch: Sequence[HandlerJob], now: float) -> None:
+    for job in batch:
+        job.active_at = now
+        job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
