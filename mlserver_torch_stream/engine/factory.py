@@ -91,7 +91,7 @@ def build_engine(
 
 
 def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
-    """Frees what engines leave after their shutdown: modules in cycles, and the blocks of CUDA's allocators."""
+    """Frees what loads and engines leave after their end: modules in cycles, free blocks of the heap and of CUDA."""
     gc.collect()
     if torch.cuda.is_initialized():
         with resources.capture_lock:
@@ -125,6 +125,7 @@ def _run(
     files = locate_packed(resolved) or locate(resolved)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
+    trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: prepare(files, resolved, threads, resources))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
