@@ -43,7 +43,6 @@ class TorchStreamRuntime(BaseRuntime):
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
         REQUEST_METRICS.of(self.name, self.version)  # every metric of the model is exported from now on, at 0
-        await _reclaim_memory()  # of the load, whose thread has ended: it held buffers of MKL
         logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")
         warning = warning_of_name(self.name)
         if warning is not None:
@@ -53,9 +52,11 @@ class TorchStreamRuntime(BaseRuntime):
     async def unload(self) -> bool:
         built = await self._slot.unload()
         if built is not None:
+            from mlserver_torch_stream.engine.factory import reclaim_memory
+
             ENGINE_METRICS.remove(self.name, self.version, built.engine.stats)
             del built
-            await _reclaim_memory()
+            await in_thread(reclaim_memory)
         return True
 
     def generator(self, endpoint: EndpointKind) -> Generator:
@@ -66,9 +67,3 @@ class TorchStreamRuntime(BaseRuntime):
 
     def opener(self, endpoint: EndpointKind) -> TokenOpener:
         return TokenOpener(self.generator(endpoint), self.name, self.version)
-
-
-async def _reclaim_memory() -> None:
-    from mlserver_torch_stream.engine.factory import reclaim_memory
-
-    await in_thread(reclaim_memory)
