@@ -7,7 +7,7 @@ MB for 49,000 tokens; here it calls the model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,15 +24,20 @@ class TokenVocabulary:
         self._backend = tokenizer.backend_tokenizer
         size = self._backend.get_vocab_size(with_added_tokens=True)
         self.tokens: Sequence[bytes] = [token_bytes.of(token_id) for token_id in range(size)]
-        self.special_token_ids = [
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        ]
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = [token_id for token_id, token in added if _is_special(token)]
         self.eos_token_id = tokenizer.eos_token_id
         self.bos_token_id = tokenizer.bos_token_id
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+
+def _is_special(token: Any) -> bool:
+    """Whether text cannot contain it for llguidance: a ``</think>`` cannot, whether or not it is marked as special."""
+    content = str(token.content)
+    return bool(token.special) or (content.startswith("<") and content.endswith(">"))
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
