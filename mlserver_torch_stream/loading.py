@@ -5,15 +5,13 @@ Knows nothing of servers. ``build`` imports torch and blocks, so it is called in
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import importlib
 import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.protocol.parameters import check_defaults
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from mlserver import ModelSettings
 
     from mlserver_torch_stream.engine.factory import BuiltEngine
-
-T = TypeVar("T")
 
 # Several threads may load models at the same time: one imports, with the process's collector off, and the others wait.
 _importing = threading.Lock()
@@ -42,7 +38,7 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
     build_engine, reclaim_memory = _engine_builder()
-    built = _in_thread_that_ends(lambda: build_engine(resolved, owner, on_death))
+    built = build_engine(resolved, owner, on_death)
     reclaim_memory()
     try:
         check_defaults(built.engine.info)
@@ -51,23 +47,6 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
             built.shutdown()
         raise SettingsError(f"{error.message} (from parameters.extra or the model's generation config)") from None
     return built
-
-
-def _in_thread_that_ends(work: Callable[[], T]) -> T:
-    """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends."""
-    done: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            done.set_result(context.run(work))
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name=f"{threading.current_thread().name}: load", daemon=True)
-    thread.start()
-    thread.join()
-    return done.result()
 
 
 def _engine_builder() -> tuple[Callable[..., BuiltEngine], Callable[[], None]]:
