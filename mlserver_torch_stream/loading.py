@@ -37,7 +37,9 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    built = _engine_builder()(resolved, owner, on_death)
+    build_engine, reclaim_memory = _engine_builder()
+    built = build_engine(resolved, owner, on_death)
+    reclaim_memory()
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -47,7 +49,7 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
     return built
 
 
-def _engine_builder() -> Callable[..., BuiltEngine]:
+def _engine_builder() -> tuple[Callable[..., BuiltEngine], Callable[[], None]]:
     """Imports torch and transformers, the first time, and freezes their objects in the garbage collector.
 
     Their half a million objects are never freed. Walking them delayed every stream by 0.3 s about once in a thousand
@@ -64,6 +66,6 @@ def _engine_builder() -> Callable[..., BuiltEngine]:
                     gc.enable()
             gc.collect()
             gc.freeze()
-    from mlserver_torch_stream.engine.factory import build_engine
+    from mlserver_torch_stream.engine.factory import build_engine, reclaim_memory
 
-    return build_engine
+    return build_engine, reclaim_memory

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
+from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
 from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows

@@ -11,7 +11,6 @@ import math
 import re
 from collections import OrderedDict
 from concurrent.futures import Future
-from copy import copy
 from fractions import Fraction
 from importlib.util import find_spec
 from threading import Lock
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, lower_priority
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
+from mlserver_torch_stream.engine.constraints.token_vocabulary import read_vocabulary
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
@@ -154,17 +154,15 @@ class ConstraintCompiler:
 def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
     if find_spec("llguidance") is None:
         return _INSTALL
-    from llguidance import LLTokenizer
-
     if not tokenizer.is_fast:
         return "is not possible with this model, whose tokenizer is not a fast one"
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()  # as transformers does at the tokenizer's first use
     backend.no_truncation()
     if max(tokenizer.get_vocab().values()) >= backend.get_vocab_size(with_added_tokens=True):
         return "is not possible with this model, whose token ids have holes"
     try:
-        return LLTokenizer(backend.to_str(), eos_token=tokenizer.eos_token_id)
+        return read_vocabulary(tokenizer)
     except Exception as error:
         logger.info("no structured output with this tokenizer: %s", error)
         return f"is not possible with this model, whose tokenizer is of an unknown kind ({_reason(str(error))})"

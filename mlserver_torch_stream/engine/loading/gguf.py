@@ -25,8 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
-from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
-from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.stage_log import stage
 
 logger = logging.getLogger(__name__)
@@ -112,6 +110,9 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
 
 
 def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
+    from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
+    from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
+
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         with headers_parsed_once():

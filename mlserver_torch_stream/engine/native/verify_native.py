@@ -17,6 +17,7 @@ from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, release_packed
+from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward, check_kernels
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
@@ -63,6 +64,7 @@ def take_packed(model: Any, threads: int, cache_dir: Path) -> tuple[NativeForwar
     """
     try:
         forward = NativeForward(model, threads, cache_dir)
+        trim_heap()  # packing frees 13 MB
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             # transformers computes in float32, so the difference is the rounding of activations to int8.
             findings = check_kernels(ExpectedLogits(model, torch.int8), forward)

@@ -16,12 +16,15 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 
 class TokenBytes:
-    """Looks each token up once. An id that has no token has no bytes."""
+    """Looks each token up once. An id that has no token has no bytes.
+
+    ``byte_level``: the tokenizer writes bytes as GPT-2's does.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self._byte_level = "ByteLevel" in _decoders(tokenizer)
+        self.byte_level = "ByteLevel" in _decoders(tokenizer)
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
@@ -37,7 +40,7 @@ class TokenBytes:
         if token is None:
             return b""
         token = str(token)
-        if self._byte_level and all(char in _BYTE_LEVEL for char in token):
+        if self.byte_level and all(char in _BYTE_LEVEL for char in token):
             return bytes(_BYTE_LEVEL[char] for char in token)
         byte = _BYTE.fullmatch(token)
         if byte is not None:
