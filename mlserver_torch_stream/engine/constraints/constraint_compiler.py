@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, give_way
+from mlserver_torch_stream.engine.constraints.compile_threads import Compilation, CompileThreads, finish, threads_for
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
@@ -55,7 +56,7 @@ class ConstraintCompiler:
         self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
         self._compiling: dict[_Key, Future[CompiledConstraint]] = {}
         self._lock = Lock()  # of the two
-        self._threads: CompileThreads[CompiledConstraint] = CompileThreads()
+        self._threads: CompileThreads[CompiledConstraint] = CompileThreads(threads_for(read_host().threads))
 
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary, which holds all threads up for 0.3 to 1 s: so it is done while the model loads."""
@@ -64,7 +65,7 @@ class ConstraintCompiler:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+    def submit(self, constraint: Constraint, behind: ReasoningMarks | None = None) -> Compilation[CompiledConstraint]:
         """Begins to compile what an answer must match; after a reasoning with the marks ``behind``, where given.
 
         The future may raise InvalidInput, which names the constraint's field.
@@ -75,7 +76,8 @@ class ConstraintCompiler:
                 self._kept.move_to_end(key)
         if kept is None:
             return self._threads.submit(lambda: self._compiled_once(key))
-        known: Future[CompiledConstraint] = Future()
+        known: Compilation[CompiledConstraint] = Compilation()
+        known.begun.set_result(None)
         known.set_result(kept)
         return known
 
@@ -119,7 +121,7 @@ class ConstraintCompiler:
             grammar = self._grammar(constraint, behind, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
-        give_way()  # up to seconds follow
+        # Takes up to seconds, and releases the interpreter's lock.
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         first = _checked_mask(start, tokenizer.vocab_size, constraint.field)
         if forced := start.compute_ff_tokens():
