@@ -76,7 +76,8 @@ class CompileThreads(Generic[_T]):
                 compilation.begun.set_result(None)
                 finish(compilation, work)
 
-    def _forget(self, compilation: Compilation[_T]) -> None:
+    def _forget(self, compilation: Future[_T]) -> None:
+        assert isinstance(compilation, Compilation)
         with self._lock:
             self._waiting.pop(compilation, None)
 
