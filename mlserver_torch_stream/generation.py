@@ -6,14 +6,19 @@ Knows neither V2 nor MLServer, and nothing of an engine beyond its interface.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from mlserver_torch_stream.engine.api import DEFAULT_PRIORITY, CompiledConstraint, Engine, EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import (
+    DEFAULT_PRIORITY,
+    Compilation,
+    CompiledConstraint,
+    Engine,
+    EngineRequest,
+    TokenStream,
+)
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
@@ -35,7 +40,6 @@ _MOST_CHARS_ON_LOOP = 4096
 _GROWTH = 1.25
 
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
-_LOOK_S = 0.02  # the time between two looks whether a compilation that waits for other compilations has begun
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -51,9 +55,11 @@ class PromptEncoder(Protocol):
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
 
-    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
-        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The future may
-        raise InvalidInput."""
+    def submit(
+        self, constraint: Constraint, reasoning: ReasoningMarks | None = None
+    ) -> Compilation[CompiledConstraint]:
+        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The compilation
+        may raise InvalidInput."""
 
     def stable_prefix(self, text: str) -> Sequence[int]:
         """Ids of the part of ``text`` that further text cannot change."""
@@ -127,10 +133,8 @@ class Generator:
             return None
         compiling = self.codec.submit(constraint, reasoning)
         compiled = asyncio.wrap_future(compiling)
-        end = time.monotonic() + _LONGEST_COMPILATION_S
         try:
-            while not (compiling.running() or compiled.done()) and time.monotonic() < end:
-                await asyncio.wait({compiled}, timeout=_LOOK_S)
+            await asyncio.wait({asyncio.wrap_future(compiling.begun)}, timeout=_LONGEST_COMPILATION_S)
             if compiling.cancel():  # it has not begun
                 raise QueueFull(f"{constraint.field}: other constraints are being compiled")
             return await asyncio.wait_for(compiled, _LONGEST_COMPILATION_S)

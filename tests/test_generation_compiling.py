@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from mlserver_torch_stream import generation
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads
+from mlserver_torch_stream.engine.constraints.compile_threads import Compilation, CompileThreads
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.types import Constraint, ConstraintKind, GenerationRequest, ModelInfo, Prompt, TextPrompt
@@ -25,12 +24,12 @@ class Codec:
         self._held_s = held_s
         self.held = threading.Event()
         self.begun: list[str] = []
-        self._threads: CompileThreads[Any] = CompileThreads()
+        self._threads: CompileThreads[Any] = CompileThreads(2)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         return (1,)
 
-    def submit(self, constraint: Constraint, behind: Any = None) -> Future[Any]:
+    def submit(self, constraint: Constraint, behind: Any = None) -> Compilation[Any]:
         def work() -> None:
             self.begun.append(constraint.source)
             self.held.wait(self._held_s)
@@ -76,3 +75,28 @@ def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch:
 
     asyncio.run(run())
     assert len(codec.begun) == len(engine.submitted) == 4
+
+
+def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 64 are being compiled for too long, 20 clients leave, and the others may try again."""
+    monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 0.5)
+    codec, engine = Codec(), Engine()
+    generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        names = [f"{number}" for number in range(64)]
+        tasks = [asyncio.create_task(_start(generator, name)) for name in names]
+        while len(codec.begun) < 2:
+            await asyncio.sleep(0.01)
+        for task in tasks[10:30]:
+            task.cancel()
+        slow, waiting, left = tasks[:2], [*tasks[2:10], *tasks[30:]], tasks[10:30]
+        await asyncio.wait(tasks, timeout=30)
+        assert all(task.cancelled() for task in left)
+        assert all(isinstance(task.exception(), InvalidInput) for task in slow)
+        assert all(isinstance(task.exception(), QueueFull) for task in waiting)
+        codec.held.set()
+        await _start(generator, "later")
+
+    asyncio.run(run())
+    assert codec.begun == ["0", "1", "later"] and len(engine.submitted) == 1

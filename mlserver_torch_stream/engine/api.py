@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
+from mlserver_torch_stream.engine.constraints.compile_threads import Compilation as Compilation
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint as CompiledConstraint
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent

@@ -342,4 +342,7 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 mailbox = sequence.request.mailbox
                 if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
-                    self._admission.service_rate.finished(len(self._open.pop(mailbox)))
+                    ended = self._open.pop(mailbox)
+                    self._admission.service_rate.finished(len(ended))
+                    for request in ended:
+                        request.free_constraint()

@@ -220,6 +220,16 @@ class RequestState:
         for sequence in self.sequences:
             sequence.finish(reason, error)
 
+    def free_constraint(self) -> None:
+        """Frees the constraint and its matchers, after the last event of all sequences.
+
+        A request and its sequences refer to each other. So the matchers, up to 40 MB each, would stay until a garbage
+        collection, which would free those of many requests at once while all threads wait.
+        """
+        self.constraint = None
+        for sequence in self.sequences:
+            sequence.sampler = None
+
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
         """Gives the reader the last events of the sequences, with the tokens delivered so far. On the loop's thread.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, lower_priority
+from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, threads_for
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
@@ -149,7 +150,7 @@ def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind
 
 
 def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> None:
-    threads: CompileThreads[int] = CompileThreads()
+    threads: CompileThreads[int] = CompileThreads(2)
     held = threading.Event()
     began = []
     first = [threads.submit(lambda: began.append(0) or int(held.wait(30))) for _ in range(2)]
@@ -162,25 +163,28 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
-def test_what_is_compiled_gives_way_and_what_is_compiled_next_does_not_yet() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+def test_no_thread_has_a_lower_priority_than_the_others_while_it_compiles() -> None:
+    """It would get the interpreter's lock, but no core to go on with, and the streams would wait for it."""
+    parts = {f"a{number}": {"type": "string", "pattern": "^[a-z]{2,40}$"} for number in range(300)}
+    source = json.dumps({"type": "object", "properties": parts, "required": list(parts)})
+    before = set(os.listdir("/proc/self/task"))
+    compiling = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.JSON_SCHEMA, source, "f"))
+    compiling.begun.result(30)
+    found = set()
+    while not compiling.done():
+        for thread in set(os.listdir("/proc/self/task")) - before:
+            with contextlib.suppress(ProcessLookupError):
+                found.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    assert compiling.result() and found == {os.getpriority(os.PRIO_PROCESS, 0)}
 
-    threads: CompileThreads[tuple[int, int]] = CompileThreads()
-    found = [
-        each.result(30)
-        for each in [threads.submit(lambda: (priority(), lower_priority() or priority())) for _ in range(5)]
-    ]
-    assert found == [(priority(), priority() + 10)] * 5
-    source = Constraint(ConstraintKind.REGEX, "a{1,300}", "f")
-    compiler = ConstraintCompiler(byte_tokenizer())
-    before = priority()
-    assert compiler.compile(source) and priority() == before
+
+def test_one_core_is_left_to_the_streams() -> None:
+    assert [threads_for(cores) for cores in (1, 2, 3, 64)] == [1, 1, 2, 2]
 
 
 def test_a_process_ends_while_something_is_compiled() -> None:
     module = CompileThreads.__module__
-    code = f"import time; from {module} import CompileThreads; CompileThreads().submit(lambda: time.sleep(60))"
+    code = f"import time; from {module} import CompileThreads; CompileThreads(2).submit(lambda: time.sleep(60))"
     subprocess.run([sys.executable, "-c", code], timeout=50, check=True)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
@@ -258,6 +261,38 @@ def test_a_client_that_leaves_frees_its_sequence(model: PreTrainedModel, schema:
         await until(lambda: idle(engine))
 
     run_with_engine(scenario, model, eos_token_ids=(EOS,))
+
+
+def test_the_matchers_of_ended_answers_are_freed_without_a_garbage_collection(
+    model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers that end by themselves, and of one whose client leaves."""
+    matchers: list[weakref.ref[TokenMatcher]] = []
+    make = CompiledConstraint.matcher
+
+    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
+        matcher = make(self, end_ids)
+        matchers.append(weakref.ref(matcher))
+        return matcher
+
+    monkeypatch.setattr(CompiledConstraint, "matcher", noted)
+    constraint = _compiled(codec, "json_schema", _SCHEMA)
+
+    async def leaves(engine: EngineCore) -> None:
+        stream = engine.submit(_asked(constraint, 1))
+        await anext(aiter(stream))
+        stream.close()
+        await until(lambda: idle(engine))
+
+    gc.disable()
+    try:
+        with running(model, eos_token_ids=(EOS,)) as engine:
+            _answers(engine, [*_asked(constraint, 1, n=2), replace(_asked(constraint, 1)[0], first_index=2)])
+            run(leaves(engine))
+            _answers(engine, [EngineRequest(prompt_of(3), SamplingParameters(max_tokens=3))])  # the last step is gone
+            assert len(matchers) == 4 and [each() for each in matchers] == [None] * 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("behind", ["/>", "<s>"], ids=["text", "a special token"])

@@ -1,91 +1,90 @@
-"""Runs compilations in daemon threads with deep stacks, a few at a time.
+"""Runs compilations, one or two at a time, on threads with deep stacks, which end with the process.
 
-Knows nothing of what is compiled. The library recurses for each part within a part, and for each reference: the longest
-source that is accepted needs up to 64 MB of stack, and a smaller stack ends the process.
+Knows nothing of what is compiled. The library calls itself for each part within a part, and for each reference: the
+longest source that is taken needs up to 64 MB of stack, and without them ends the process.
+
+The threads have the priority of all others. A thread of a lower priority gets the interpreter's lock when its call of
+the library returns, but on a busy machine no core to go on with, and all threads wait for the lock. Measured on
+2026-11-23 with a nice value of 10: streams stood still for 0.2 to 0.5 s, and a compilation took five times as long.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-_THREADS = 2
+_MOST_THREADS = 2
 _STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
-_NICE_LEVELS = 10  # the thread gets about a tenth of a busy core
+
+
+class Compilation(Future[_T]):
+    """The result of a compilation. ``begun`` is done when a thread begins with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: Future[None] = Future()
+
+
+def threads_for(cores: int) -> int:
+    """Returns how many constraints are compiled at a time. A core is left to the streams, if there are several."""
+    return max(1, min(_MOST_THREADS, cores - 1))
 
 
 class CompileThreads(Generic[_T]):
-    """At its end the process does not wait for these threads."""
+    """At most ``threads`` threads. None is waited for when the process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Future[_T], Callable[[], _T]]] = deque()
+        self._waiting: dict[Compilation[_T], Callable[[], _T]] = {}
         self._running = 0
 
-    def submit(self, work: Callable[[], _T]) -> Future[_T]:
-        """Begins ``work`` when a thread is free. A future that is cancelled before never begins."""
-        future: Future[_T] = Future()
+    def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
+        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins."""
+        compilation: Compilation[_T] = Compilation()
         with self._lock:
-            self._waiting.append((future, work))
-            if self._running < _THREADS:
+            self._waiting[compilation] = work
+            if self._running < self._threads:
                 try:
-                    threading.Thread(target=self._one_by_one, name="constraint-compilations", daemon=True).start()
+                    self._start_thread()
                 except RuntimeError:  # the system has no further thread
-                    self._waiting.pop()
+                    del self._waiting[compilation]
                     raise
                 self._running += 1
-        return future
+        compilation.add_done_callback(self._forget)
+        return compilation
+
+    def _start_thread(self) -> None:
+        threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=self._one_by_one, name="constraint-compiler", daemon=True).start()
+        finally:
+            threading.stack_size(0)
 
     def _one_by_one(self) -> None:
-        """Runs the waiting work, each in a new thread, as ``lower_priority`` holds for the rest of its thread."""
         while True:
             with self._lock:
-                if not self._waiting:
+                compilation = next(iter(self._waiting), None)
+                if compilation is None:
                     self._running -= 1
                     return
-                future, work = self._waiting.popleft()
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    thread = _started(partial(finish, future, work))
-                except RuntimeError as error:  # the system has no further thread
-                    future.set_exception(error)
-                    continue
-            thread.join()
+                work = self._waiting.pop(compilation)
+            if compilation.set_running_or_notify_cancel():
+                compilation.begun.set_result(None)
+                finish(compilation, work)
 
-
-def lower_priority() -> None:
-    """Lowers the priority of the calling thread for good, on Linux: other systems have none for a single thread.
-
-    The thread must not hold the interpreter's lock for long: the threads that wait for the lock would wait for it.
-    """
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE_LEVELS)
+    def _forget(self, compilation: Future[_T]) -> None:
+        assert isinstance(compilation, Compilation)
+        with self._lock:
+            self._waiting.pop(compilation, None)
 
 
 def finish(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Runs the work, and gives the future its result or its error."""
+    """Runs the work, and gives the future what came of it."""
     try:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
-
-
-def _started(run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, name="constraint-compiler", daemon=True)
-    threading.stack_size(_STACK_BYTES)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(0)
-    return thread

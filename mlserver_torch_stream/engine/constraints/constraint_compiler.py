@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, finish, lower_priority
+from mlserver_torch_stream.engine.constraints.compile_threads import Compilation, CompileThreads, finish, threads_for
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
 from mlserver_torch_stream.engine.constraints.token_vocabulary import read_vocabulary
+from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint
@@ -55,7 +56,7 @@ class ConstraintCompiler:
         self._kept: OrderedDict[_Key, CompiledConstraint] = OrderedDict()
         self._compiling: dict[_Key, Future[CompiledConstraint]] = {}
         self._lock = Lock()  # guards ``_kept`` and ``_compiling``
-        self._threads: CompileThreads[CompiledConstraint] = CompileThreads()
+        self._threads: CompileThreads[CompiledConstraint] = CompileThreads(threads_for(read_host().threads))
 
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary. It blocks all threads for 0.3 to 1 s, so the load of a model calls it.
@@ -67,7 +68,9 @@ class ConstraintCompiler:
                 self._prepared = _prepared(self._tokenizer)
             return self._prepared
 
-    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+    def submit(
+        self, constraint: Constraint, reasoning: ReasoningMarks | None = None
+    ) -> Compilation[CompiledConstraint]:
         """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
 
         The future may raise InvalidInput, which names the constraint's field.
@@ -78,7 +81,8 @@ class ConstraintCompiler:
                 self._kept.move_to_end(key)
         if kept is None:
             return self._threads.submit(lambda: self._compiled_once(key))
-        known: Future[CompiledConstraint] = Future()
+        known: Compilation[CompiledConstraint] = Compilation()
+        known.begun.set_result(None)
         known.set_result(kept)
         return known
 
@@ -120,7 +124,7 @@ class ConstraintCompiler:
             grammar = self._grammar(constraint, reasoning, tokenizer)
         except ValueError as error:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
-        lower_priority()  # the rest takes up to seconds
+        # Takes up to seconds, and releases the interpreter's lock.
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         # Most constraints that are too complex fail as the library computes a mask of theirs.
         first_mask = _checked_mask(start, tokenizer.vocab_size, constraint.field)

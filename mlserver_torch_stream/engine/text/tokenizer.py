@@ -6,12 +6,12 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlserver_torch_stream.engine.constraints.compile_threads import Compilation
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
@@ -94,10 +94,12 @@ class TextCodec:
         """Does the work for which the first request with a constraint, and all requests beside it, would wait."""
         self._constraints.prepare()
 
-    def submit(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> Future[CompiledConstraint]:
+    def submit(
+        self, constraint: Constraint, reasoning: ReasoningMarks | None = None
+    ) -> Compilation[CompiledConstraint]:
         """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
 
-        The future may raise InvalidInput.
+        The compilation may raise InvalidInput.
         """
         return self._constraints.submit(constraint, reasoning)
 
