@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -74,10 +73,12 @@ def test_a_lost_device_ends_the_engine(lent: tuple[EngineCore, Device], phase: s
 
     async def scenario() -> None:
         device.fail = lambda queries: (queries <= 2) == (phase == "decode")
-        both = await asyncio.gather(*(collect(engine, [EngineRequest(prompt_of(5), greedy(20))]) for _ in range(2)))
-        for events in both:
-            assert events[0].finish_reason is FinishReason.ERROR
-            told = str(events[0].error)
+        pair = [EngineRequest(prompt_of(5), greedy(20), first_index=index) for index in range(2)]
+        events = await collect(engine, pair)
+        assert len(events) == 2
+        for event in events.values():
+            assert event.finish_reason is FinishReason.ERROR
+            told = str(event.error)
             assert "the engine died: AcceleratorError" in told and "illegal memory" not in told, "that is for the log"
         await until(lambda: not engine.alive, "its end")
 
