@@ -37,9 +37,7 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    build_engine, reclaim_memory = _engine_builder()
-    built = build_engine(resolved, owner, on_death)
-    reclaim_memory()
+    built = _engine_builder()(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -49,7 +47,7 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
     return built
 
 
-def _engine_builder() -> tuple[Callable[..., BuiltEngine], Callable[[], None]]:
+def _engine_builder() -> Callable[..., BuiltEngine]:
     """Imports torch and transformers, the first time, and freezes their objects in the garbage collector.
 
     Their half a million objects are never freed. Walking them delayed every stream by 0.3 s about once in a thousand
@@ -66,6 +64,6 @@ def _engine_builder() -> tuple[Callable[..., BuiltEngine], Callable[[], None]]:
                     gc.enable()
             gc.collect()
             gc.freeze()
-    from mlserver_torch_stream.engine.factory import build_engine, reclaim_memory
+    from mlserver_torch_stream.engine.factory import build_engine
 
-    return build_engine, reclaim_memory
+    return build_engine

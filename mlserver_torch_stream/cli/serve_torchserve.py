@@ -108,7 +108,10 @@ def write_models(
 def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: ModelDefaults) -> dict[str, Any]:
     """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
     path = stored.path.absolute()
-    name, version, yaml = read_named(path, stored.name)
+    try:
+        name, version, yaml = read_named(path, stored.name)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
     extra = {**defaults.extra(name, version, yaml), **own_keys(stored.given)}
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True

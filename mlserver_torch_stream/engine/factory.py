@@ -92,7 +92,14 @@ def build_engine(
     threads = set_threads(resolved.settings, read_host())
     key = engine_key(resolved, owner, weights_key(resolved, threads))
     run = _run if resolved.settings.replicas == 1 else _run_replicas
-    return BuiltEngine(resources.engines.lease(key, lambda: run(resolved, threads, on_death, resources)), resources)
+
+    def load() -> RunningEngine:
+        running = run(resolved, threads, on_death, resources)
+        gc.collect()  # frees what the load left in cycles
+        trim_heap()
+        return running
+
+    return BuiltEngine(resources.engines.lease(key, load), resources)
 
 
 def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
@@ -132,7 +139,7 @@ def _run(
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
     lease: Lease[PreparedModel] = resources.weights.lease(
-        key, lambda: _in_thread_that_ends(lambda: prepare(files, resolved, threads, resources))
+        key, lambda: _in_thread_that_ends(threads, lambda: prepare(files, resolved, threads, resources))
     )
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
@@ -145,13 +152,17 @@ def _run(
         raise
 
 
-def _in_thread_that_ends(work: Callable[[], T]) -> T:
-    """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends."""
+def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
+    """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
+
+    ``threads``: of torch's operations, a number that each thread has for itself.
+    """
     done: Future[T] = Future()
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
+            torch.set_num_threads(threads)
             done.set_result(context.run(work))
         except BaseException as error:
             done.set_exception(error)

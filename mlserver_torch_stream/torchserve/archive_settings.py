@@ -41,7 +41,7 @@ def read_named(path: Path, given: str | None) -> tuple[str, str, Mapping[str, An
     archive.close()  # the manifest and the YAML are read
     version = model_version(archive) or _USUAL_VERSION
     if not _NAME.fullmatch(version):
-        raise SettingsError(f"{path}: {version!r} is not a version of a model")
+        raise SettingsError(f"{version!r} is not a version of a model")
     return model_name(archive, given, path.name), version, archive.yaml
 
 

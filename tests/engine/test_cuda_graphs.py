@@ -146,6 +146,18 @@ def test_pages_of_another_cache_are_not_in_a_recording() -> None:
     assert recorder.replays == before
 
 
+def test_a_replay_is_told_before_it_begins_and_a_plain_forward_is_not() -> None:
+    """Ranks count replays, whose collectives nobody else counts: so they know whether all of them failed before one."""
+    model = tiny_model("llama")
+    forward, recorder = recorded(model)
+    told: list[int] = []
+    forward.before_replay = lambda: told.append(recorder.replays)
+    forward(decode_batch(forward.cache, [0]), forward.cache)
+    other = cache_of(model)
+    forward(decode_batch(other, [0]), other)
+    assert told == [recorder.replays - 1]
+
+
 def test_a_token_whose_logits_nobody_wants_has_none(llama: tuple[GraphForward, TapeRecorder]) -> None:
     forward, recorder = llama
     filled(forward.cache)

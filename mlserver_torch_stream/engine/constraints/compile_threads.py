@@ -73,7 +73,8 @@ class CompileThreads(Generic[_T]):
                     return
                 work = self._waiting.pop(compilation)
             if compilation.set_running_or_notify_cancel():
-                compilation.begun.set_result(None)
+                if compilation.begun.set_running_or_notify_cancel():
+                    compilation.begun.set_result(None)
                 finish(compilation, work)
 
     def _forget(self, compilation: Future[_T]) -> None:

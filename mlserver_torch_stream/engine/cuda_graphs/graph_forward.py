@@ -56,6 +56,7 @@ class GraphForward:
             _touch(forward, cache, spares)
         self.forward = forward
         self.cache = cache
+        self.before_replay: Callable[[], None] = lambda: None
         sizes = [1 << power for power in range((max_sequences - 1).bit_length())]
         shapes = [
             StepShape(rows, width, cache.page_size, spares) for rows in (*sizes, max_sequences) for width in widths
@@ -86,6 +87,7 @@ class GraphForward:
         if step is None or cache is not self.cache:
             return self.forward(batch, cache)
         cache.prepare(batch)
+        self.before_replay()
         logits = step.run(batch)
         wanted = batch.wanted_rows
         return logits if len(wanted) == len(logits) else logits[from_host(wanted, logits.device, torch.long)]

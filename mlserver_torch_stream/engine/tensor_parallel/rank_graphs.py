@@ -45,5 +45,6 @@ def capture_together(
     if graphs is None:
         torch.cuda.empty_cache()  # otherwise the memory of its pools counts as used
     else:
+        graphs.before_replay = group.count_replay
         group.before_leaving(graphs.release)
     return graphs

@@ -35,6 +35,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._store = store  # rank 0's is the server that the others have found
+        self._replays = 0  # of captured steps
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
@@ -100,7 +101,7 @@ class RankGroup:
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Whether every rank calls this now, after as many collectives of the model. Else the ranks are lost."""
+        """Whether every rank calls this now, after as many collectives and captured steps. Else the ranks are lost."""
         try:
             place = torch.tensor([self._collectives()])
             places = [torch.zeros_like(place) for _ in range(self.size)]
@@ -109,10 +110,17 @@ class RankGroup:
             return False
         return all(torch.equal(place, each) for each in places)
 
+    def count_replay(self) -> None:
+        """Counts a captured step, whose collectives the backend does not count when it is replayed."""
+        self._replays += 1
+
     def _collectives(self) -> int:
-        """Returns how many collectives the model has begun. Raises RuntimeError if the backend does not count them."""
+        """Returns how many collectives and captured steps the model has begun.
+
+        Raises RuntimeError if the backend does not count collectives.
+        """
         count: int = dist.group.WORLD._get_sequence_number_for_group()
-        return count
+        return count + self._replays
 
     def before_leaving(self, release: Callable[[], None]) -> None:
         """Calls a method before the group is left, if its object still lives.
