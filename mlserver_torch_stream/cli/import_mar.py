@@ -11,29 +11,29 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mlserver_torch_stream.cli.argument_types import positive
-from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.archive import Archive, open_archive
-from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
-from mlserver_torch_stream.torchserve.config import not_honoured, read_config
-from mlserver_torch_stream.torchserve.interpreter import not_installed
-from mlserver_torch_stream.torchserve.metrics_config import find_metrics_config
-from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, not_carried_over, read_properties_file
-from mlserver_torch_stream.torchserve.unpacking import BYTES_KEY, FILES_KEY, take_bounds
-from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.torchserve.archive import Archive
 
 SETTINGS = "model-settings.json"
 _METRICS = "metrics.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
+    from mlserver_torch_stream.errors import LoadFailed, SettingsError
+    from mlserver_torch_stream.torchserve.unpacking import BYTES_KEY, FILES_KEY
+
     arguments = _parser().parse_args(argv)
     try:
         properties = Path(arguments.properties) if arguments.properties else None
-        bounds = {BYTES_KEY: arguments.max_unpacked_bytes, FILES_KEY: arguments.max_unpacked_files}
+        bounds = {
+            BYTES_KEY: arguments.max_unpacked_bytes,
+            FILES_KEY: arguments.max_unpacked_files,
+        }
         bounds = {key: number for key, number in bounds.items() if number is not None}
         lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties, bounds)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
@@ -51,6 +51,12 @@ def import_mar(
     ``properties``: TorchServe's config.properties. ``bounds``: the limits of the unpacked size, by the keys of
     ``parameters.extra``.
     """
+    from mlserver_torch_stream.torchserve.archive import open_archive
+    from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
+    from mlserver_torch_stream.torchserve.metrics_config import find_metrics_config
+    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties_file
+    from mlserver_torch_stream.torchserve.unpacking import take_bounds
+
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
         chosen = model_name(archive, name, Path(uri).name)
@@ -98,6 +104,8 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
 
 
 def _check_folder(folder: Path, force: bool) -> None:
+    from mlserver_torch_stream.errors import SettingsError
+
     if not folder.exists() and not folder.is_symlink():
         return
     if not force:
@@ -112,6 +120,8 @@ def _check_folder(folder: Path, force: bool) -> None:
 def _property_notes(
     given: Mapping[str, str], name: str, version: str | None, extra: Mapping[str, Any]
 ) -> Iterator[str]:
+    from mlserver_torch_stream.torchserve.properties import not_carried_over
+
     for key, value in extra.items():
         yield f"carried over from config.properties: {key}: {value}"
     for line in not_carried_over(given, name, version):
@@ -120,6 +130,10 @@ def _property_notes(
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
     """One line for each thing that TorchServe does and this runtime does not. Raises SettingsError."""
+    from mlserver_torch_stream.torchserve.config import not_honoured, read_config
+    from mlserver_torch_stream.torchserve.interpreter import not_installed
+    from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
+
     config = read_config(archive.yaml, extra)
     for line in not_honoured(archive.yaml, config):
         yield f"not honoured: {line}"

@@ -15,7 +15,6 @@ from mlserver_torch_stream.cloud.chunking import WHOLE_BYTES, Chunking
 from mlserver_torch_stream.cloud.cloud_errors import RunRefused
 from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.model_source import find_path
-from mlserver_torch_stream.torchserve.frames import MOST_BYTES
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _MOST_HEADERS = 2**20  # bytes
@@ -121,6 +120,8 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 def _check_message(arguments: argparse.Namespace) -> None:
     """A chunk, or a whole object, and its headers are one message to a worker."""
+    from mlserver_torch_stream.torchserve.frames import MOST_BYTES
+
     most = MOST_BYTES - _MOST_HEADERS
     if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
         name = "chunk" if arguments.chunk_bytes else "whole"

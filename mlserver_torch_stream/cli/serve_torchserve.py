@@ -12,20 +12,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli import import_mar
 from mlserver_torch_stream.cli.serve import start_mlserver
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
-from mlserver_torch_stream.torchserve.management_environment import management_environment
-from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION, StoredModel, stored_models
-from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
-from mlserver_torch_stream.torchserve.server_environment import server_environment
-from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
-from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
 from mlserver_torch_stream.version import __version__
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
+    from mlserver_torch_stream.torchserve.model_store import StoredModel
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
 _USUAL_FILE = "config.properties"  # in the working directory
@@ -39,6 +35,8 @@ _NO_EFFECT = {
 
 
 def main(argv: Sequence[str]) -> int:
+    from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
+
     arguments = _parser().parse_args(argv)
     folder = OwnFolder()
     try:
@@ -59,7 +57,12 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     Raises SettingsError or LoadFailed.
     """
+    from mlserver_torch_stream.torchserve.management_environment import management_environment
+    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
+    from mlserver_torch_stream.torchserve.model_store import stored_models
     from mlserver_torch_stream.torchserve.runtime.build import gpu_count
+    from mlserver_torch_stream.torchserve.server_environment import server_environment
+    from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
 
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
@@ -107,6 +110,10 @@ def write_models(
 
 def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: ModelDefaults) -> dict[str, Any]:
     """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
+    from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
+    from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
+    from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
+
     path = stored.path.absolute()
     try:
         name, version, yaml = read_named(path, stored.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,13 +73,14 @@ def test_a_lost_device_ends_the_engine(lent: tuple[EngineCore, Device], phase: s
     engine, device = lent
 
     async def scenario() -> None:
-        device.fail = lambda queries: (queries <= 2) == (phase == "decode")
-        pair = [EngineRequest(prompt_of(5), greedy(20), first_index=index) for index in range(2)]
-        events = await collect(engine, pair)
-        assert len(events) == 2
-        for event in events.values():
-            assert event.finish_reason is FinishReason.ERROR
-            told = str(event.error)
+        submitted = threading.Event()  # otherwise the engine may be dead before the second request
+        device.fail = lambda queries: submitted.wait(30) and (queries <= 2) == (phase == "decode")
+        streams = [engine.submit([EngineRequest(prompt_of(5), greedy(20))]) for _ in range(2)]
+        submitted.set()
+        for stream in streams:
+            *_, last = [event async for event in stream]
+            assert last.finish_reason is FinishReason.ERROR
+            told = str(last.error)
             assert "the engine died: AcceleratorError" in told and "illegal memory" not in told, "that is for the log"
         await until(lambda: not engine.alive, "its end")
 

@@ -49,7 +49,8 @@ class Channel:
         self._sending = threading.Lock()
         self._held: list[bytes] | None = None  # messages that leave with the next pieces
         self._cancelled: set[str] = set()
-        os.register_at_fork(after_in_child=connection.close)
+        self._shut = False
+        os.register_at_fork(after_in_child=self._shut_in_child)
 
     @property
     def forked(self) -> bool:
@@ -76,9 +77,9 @@ class Channel:
     ) -> set[str]:
         """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
 
-        ``skipped``: the ended requests that the handler did not get; ``took``: its seconds for the other ones. The ids
-        of ended requests may be used again. Returns the requests that have failed because a piece is
-        larger than a message.
+        The handler did not get those of them that were ``skipped``, and took so many seconds for the others. The ids of
+        ended requests may be used again. Returns the requests that have failed because their piece does not fit into a
+        message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
@@ -130,6 +131,13 @@ class Channel:
 
     def cancelled(self, request_id: str) -> bool:
         return request_id in self._cancelled
+
+    def _shut_in_child(self) -> None:
+        """Closes the descriptor: closing the socket would leave it open for the reader's file. A child's own child does
+        not close it again, as the number may be that of another file there."""
+        if not self._shut:
+            self._shut = True
+            os.close(self._connection.fileno())
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self.forked:
