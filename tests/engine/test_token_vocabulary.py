@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llguidance import LLTokenizer
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.constraints.token_vocabulary import read_vocabulary
@@ -20,7 +21,14 @@ def _with_added_tokens() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [byte_level, _with_added_tokens, byte_fallback])
+def _with_normalizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    prepend, lower = normalizers.Prepend("x"), normalizers.Lowercase()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([prepend, lower])  # type: ignore[assignment]
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, _with_added_tokens, _with_normalizer, byte_fallback])
 def test_tokens_and_ids_are_those_of_a_copy(make: type[PreTrainedTokenizerFast]) -> None:
     tokenizer = make()
     read = read_vocabulary(tokenizer)

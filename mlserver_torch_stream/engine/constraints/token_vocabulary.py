@@ -41,11 +41,15 @@ def _is_special(token: Any) -> bool:
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for kinds unknown to llguidance."""
+    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for kinds unknown to llguidance.
+
+    A tokenizer with a normalizer is copied: llguidance leaves the normalizers that add text out of its copy.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     token_bytes = TokenBytes(tokenizer)
-    if not token_bytes.byte_level or tokenizer.eos_token_id is None:
+    normalizes = tokenizer.backend_tokenizer.normalizer is not None
+    if not token_bytes.byte_level or normalizes or tokenizer.eos_token_id is None:
         return LLTokenizer(tokenizer.backend_tokenizer.to_str(), eos_token=tokenizer.eos_token_id)
     vocabulary = TokenVocabulary(tokenizer, token_bytes)
     wrapper = TokenizerWrapper(vocabulary)
