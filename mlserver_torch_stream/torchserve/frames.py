@@ -53,9 +53,7 @@ class FrameBuffer:
         start = _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _LENGTHS.unpack_from(self._data)
-        if max(header_bytes, body_bytes) > MOST_BYTES:
-            raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+        header_bytes, body_bytes = _lengths(self._data)
         middle, end = start + header_bytes, start + header_bytes + body_bytes
         if len(self._data) < end:
             return None
@@ -66,20 +64,32 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Reads frames from a socket that blocks, with one system call for many small ones."""
+    """Reads frames from a socket that blocks, with one system call for many small ones. A body is held once."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._buffer = FrameBuffer()
+        self._file = connection.makefile("rb", buffering=1 << 16)
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
         """None at the end. Raises BrokenFrame or OSError."""
-        while (frame := self._buffer.take()) is None:
-            data = self._connection.recv(MOST_READ)
-            if not data:
-                return None
-            self._buffer.feed(data)
-        return frame
+        lengths = self._file.read(_LENGTHS.size)
+        if len(lengths) < _LENGTHS.size:
+            return None
+        header_bytes, body_bytes = _lengths(lengths)
+        encoded = self._file.read(header_bytes)
+        body = self._file.read(body_bytes)
+        if len(encoded) < header_bytes or len(body) < body_bytes:
+            return None
+        return _header(encoded), body
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lengths(data: bytes | bytearray) -> tuple[int, int]:
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+    if max(header_bytes, body_bytes) > MOST_BYTES:
+        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+    return header_bytes, body_bytes
 
 
 def _header(encoded: bytes) -> dict[str, Any]:

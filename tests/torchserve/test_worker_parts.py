@@ -56,6 +56,7 @@ class _Call:
         return found
 
     def close(self) -> None:
+        self.reader.close()
         self._near.close()
         self._far.close()
 
