@@ -26,6 +26,7 @@ from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E40
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 RESULTS = ROOT / "benchmarks" / "results"
+_OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
 _PARTS = ("load", "gains", "batches", "growth", "chunks")
 _QUICK_CASES = "c1,c4,p200"
 
@@ -48,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     if "load" in options.parts:
         cases = make_cases(options.cases, options.scale, prompts)
         plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
-        result |= limits(folder)
+        if not _OTHER_WEIGHTS & ours.extra.keys():
+            result |= limits(folder)
         before = [replace(ours, name="before", python=each / ".venv" / "bin" / "python") for each in options.before]
         result["servers"] = [measured.as_json() for measured in run_sweeps([ours, *before], plan)]
     if "gains" in options.parts:
