@@ -58,7 +58,7 @@ class CapturedForwards:
         return forward.replaying(graphs) if isinstance(forward, RankedForward) else graphs
 
     def _take(self, own: ModelForward, cache: PagedCache) -> GraphForward | None:
-        """Captures the steps of this process, and beside it those of the other ranks."""
+        """Captures decode steps over a cache; with tensor parallelism every rank captures them. None: not captured."""
         capture, pipeline = self._resources.capture_on or capture_on, self._pipeline
         if isinstance(self._forward, RankedForward):
             return self._forward.capture(cache, self._max_sequences, self._longest, capture)

@@ -254,9 +254,9 @@ class ContinuousBatcher(Batcher):
         self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Releases sequences, except those of steps in flight.
+        """Takes sequences out of the scheduler and frees their pages. Leaves the sequences of steps in flight alone.
 
-        Returns the sequences that are computed again, as they share pages that the released ones have not written.
+        Returns the sequences that share a page which a released sequence has not written: they are computed again.
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._begun -= {sequence.request for sequence in gone}

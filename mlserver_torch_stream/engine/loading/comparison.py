@@ -19,8 +19,9 @@ _HALF_MEAN_TOLERANCE = 0.2
 # than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). The
 # weights that the kernels read are compared with the file's as they are packed, and so a wrong scale needs no logits.
 _INT8_TOLERANCE = 1.0
-# Rounding alone can send a token to another expert: its logits are off by 0.49 then (gpt-oss, tiny), those of another
-# token by one and more. Such tokens are few; wrong positions show in half of them.
+# In a mixture of experts, rounding alone can send a token to another expert. Its logits then differ by 0.49 (a tiny
+# gpt-oss); the logits of a different token differ by 1 and more. Rounding does this to few tokens, but wrong positions
+# change the logits of half of the tokens.
 _SINGLE_MEAN_TOLERANCE = 0.6
 _MOST_OFF = 1 / 4
 _FEW = 4

@@ -17,7 +17,10 @@ from mlserver_torch_stream.errors import LoadFailed
 
 
 def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
-    """Raises LoadFailed. ``options`` are those of ``from_pretrained`` for reading the config."""
+    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first that does not.
+
+    ``place``: the folder or hub id of the model. ``options``: arguments of ``AutoConfig.from_pretrained``.
+    """
     if not isinstance(device_map, Mapping) or set(device_map) == {""}:
         return
     if gguf_file is not None:

@@ -133,7 +133,7 @@ class _FarCache:
         return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 
     def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
-        """Copies the keys and values of the short sequence, and fills those of the long one with them."""
+        """Writes a layer's keys and values: the short sequence's own, and copies of them as the long sequence's."""
         computed, table = self._short.computed, self._short.tables[near.group]
         oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
         keys, values = near.read(table, oldest, computed)

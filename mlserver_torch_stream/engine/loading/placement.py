@@ -150,7 +150,10 @@ def no_room(
     asked: int | None,
     free: Mapping[torch.device, int],
 ) -> str:
-    """Describes, in numbers, why ``asked`` bytes of cache, or what is free, have no room for a sequence of a page."""
+    """Returns why the KV cache has no room for one page of a sequence, in bytes for each device.
+
+    ``asked``: bytes that the settings give the cache; None: the cache may take all bytes of ``free``.
+    """
     needs = [
         f"on {device} the first page of a sequence takes {format_bytes(spec.sequence_bytes(1))} "
         f"and {format_bytes(free[device])} are free"
