@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# `make test` tries the same examples each time; `make test-all` tries new ones, and twice as many.
+# `make test` tries the same examples each time; `make test-all` tries new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, max_examples=50)
-settings.register_profile("random")
+settings.register_profile("random", derandomize=False)
 settings.load_profile("fixed")
 
 # What is imported and collected is never garbage: looking through it again and again takes seconds of each process.
@@ -122,12 +122,13 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     with FileLock(folder / "compiling"):
         if not kernels.exists():
             shutil.copytree(kept, kernels)
-            earlier = {path.name for path in kept.iterdir()}
+            earlier = {(path.name, path.stat().st_size) for path in kept.iterdir()}
             with suppress(NoKernels):
                 compiled_library(folder, Path.exists)
-            if any(path.name not in earlier for path in kernels.iterdir()):
-                for name in earlier:
-                    (kernels / name).unlink()
+            compiled = {(path.name, path.stat().st_size) for path in kernels.iterdir()} - earlier
+            if compiled:
+                for name in {name for name, _ in earlier} - {name for name, _ in compiled}:
+                    (kernels / name).unlink(missing_ok=True)
                 shutil.rmtree(kept)
                 shutil.copytree(kernels, kept)
     return folder
