@@ -94,7 +94,7 @@ class Scheduler(CachedSequences):
         return void
 
     def _remove(self, account: SequenceAccount) -> None:
-        request = account.sequence.request
+        request = account.request
         self._given_up.discard(account)
         if account.admitted:
             self.admitted.remove(account)
@@ -292,7 +292,7 @@ class Scheduler(CachedSequences):
         account = self._accounts[part.sequence]
         account.advance(part, tokens)
         if part.samples and not account.sequence.tokens:
-            account.sequence.request.cached_tokens = account.found
+            account.request.cached_tokens = account.found
             self.hit_tokens += account.found
             account.found = 0
             self._fork(account)

@@ -89,7 +89,7 @@ def _scheduled(part: _Part) -> ScheduledSequence:
 def _in_batch(part: _Part, scheduled: ScheduledSequence) -> BatchSequence:
     account, end = part.account, part.start + part.count
     return BatchSequence(
-        token_ids=[*account.token_ids(part.start, end), *part.drafts],
+        token_ids=[*account.sequence.token_ids(part.start, end), *part.drafts],
         start=part.start,
         tables=tuple(table[:] for table in account.pages.tables),
         wanted=1 + len(part.drafts) if scheduled.samples else 0,
