@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.core import EngineCore
@@ -55,10 +54,10 @@ class Busy:
             self._inside[name] -= 1
 
 
-class InLaunchOrder(InFlightForwards[Any, torch.Tensor]):
+class InLaunchOrder(InFlightForwards[Any, Any]):
     """Completes its forwards in the order of their launch, so that the schedule does not depend on their times."""
 
-    def completed(self) -> list[tuple[Any, Future[torch.Tensor]]]:
+    def completed(self) -> list[tuple[Any, Future[Any]]]:
         key, forward = next(iter(self._away.items()))
         forward.exception()  # waits for it
         del self._away[key]
