@@ -140,8 +140,13 @@ def _run(
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
+
+    def make() -> PreparedModel:
+        return prepare(files, resolved, threads, resources)
+
+    # Packed weights are checked in another process: this one multiplies nothing with MKL.
     lease: Lease[PreparedModel] = resources.weights.lease(
-        key, lambda: _in_thread_that_ends(threads, lambda: prepare(files, resolved, threads, resources))
+        key, make if files.packed else lambda: _in_thread_that_ends(threads, make)
     )
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
