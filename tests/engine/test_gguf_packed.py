@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from mlserver_torch_stream.engine import prepared_model
@@ -145,6 +145,12 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
             for forward in (prepared.choice.forward, NativeForward(model, 2, kernel_cache))
         )
     assert torch.equal(got, expected)
+    tokenizer, usual = load_tokenizer(files, resolved), AutoTokenizer.from_pretrained(files.location)
+    assert type(tokenizer) is type(usual)
+    assert (
+        tokenizer.init_kwargs == usual.init_kwargs
+        and tokenizer("the the\n")["input_ids"] == usual("the the\n")["input_ids"]
+    )
 
 
 _PEAK = """

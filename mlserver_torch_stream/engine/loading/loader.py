@@ -102,7 +102,8 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         known: dict[str, Any] = {}
         if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
-            known["config"] = plain_config(PreTrainedConfig.get_config_dict(files.location)[0])
+            fields, _ = PreTrainedConfig.get_config_dict(files.location)
+            known["config"] = plain_config({**fields, "_name_or_path": files.location})
         return AutoTokenizer.from_pretrained(
             settings.tokenizer or files.location,
             **known,
