@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
+# The code of engines, and transformers' code of models, which packed weights need in no server.
+_CODE = ("mlserver_torch_stream.engine.factory", "mlserver_torch_stream.engine.loading.model_code")
 
 
 def resolve(settings: ModelSettings) -> ResolvedSettings:
@@ -37,7 +39,7 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    built = _engine_builder()(resolved, owner, on_death)
+    built = _engine_builder(model_code=resolved.settings.weights != "packed")(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -47,18 +49,22 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
     return built
 
 
-def _engine_builder() -> Callable[..., BuiltEngine]:
+def _engine_builder(model_code: bool = True) -> Callable[..., BuiltEngine]:
     """Imports torch and transformers, the first time, and freezes their objects in the garbage collector.
+
+    ``model_code``: whether transformers' code of models is imported too.
 
     Their half a million objects are never freed. Walking them delayed every stream by 0.3 s about once in a thousand
     requests, and took a second of the import. Measured on 2026-11-21: a full collection takes 230 ms before, 5 after.
     """
+    needed = _CODE if model_code else _CODE[:1]
     with _importing:
-        if "mlserver_torch_stream.engine.factory" not in sys.modules:
+        if not all(name in sys.modules for name in needed):
             collects = gc.isenabled()
             gc.disable()
             try:
-                importlib.import_module("mlserver_torch_stream.engine.factory")
+                for name in needed:
+                    importlib.import_module(name)
             finally:
                 if collects:
                     gc.enable()

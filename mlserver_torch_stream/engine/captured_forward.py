@@ -6,7 +6,7 @@ Knows nothing of requests or batchers. Captured steps hold the addresses of one 
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
@@ -27,7 +27,7 @@ class CapturedForwards:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         forward: Forward,
         max_sequences: int,
         longest: int,

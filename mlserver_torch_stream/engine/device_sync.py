@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -68,6 +66,9 @@ def is_split(types: Iterable[type]) -> bool:
 
     If it returns NotImplemented, it sees the operations on this rank's part, and the collectives.
     """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
     return any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
@@ -73,7 +73,7 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
     return device_name(place if device is None else device)
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
+def input_device(model: transformers.PreTrainedModel) -> torch.device:
     """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
@@ -89,12 +89,12 @@ def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.de
     return otherwise if place is None else torch.device(device_name(place))
 
 
-def device_types(model: PreTrainedModel) -> set[str]:
+def device_types(model: transformers.PreTrainedModel) -> set[str]:
     """Returns the types of the devices that hold a model's weights or take its token ids."""
     return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
 
 
-def plain_forward(model: PreTrainedModel) -> Callable[..., Any]:
+def plain_forward(model: transformers.PreTrainedModel) -> Callable[..., Any]:
     """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
 
     Between GPUs that copy waits for all work that is queued on either of them, also for that of other batches.

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batcher_choice import choose_batcher
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.loading.code_pages import unmap_code
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
@@ -96,6 +97,7 @@ def build_engine(
     def load() -> RunningEngine:
         running = run(resolved, threads, on_death, resources)
         gc.collect()  # frees what the load left in cycles
+        unmap_code()
         trim_heap()
         return running
 
@@ -138,8 +140,13 @@ def _run(
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
+
+    def make() -> PreparedModel:
+        return prepare(files, resolved, threads, resources)
+
+    # Packed weights are checked in another process: this one multiplies nothing with MKL.
     lease: Lease[PreparedModel] = resources.weights.lease(
-        key, lambda: _in_thread_that_ends(threads, lambda: prepare(files, resolved, threads, resources))
+        key, make if files.packed else lambda: _in_thread_that_ends(threads, make)
     )
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
@@ -181,7 +188,7 @@ def _start(
     resources: ProcessResources,
 ) -> RunningEngine:
     settings, prepared, host = resolved.settings, lease.value, read_host()
-    vocab_size = min(int(loaded.model.get_input_embeddings().weight.shape[0]), codec.vocab_size)
+    vocab_size = min(loaded.vocab_size, codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
     choice = choose_batcher(resolved, prepared, loaded, samplers, codec, resources)
     info = ModelInfo(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import transformers
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
@@ -96,7 +96,9 @@ def with_attention(
     return ModelForward(model, way), "torch's attention"
 
 
-def choose_attention(model: PreTrainedModel, findings: SelfCheckResult, cache_dir: Path) -> AttentionChoice:
+def choose_attention(
+    model: transformers.PreTrainedModel, findings: SelfCheckResult, cache_dir: Path
+) -> AttentionChoice:
     """Returns what attends on the devices that hold the pages: weights that are moved compute there, too."""
     kinds = {device.type for device in findings.specs}
     if kinds == {"cuda"}:

@@ -17,10 +17,12 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
 from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe, load_weights
+from mlserver_torch_stream.engine.loading.load_process import in_process
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
+from mlserver_torch_stream.engine.loading.packed_check import check_packed
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
     describe_moves,
@@ -31,8 +33,8 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.verify_native import take_packed
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
@@ -115,21 +117,22 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
 def _prepare_packed(
     files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
 ) -> PreparedModel:
-    """Raises LoadFailed."""
-    name = resolved.source.name
+    """The only way of a load that leaves transformers' code of models out of this process. Raises LoadFailed."""
+    folder, name, cache_dir = Path(files.location), resolved.source.name, resolved.cache_dir
+    try:
+        checked = in_process(check_packed, folder, name, threads, cache_dir)
+    except NotPacked as error:
+        raise no_packed_weights(str(error)) from error
     with torch.inference_mode():
-        try:
-            packed = load_packed(Path(files.location))
-            placement = read_placement(packed.model)
-            description = describe(name, packed.model, packed.description)
-            forward, findings = take_packed(packed.model, threads, resolved.cache_dir)
-        except NotPacked as error:
-            raise no_packed_weights(str(error)) from error
+        decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
+        forward = NativeForward(decoder, threads, cache_dir)
+    del decoder  # with the blocks, of which the kernels have a copy
     trim_heap()
     logger.info("Loaded the weights of %s", name)
-    weights = LoadedWeights(packed.model, packed.model.generation_config, description)
-    device = torch.device("cpu")
-    return PreparedModel(weights, findings, ForwardChoice(forward), device, resources.cpu_lock, placement=placement)
+    choice, device = ForwardChoice(forward), torch.device("cpu")
+    return PreparedModel(
+        checked.weights, checked.findings, choice, device, resources.cpu_lock, placement=checked.placement
+    )
 
 
 def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:

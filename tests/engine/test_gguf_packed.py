@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
+from mlserver_torch_stream.engine import prepared_model
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
@@ -25,10 +27,12 @@ from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.verify_native import take_packed
+from mlserver_torch_stream.engine.prepared_model import prepare
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
+from tests.engine.process_jobs import check_with_wrong_kernels, die
 from tests.engine.tiny_gguf import write_tiny_gguf
 
 PROMPT = [5, 6, 7, 100, 31, 77]
@@ -107,16 +111,46 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlserver_torch_stream.engine.native import verify_native
-
-    class Wrong(NativeForward):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._rotary.cos = self._rotary.cos.roll(1, 0)
-
-    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
+    monkeypatch.setattr(prepared_model, "check_packed", check_with_wrong_kernels)
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
         summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+
+
+def test_a_killed_process_of_the_check_fails_the_load(
+    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_model, "check_packed", die)
+    with pytest.raises(LoadFailed, match="the process that loads the model was killed by SIGKILL"):
+        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+
+
+def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says_what_was_done(
+    tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The conversion and the check run in other processes."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q8_0", "Q4_1"), hidden=256)
+    resolved = parse_settings(str(file), {"cache_dir": str(kernel_cache), "weights": "packed"}, environ={})
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        files = locate_packed(resolved)
+        assert files is not None
+        prepared = prepare(files, resolved, 2, ProcessResources())
+    assert prepared.choice is not None and prepared.findings.problem is None and prepared.findings.chunked
+    logged = " | ".join(record.getMessage() for record in caplog.records)
+    converted, compared = "Converting tiny.gguf once", "Comparing the logits of the kernels with those of transformers"
+    assert logged.index(converted) < logged.index(compared) < logged.index("Loaded the weights of tiny")
+    model = load_packed(Path(files.location)).model
+    with torch.inference_mode():
+        (got, _), (expected, _) = (
+            prefilled(forward, model, PROMPT, chunk=4)
+            for forward in (prepared.choice.forward, NativeForward(model, 2, kernel_cache))
+        )
+    assert torch.equal(got, expected)
+    tokenizer, usual = load_tokenizer(files, resolved), AutoTokenizer.from_pretrained(files.location)
+    assert type(tokenizer) is type(usual)
+    assert (
+        tokenizer.init_kwargs == usual.init_kwargs
+        and tokenizer("the the\n")["input_ids"] == usual("the the\n")["input_ids"]
+    )
 
 
 _PEAK = """

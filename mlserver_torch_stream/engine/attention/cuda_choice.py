@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
@@ -95,6 +94,9 @@ def copies_keys(attention: PagedAttention) -> bool:
 
 
 def _candidates() -> list[tuple[str, Candidate]]:
+    # Its module imports torch's compiler, which takes 60 MB: servers without a GPU do without.
+    from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
+
     return [
         ("varlen", VarlenAttention(find_varlen())),
         ("FlexAttention", FlexAttention(torch.compile)),

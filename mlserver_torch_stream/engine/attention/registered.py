@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 SDPA, EAGER = "sdpa", "eager"
 _NAMES = {SDPA: "mlserver_torch_stream_sdpa", EAGER: "mlserver_torch_stream_eager"}
@@ -39,17 +39,20 @@ class AttentionCall(Protocol):
 _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=None)
 
 
-def take_attention(model: PreTrainedModel) -> None:
+def take_attention(model: transformers.PreTrainedModel) -> None:
     """Registers our functions as the model's attention. Raises CannotPage."""
     before = model.config._attn_implementation
     if before in _OWN:
         return
     if before not in _NAMES:
         raise CannotPage(f"its attention is {before!r}, not {SDPA!r} or {EAGER!r}")
-    model.set_attn_implementation(_NAMES[before])
+    ours = _NAMES[before]
+    transformers.AttentionInterface.register(ours, partial(_attend, before))
+    transformers.AttentionMaskInterface.register(ours, partial(_mask, before))
+    model.set_attn_implementation(ours)
 
 
-def give_attention_back(model: PreTrainedModel) -> None:
+def give_attention_back(model: transformers.PreTrainedModel) -> None:
     """Undoes ``take_attention``."""
     before = model.config._attn_implementation
     if before in _OWN:
@@ -89,7 +92,7 @@ def _attend(
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
     """Returns transformers' function. The eager one is in the file that defines the module. Raises CannotPage."""
     if implementation == SDPA:
-        attend: Callable[..., Any] = AttentionInterface()[SDPA]
+        attend: Callable[..., Any] = transformers.AttentionInterface()[SDPA]
         return attend
     for known in (inspect.unwrap(type(module).forward).__globals__, vars(sys.modules[type(module).__module__])):
         own: Callable[..., Any] | None = known.get("eager_attention_forward")
@@ -99,9 +102,6 @@ def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _mask(implementation: str, *args: Any, **options: Any) -> Any:
-    return None if _call.get() is not None else AttentionMaskInterface()[implementation](*args, **options)
-
-
-for _implementation, _name in _NAMES.items():
-    AttentionInterface.register(_name, partial(_attend, _implementation))
-    AttentionMaskInterface.register(_name, partial(_mask, _implementation))
+    if _call.get() is not None:
+        return None
+    return transformers.AttentionMaskInterface()[implementation](*args, **options)

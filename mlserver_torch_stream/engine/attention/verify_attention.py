@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import (
@@ -48,7 +48,11 @@ class AttentionChoice:
 
 
 def take_attention_kernels(
-    model: PreTrainedModel, plain: PagedAttention, cache_dir: Path, way: Way = Way.PACKED, page_size: int = _PAGE_SIZE
+    model: transformers.PreTrainedModel,
+    plain: PagedAttention,
+    cache_dir: Path,
+    way: Way = Way.PACKED,
+    page_size: int = _PAGE_SIZE,
 ) -> AttentionChoice:
     """Returns our kernels if they are right on the shapes of the model's own attentions, else ``plain``.
 
@@ -71,7 +75,7 @@ def take_attention_kernels(
     return AttentionChoice(kernels, kernels.write, f"attention kernels ({kernels.variant}, {kernels.threads})")
 
 
-def _problem(model: PreTrainedModel, attention: NativeAttention, way: Way, page_size: int) -> str | None:
+def _problem(model: transformers.PreTrainedModel, attention: NativeAttention, way: Way, page_size: int) -> str | None:
     """Returns why the kernels must not attend in this model; None if they give the reference's results."""
     if way is Way.MASKED_ROWS:
         return "its attention cannot be replaced"
@@ -87,7 +91,7 @@ def _problem(model: PreTrainedModel, attention: NativeAttention, way: Way, page_
     return None
 
 
-def attention_shapes(model: PreTrainedModel, way: Way = Way.PACKED) -> list[AttentionShape]:
+def attention_shapes(model: transformers.PreTrainedModel, way: Way = Way.PACKED) -> list[AttentionShape]:
     """Runs two tokens through the model and returns the unlike shapes of its attentions on CPUs. Raises CannotPage."""
     seen: dict[AttentionShape, None] = {}
 

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+import transformers
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
@@ -33,7 +34,7 @@ class SerialBatcher(Batcher):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         samplers: SamplerFactory,
         *,
         max_num_seqs: int,

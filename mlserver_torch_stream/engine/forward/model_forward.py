@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention, PageWriter, packed_ids
 from mlserver_torch_stream.engine.attention.registered import give_attention_back, paged, take_attention
@@ -36,7 +36,7 @@ class ModelForward:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         way: Way = Way.PACKED,
         attention: PagedAttention = torch_attention,
         write: PageWriter = LayerPages.write,
@@ -142,7 +142,7 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
     return torch.cat([found[id(each)] for each in batch.sequences])
 
 
-def give_contiguous_states(model: PreTrainedModel) -> None:
+def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
     """Copies the hidden states of a prompt's last token before the output embeddings take them.
 
     They are a slice of the prompt's, ``[rows, 1, hidden]`` with its strides. On a CPU torch multiplies such a slice by

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
@@ -32,7 +32,7 @@ _LAYER_TOLERANCE = 0.02
 _MODEL_TOLERANCE = 0.2
 
 
-def pack_linears(model: PreTrainedModel) -> int:
+def pack_linears(model: transformers.PreTrainedModel) -> int:
     """Packs the linear layers, frees their own weights and returns their number; 0, and no change, if a check fails."""
     if input_device(model).type != "cpu" or not torch.backends.mkldnn.is_available():
         return 0
@@ -111,7 +111,7 @@ def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
     return result
 
 
-def _logits(model: PreTrainedModel) -> Tensor:
+def _logits(model: transformers.PreTrainedModel) -> Tensor:
     """Returns the float32 logits ``[tokens, vocabulary]`` of a few tokens, of one call."""
     ids = torch.tensor([[(7 * i) % 97 + 1 for i in range(9)]]) % model.get_input_embeddings().weight.shape[0]
     logits: Tensor = model(ids, use_cache=False, return_dict=True).logits[0].float()

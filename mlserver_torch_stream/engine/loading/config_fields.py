@@ -31,6 +31,13 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
         raise LoadFailed(f"cannot read the config of {name}: {' '.join(str(error).split())[:300]}") from error
 
 
+def plain_config(given: Mapping[str, Any]) -> PreTrainedConfig:
+    """Returns these fields as a config of no family, whose class would import transformers' code of models."""
+    config = PreTrainedConfig()
+    vars(config).update(given)
+    return config
+
+
 def declared_fields(config_class: type) -> list[str]:
     """Returns the fields of a dataclass, as transformers' own configs are, or the arguments of an ``__init__``."""
     names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mlserver_torch_stream.engine.devices import input_device
@@ -28,7 +28,7 @@ _WEIGHT = 4
 class ExpectedLogits:
     """The logits of one model. Its weights must not change in between."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         """``dtype``: the type to which the compared forwards round; None: the model's type."""
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])

@@ -42,6 +42,16 @@ _SPECIAL_TOKENS = {
 }
 
 
+def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
+    """Returns the folder of an earlier ``converted_folder`` with these arguments; None if it is absent or damaged."""
+    target = _target(gguf_file, cache_dir, dtype, packed)
+    if not _is_whole(target):
+        return None
+    with suppress(OSError):  # a read-only image
+        os.utime(target)
+    return target
+
+
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
     """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
 
@@ -49,12 +59,9 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 
     Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
     """
-    kind = f"{dtype} packed" if packed else dtype
-    target = cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, kind)}"
-    if _is_whole(target):
-        with suppress(OSError):  # a read-only image
-            os.utime(target)
-        return target
+    if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
+        return kept
+    target = _target(gguf_file, cache_dir, dtype, packed)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _alone(target):
@@ -101,6 +108,10 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
     metadata, _ = read_gguf_metadata(str(gguf_file))
     return _FLOAT_FILES.get(metadata.get("general.file_type"), torch.bfloat16)
+
+
+def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
+    return cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, f'{dtype} packed' if packed else dtype)}"
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:

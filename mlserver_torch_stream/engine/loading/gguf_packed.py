@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -33,12 +32,13 @@ class NotPacked(Exception):
 class PackedModel:
     """``model`` computes in float32, slowly. ``kinds``: how many tensors are of each format.
 
-    ``dequantised`` names the tensors whose format the kernels do not have, with that format.
+    ``dequantised`` names the tensors whose format the kernels do not have, with that format. ``tensors``: the file's.
     """
 
     model: Any
     kinds: Mapping[str, int]
     dequantised: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
 
     @property
     def description(self) -> str:
@@ -51,18 +51,23 @@ def load_packed(folder: Path) -> PackedModel:
     """Raises NotPacked or LoadFailed."""
     config = AutoConfig.from_pretrained(folder)
     model = empty_model(config)
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        metadata = file.metadata()
-        kinds, dequantised = json.loads(metadata["kinds"]), json.loads(metadata["dequantised"])
-        for name in file.keys():  # noqa: SIM118  (the file is no mapping)
-            _put(model, name, file.get_tensor(name), kinds.get(name))
+    tensors, metadata = read_tensors(folder)
+    kinds, dequantised = json.loads(metadata["kinds"]), json.loads(metadata["dequantised"])
+    for name, tensor in tensors.items():
+        _put(model, name, tensor, kinds.get(name))
     if config.tie_word_embeddings:
         _tie(model)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise LoadFailed(f"the file lacks the weights {', '.join(left[:3])}")
     model.generation_config = GenerationConfig.from_pretrained(folder)
-    return PackedModel(model.eval().requires_grad_(False), Counter(kinds.values()), dequantised)
+    return PackedModel(model.eval().requires_grad_(False), Counter(kinds.values()), dequantised, tensors)
+
+
+def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Returns the tensors of the file by name, blocks as bytes, and its metadata."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 def release_packed(model: nn.Module) -> None:
@@ -74,6 +79,8 @@ def release_packed(model: nn.Module) -> None:
 
 def empty_model(config: Any) -> Any:
     """Returns a model whose parameters have no memory; its buffers have values."""
+    from accelerate import init_empty_weights
+
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

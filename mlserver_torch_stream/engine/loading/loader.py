@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
+from mlserver_torch_stream.engine.loading.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
@@ -56,6 +57,7 @@ class LoadedModel:
     """
 
     model: Any
+    vocab_size: int
     tokenizer: Any
     default_sampling: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
@@ -66,10 +68,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that models with the same files and devices share. An engine can replace the model's own config later."""
+    """Weights that models with the same files and devices share. An engine can replace the model's own config later.
+
+    ``vocab_size``: the rows of the embedding.
+    """
 
     model: Any
     generation_config: Any
+    vocab_size: int
     description: str
 
 
@@ -83,7 +89,8 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     model.requires_grad_(False)
     give_contiguous_states(model)
     pin_offloaded(model)
-    return LoadedWeights(model, model.generation_config, describe(name, model))
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    return LoadedWeights(model, model.generation_config, vocab_size, describe(name, model))
 
 
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
@@ -93,8 +100,13 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     def load() -> Any:
         if files.gguf_file is not None and settings.tokenizer is None:
             return load_gguf_tokenizer(files.gguf_file)
+        known: dict[str, Any] = {}
+        if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
+            fields, _ = PreTrainedConfig.get_config_dict(files.location)
+            known["config"] = plain_config({**fields, "_name_or_path": files.location})
         return AutoTokenizer.from_pretrained(
             settings.tokenizer or files.location,
+            **known,
             revision=(settings.revision if settings.tokenizer is None else None) or "main",
             trust_remote_code=settings.trust_remote_code,
         )
@@ -112,6 +124,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
         logger.warning("The model's generation config has fields without effect here: %s", ", ".join(ignored))
     return LoadedModel(
         model=weights.model,
+        vocab_size=weights.vocab_size,
         tokenizer=tokenizer,
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
         eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.loading.gguf import converted_folder
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
+from mlserver_torch_stream.engine.loading.load_process import in_process
 from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
@@ -58,8 +59,9 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
     if not _on_our_kernels(settings):
         raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
     try:
-        folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True))
+        folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place))
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
     if folder is None:

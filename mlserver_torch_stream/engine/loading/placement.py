@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.devices import computing_device, device_name, input_device
@@ -39,14 +39,14 @@ class DeviceShare:
         return f"{self.place}: {', '.join([*parts, *self.rest])} ({format_bytes(self.weights)})"
 
 
-def check_tied(model: PreTrainedModel) -> None:
+def check_tied(model: transformers.PreTrainedModel) -> None:
     """Raises LoadFailed if one of two tied weights is offloaded and the other not: accelerate does not find it."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
 
 
-def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
+def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ...]:
     """Returns the share of each place of the map, in its order."""
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     entries: dict[tuple[str, str | None], list[str]] = {}
@@ -56,14 +56,16 @@ def read_placement(model: PreTrainedModel) -> tuple[DeviceShare, ...]:
     return tuple(_held(model, place, names, brought_to, seen) for (place, brought_to), names in entries.items())
 
 
-def _brought_to(model: PreTrainedModel, name: str, place: Any) -> str | None:
+def _brought_to(model: transformers.PreTrainedModel, name: str, place: Any) -> str | None:
     """Returns the device that computes a place, if that is another one."""
     module = _module(model, name)
     device = None if module is None else computing_device(module, place)
     return None if device == device_name(place) else device
 
 
-def _held(model: PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]) -> DeviceShare:
+def _held(
+    model: transformers.PreTrainedModel, place: str, names: list[str], brought_to: str | None, seen: set[int]
+) -> DeviceShare:
     layers: set[int] = set()
     rest: list[str] = []
     weights = 0
@@ -110,7 +112,7 @@ def moved_bytes(placement: Sequence[DeviceShare]) -> int:
     return sum(held.weights for held in placement if held.brought_to is not None)
 
 
-def seconds_per_step(model: PreTrainedModel) -> float:
+def seconds_per_step(model: transformers.PreTrainedModel) -> float:
     """Measures the seconds of a forward of one token, moves included: the faster one of two."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []

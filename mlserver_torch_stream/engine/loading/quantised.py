@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers import PretrainedConfig
 from transformers.utils import is_bitsandbytes_available, is_kernels_available, is_torchao_available
 
 from mlserver_torch_stream.byte_size import format_bytes
@@ -37,7 +37,7 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
     if method == "gguf":
         raise LoadFailed(f"{_KEY}.quant_method: 'gguf' is for .gguf files")
     _require(method)
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+    kind = _configs()[method]
     known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")]
     for key in given:
         if key not in (*known, "quant_method"):
@@ -51,6 +51,14 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
         raise LoadFailed(f"{_KEY}: {method}: {error or type(error).__name__}") from None
 
 
+def _configs() -> Mapping[str, Any]:
+    """Returns transformers' config classes by method. Their import brings in transformers' code of models."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    configs: Mapping[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
+    return configs
+
+
 def quantisation_method(given: Mapping[str, Any]) -> str:
     """Returns the method under transformers' name. Raises LoadFailed."""
     method = given.get("quant_method")
@@ -61,9 +69,9 @@ def quantisation_method(given: Mapping[str, Any]) -> str:
         return f"bitsandbytes_{width}"
     if method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"):
         raise LoadFailed(f"{_KEY}: bitsandbytes needs load_in_4bit or load_in_8bit")
-    if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not isinstance(method, str) or method not in _configs():
         named = "quant_method is missing" if method is None else f"quant_method: unknown {method!r}"
-        raise LoadFailed(f"{_KEY}: {named}{did_you_mean_or_known(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}")
+        raise LoadFailed(f"{_KEY}: {named}{did_you_mean_or_known(str(method), _configs())}")
     return str(method)
 
 
@@ -123,9 +131,9 @@ def quantised_as(location: str, revision: str | None) -> str | None:
     own = config.get("quantization_config") or nested.get("quantization_config")
     if own is None:
         return None
-    if own.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING or own.get("quant_method") == "bitsandbytes":
+    if own.get("quant_method") in _configs() or own.get("quant_method") == "bitsandbytes":
         return str(own["quant_method"])
-    known = ", ".join(AUTO_QUANTIZATION_CONFIG_MAPPING)
+    known = ", ".join(_configs())
     raise LoadFailed(f"the checkpoint is quantised as {own.get('quant_method')!r}; transformers knows {known}")
 
 
@@ -174,7 +182,7 @@ def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
     return True
 
 
-def rounding_dtype(model: PreTrainedModel) -> torch.dtype:
+def rounding_dtype(model: transformers.PreTrainedModel) -> torch.dtype:
     """Returns the dtype that the products of a loaded model round to, which may be coarser than that of its weights.
 
     bitsandbytes computes with four bits in bfloat16 on CPUs that have its instructions, whatever the model's dtype.

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+import transformers
+from transformers import GenerationConfig
 
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.devices import input_device
@@ -50,7 +51,7 @@ class SelfCheckResult:
 
 
 def check_batching(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     room: int | None = None,
     *,
     expected: ExpectedLogits | None = None,
@@ -85,7 +86,7 @@ def check_batching(
     return SelfCheckResult(problem=problem)
 
 
-def check_generate(model: PreTrainedModel) -> None:
+def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
     So an error of the check above that has nothing to do with batching ends the load.
@@ -99,7 +100,7 @@ def check_generate(model: PreTrainedModel) -> None:
 
 
 def check_forward(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     forward: Forward,
     *,
     expected: ExpectedLogits | None = None,

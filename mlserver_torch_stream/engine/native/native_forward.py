@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
-from mlserver_torch_stream.engine.native.structure import read_decoder
+from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 from mlserver_torch_stream.engine.native.weights import PackedWeights
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
@@ -35,11 +35,11 @@ class NativeForward:
     """
 
     def __init__(self, model: Any, threads: int, cache_dir: Path, rounded: Rounding | None = None) -> None:
-        """Copies the weights, rounded if a rounding is given.
+        """Copies the weights of a model or of its ``Decoder``, rounded if a rounding is given.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
-        decoder = read_decoder(model)
+        decoder = model if isinstance(model, Decoder) else read_decoder(model)
         kernels, self.variant = open_kernels(cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
         self._weights = PackedWeights(decoder, kernels, rounded)

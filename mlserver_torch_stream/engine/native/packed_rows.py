@@ -42,6 +42,9 @@ class PackedRows:
     def format(self) -> GroupFormat:
         return self._of.format
 
+    def __reduce__(self) -> tuple[type[PackedRows], tuple[str, Tensor]]:
+        return PackedRows, (self.kind, self.data)
+
     def chunk(self, count: int) -> tuple[PackedRows, ...]:
         return tuple(PackedRows(self.kind, part) for part in self.data.chunk(count))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mlserver_torch_stream.engine.native.known_fields import unknown_field
 from mlserver_torch_stream.engine.native.packed_rows import PackedEmbedding, PackedLinear, PackedRows
+from mlserver_torch_stream.engine.native.rotary import Rotary
 from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout as UnsupportedLayout
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
@@ -78,7 +79,7 @@ class Decoder:
     embedding: Tensor | PackedRows
     head: Projection
     last_norm: Tensor
-    rotary: nn.Module
+    rotary: Rotary
     whole_qk_norm: bool
     activation: str
     numbers: DecoderNumbers
@@ -264,12 +265,13 @@ def _activation(function: Any) -> str:
     raise UnsupportedLayout("an activation other than silu and tanh-gelu")
 
 
-def _rotary(base: Any) -> nn.Module:
-    rotary: nn.Module | None = getattr(base, "rotary_emb", None)
+def _rotary(base: Any) -> Rotary:
+    rotary: Any = getattr(base, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if rotary is None or kind not in _STATIC_ROPE:
         raise UnsupportedLayout(f"positions of kind {kind!r}")
-    return rotary
+    found: Rotary = rotary
+    return found
 
 
 def _check_placement(model: Any) -> None:

@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,16 @@ def take_rounded(
     return taken
 
 
-def take_packed(model: Any, threads: int, cache_dir: Path) -> tuple[NativeForward, SelfCheckResult]:
+def take_packed(
+    model: Any, threads: int, cache_dir: Path, decoder: Decoder | None = None
+) -> tuple[NativeForward, SelfCheckResult]:
     """Returns the verified forward of a model that ``gguf_packed`` has loaded, and frees the blocks.
 
-    Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
+    ``decoder``: what the kernels run; None: it is read from the model. Raises NotPacked, or LoadFailed as
+    ``take_fast_path`` does.
     """
     try:
-        forward = NativeForward(model, threads, cache_dir)
+        forward = NativeForward(decoder or model, threads, cache_dir)
         trim_heap()  # packing frees 13 MB
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             # transformers computes in float32, so the difference is the rounding of activations to int8.

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.devices import computing_device, execution_device
 from mlserver_torch_stream.engine.process_resources import FairLock
@@ -31,7 +31,7 @@ class Stage:
     lock: FairLock = field(default_factory=FairLock)
 
 
-def read_stages(model: PreTrainedModel) -> tuple[Stage, ...]:
+def read_stages(model: transformers.PreTrainedModel) -> tuple[Stage, ...]:
     """Returns the stages in the order of the map; at most one if one device computes everything."""
     found: dict[str, list[nn.Module]] = {}
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.device_sync import count_waits
@@ -34,7 +34,7 @@ _PAGE_SIZE = 16
 _MOST_WAITS = 1
 
 
-def take_pipeline(model: PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
+def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
     """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
 
     ``forward`` is the model's, in the way that the check at load has found.
@@ -50,7 +50,7 @@ def take_pipeline(model: PreTrainedModel, threads: int, forward: Forward) -> Pip
     return None
 
 
-def waits_midway(model: PreTrainedModel, forward: Forward) -> bool:
+def waits_midway(model: transformers.PreTrainedModel, forward: Forward) -> bool:
     """Whether a decode step of sequences of unlike lengths waits for its devices before its end. True if unknown."""
     try:
         return _decode_waits(model, forward) > _MOST_WAITS
@@ -59,7 +59,7 @@ def waits_midway(model: PreTrainedModel, forward: Forward) -> bool:
         return True
 
 
-def _decode_waits(model: PreTrainedModel, forward: Forward) -> int:
+def _decode_waits(model: transformers.PreTrainedModel, forward: Forward) -> int:
     trials = _Trials(model, forward, 2)
     for trial in range(2):
         forward(Batch((trials.sequence(trial, 0, _PROMPT + trial),)), trials.cache)
@@ -68,7 +68,7 @@ def _decode_waits(model: PreTrainedModel, forward: Forward) -> int:
 
 
 def check_pipeline(
-    model: PreTrainedModel, pipeline: Pipeline, forward: Forward, cache: PagedCache | None = None
+    model: transformers.PreTrainedModel, pipeline: Pipeline, forward: Forward, cache: PagedCache | None = None
 ) -> str | None:
     """Returns why forwards must not overlap, which includes any error of the model; None if they may.
 
@@ -81,7 +81,9 @@ def check_pipeline(
     return None if by is None else f"logits of forwards that overlap differ from single ones by {by}"
 
 
-def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache: PagedCache | None) -> Comparison:
+def _compare(
+    model: transformers.PreTrainedModel, forward: Forward, pipeline: Pipeline, cache: PagedCache | None
+) -> Comparison:
     """Compares forwards that run at the same time with the same forwards, one after the other and in another cache."""
     count = _ROUNDS * pipeline.depth
     alone, overlapping = _Trials(model, forward, count), _Trials(model, forward, count, cache)
@@ -105,7 +107,9 @@ def _compare(model: PreTrainedModel, forward: Forward, pipeline: Pipeline, cache
 class _Trials:
     """Sequences of different lengths over one cache; each has its own pages and slot."""
 
-    def __init__(self, model: PreTrainedModel, forward: Forward, count: int, cache: PagedCache | None = None) -> None:
+    def __init__(
+        self, model: transformers.PreTrainedModel, forward: Forward, count: int, cache: PagedCache | None = None
+    ) -> None:
         self._forward = forward
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         layout = CacheLayout(model.config)

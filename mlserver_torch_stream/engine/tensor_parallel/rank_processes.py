@@ -103,5 +103,9 @@ class _Child(threading.Thread):
         status = self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        self._on_end(f"rank {self._rank} {how}")
+        self._on_end(f"rank {self._rank} {how_it_ended(status)}")
+
+
+def how_it_ended(status: int) -> str:
+    """Returns a text such as ``was killed by SIGKILL`` for the exit status of a process."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -1,0 +1,70 @@
+"""Loads packed weights into transformers' model, and checks that our kernels give its logits with them.
+
+``prepared_model`` runs this in a process of its own. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.loading.config_fields import plain_config
+from mlserver_torch_stream.engine.loading.context_length import comparable_context
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
+from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
+from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
+from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.verify_native import take_packed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """Stands for transformers' model where our kernels have the whole forward: only its config is read, a plain one."""
+
+    config: PreTrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWeights:
+    """What a process without transformers' code of models needs to run packed weights that were checked.
+
+    ``decoder`` is that of ``pickle_decoder``. The ``model`` of ``weights`` is a ``ModelOutline``.
+    """
+
+    decoder: bytes
+    weights: LoadedWeights
+    findings: SelfCheckResult
+    placement: tuple[DeviceShare, ...]
+
+
+def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> CheckedWeights:
+    """``folder`` is one of ``gguf_packed``, ``name`` the model's. Raises NotPacked or LoadFailed."""
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        packed = load_packed(folder)
+        model, placement = packed.model, read_placement(packed.model)
+        description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
+        try:
+            decoder = pickle_decoder(read_decoder(model), packed.tensors)
+        except UnsupportedLayout as error:
+            raise NotPacked(str(error)) from None
+        outline = ModelOutline(plain_config(vars(model.config)))
+        if any(read(outline) != read(model) for read in (_cache_groups, comparable_context)):
+            raise NotPacked(f"its cache or its context needs {type(model.config).__name__}")
+        # What is checked is what the other process runs: the decoder as it is read from the pickle and the file.
+        _, findings = take_packed(model, threads, cache_dir, unpickle_decoder(decoder, packed.tensors.__getitem__))
+    weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
+    return CheckedWeights(decoder, weights, findings, placement)
+
+
+def _cache_groups(model: Any) -> object:
+    layout = CacheLayout(model.config)
+    return layout.spec(CPU_PAGE_SIZE), layout.has_states

@@ -1,0 +1,86 @@
+"""A function in a process of its own: its result, its errors, its log lines, and the ends of both processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlserver_torch_stream.engine.loading import load_process
+from mlserver_torch_stream.engine.loading.load_process import in_process
+from mlserver_torch_stream.errors import LoadFailed
+from tests.engine.process_jobs import die, doubled, fail, fail_oddly
+
+_WAITS = """
+import sys
+from mlserver_torch_stream.engine.loading.load_process import in_process
+from tests.engine.process_jobs import wait_for_ever
+in_process(wait_for_ever, sys.argv[1])
+"""
+
+
+def test_the_result_comes_back_and_the_log_lines_are_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    """Output to stdout, which carries the messages, does not disturb them."""
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        assert in_process(doubled, [1, 2]) == [2, 4]
+    assert caplog.record_tuples == [
+        ("mlserver_torch_stream.engine.loading", logging.INFO, "doubling 2 numbers"),
+        ("mlserver_torch_stream", logging.WARNING, "100 %"),
+    ]
+
+
+def test_an_error_is_raised_here_as_it_was_there() -> None:
+    with pytest.raises(LoadFailed, match=r"^the file lacks the weights x$"):
+        in_process(fail)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_name_and_message() -> None:
+    with pytest.raises(RuntimeError, match=r"^TwoParts: one and two$"):
+        in_process(fail_oddly)
+
+
+def test_a_killed_process_fails_the_load_with_the_signal() -> None:
+    with pytest.raises(LoadFailed, match=r"^the process that loads the model was killed by SIGKILL$"):
+        in_process(die)
+
+
+def test_a_process_that_cannot_be_started_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_process.sys, "executable", "/no/such/python")
+    with pytest.raises(LoadFailed, match=r"^cannot start a process that loads the model: .*No such file"):
+        in_process(fail)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the process on Linux alone")
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", _WAITS, str(pid_file)])
+    try:
+        _until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    finally:
+        parent.kill()
+        parent.wait()
+    child = int(pid_file.read_text())
+    _until(lambda: not _runs(child))
+
+
+def _until(holds: object) -> None:
+    assert callable(holds)
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("not within a minute")
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs. A zombie, which nobody has waited for, does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and os.path.exists(f"/proc/{pid}")
