@@ -98,7 +98,7 @@ async def _sent(spelling: Spelling, case: str) -> bytes:
                 await asyncio.sleep(0)
 
     async def start(opened: Opened) -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), sampling.n, lambda: None)
+        mailbox = Mailbox(asyncio.get_running_loop(), sampling.n, lambda *_: None)
         opened(mailbox)
         delivering.append(asyncio.create_task(deliver(mailbox)))
 
