@@ -112,7 +112,7 @@ class Generator:
                 prompt = request.prompts[position]
                 submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
-            opened(_ObservedStream(self.engine.submit(submitted), observer))
+            opened(_observed(self.engine.submit(submitted), observer))
 
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
@@ -157,7 +157,7 @@ class Generator:
         with self._observed(request) as observer:
             constraint = await self._compiled(request.constraint)
             open_request = _engine_request(request, (), constraint, open=True)
-            stream = _ObservedStream(self.engine.submit([open_request]), observer)
+            stream = _observed(self.engine.submit([open_request]), observer)
             opened(stream)
             arrivals = Arrivals(pieces, stream, timeout)
             try:
@@ -224,27 +224,11 @@ def _engine_request(
     )
 
 
-class _ObservedStream:
-    """A token stream whose observer sees each event when the reader takes it."""
-
-    def __init__(self, stream: TokenStream, observer: RequestObserver) -> None:
-        self._stream = stream
-        self._observer = observer
-        self.extend = stream.extend
-        self.seal = stream.seal
-        observer.accepted()
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        event = await self._stream.__anext__()
-        self._observer.event(event)
-        return event
-
-    def close(self) -> None:
-        self._stream.close()
-        self._observer.closed()
+def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
+    """The stream of an accepted request. The observer sees each event when the reader takes it."""
+    stream.observe(observer)
+    observer.accepted()
+    return stream
 
 
 class _KnownIds:

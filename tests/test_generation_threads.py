@@ -35,6 +35,8 @@ class Stream:
 
     def seal(self, ids: Sequence[int]) -> None: ...
 
+    def observe(self, observer: object) -> None: ...
+
 
 class Engine:
     """Keeps what is submitted to it."""

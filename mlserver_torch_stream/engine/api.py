@@ -76,6 +76,16 @@ class EngineStats(EngineCounters):
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
+class StreamObserver(Protocol):
+    """Sees how the reader of a stream takes it."""
+
+    def event(self, event: TokenEvent) -> None:
+        """Called for every event that the reader takes, so it must be cheap."""
+
+    def closed(self) -> None:
+        """The stream is closed: no event is read any more."""
+
+
 class TokenStream(Protocol):
     """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
 
@@ -85,6 +95,9 @@ class TokenStream(Protocol):
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
 
     async def __anext__(self) -> TokenEvent: ...
+
+    def observe(self, observer: StreamObserver) -> None:
+        """Calls ``observer`` from now on."""
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
         """Appends ids to the open request, which is the only one of its stream.

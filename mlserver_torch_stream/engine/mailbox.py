@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from mlserver_torch_stream.engine.api import StreamObserver
 from mlserver_torch_stream.types import TokenEvent, add_event
 
 
@@ -40,8 +41,9 @@ class Mailbox:
         self.loop = loop
         self.closed_at: float | None = None
         self._unfinished = sequences
-        self._pending: dict[int, deque[TokenEvent]] = {}  # by sequence
-        self._delivered: dict[int, Delivered] = {}
+        self._pending: defaultdict[int, deque[TokenEvent]] = defaultdict(deque)  # by sequence; none is empty
+        self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
+        self._observer: StreamObserver | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._on_close = on_close
         self._on_extend: Callable[[Mailbox, Sequence[int], bool], None] | None = None
@@ -50,16 +52,19 @@ class Mailbox:
         """Sets the callback that gets the ids of an open request: ``extend(mailbox, prompt_ids, whole)``."""
         self._on_extend = extend
 
+    def observe(self, observer: StreamObserver) -> None:
+        self._observer = observer
+
     def delivered(self, index: int) -> Delivered:
-        return self._delivered.setdefault(index, Delivered())
+        return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
         """Drops events after a sequence's last one: the watchdog may have ended it before the engine's thread does."""
-        delivered = self.delivered(event.index)
+        delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:
             return
         delivered.take(event)
-        add_event(self._pending.setdefault(event.index, deque()), event)
+        add_event(self._pending[event.index], event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
@@ -84,6 +89,8 @@ class Mailbox:
             self._pending[event.index] = waiting  # now after the other sequences, so that all of them advance
         if event.finish_reason is not None:
             self._unfinished -= 1
+        if self._observer is not None:
+            self._observer.event(event)
         return event
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
@@ -107,3 +114,5 @@ class Mailbox:
             self._arrival.set_result(None)
         if self._unfinished > 0:
             self._on_close(self)
+        if self._observer is not None:
+            self._observer.closed()

@@ -34,7 +34,7 @@ class TokenCounts(Protocol):
         """Of the completion: tokens of the reasoning before the answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes five times as long to make
 class ChatChoice:
     """One sequence's answer, or a part of it. A finish reason that is no FinishReason is another server's."""
 

@@ -145,6 +145,7 @@ class OpenAIResponses(OpenAISpelling):
 
     prompt = INPUT
     parameters = RESPONSE_PARAMETERS
+    event_name_field = "type"
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         request = super().decode(posted, info, streaming=streaming, request_id=request_id)
@@ -159,9 +160,6 @@ class OpenAIResponses(OpenAISpelling):
 
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return ResponsesWhole(request, context)
-
-    def event_name(self, message: JsonObject) -> str | None:
-        return str(message["type"])
 
     def _own_name(self, field: str) -> str:
         return own_name(field)

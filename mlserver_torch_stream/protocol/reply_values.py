@@ -46,13 +46,13 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
     """The values of one event by name: one each, but a list of ids and a list of log-probabilities."""
     values: dict[str, Any] = {names.TEXT_OUTPUT: event.text} if names.TEXT_OUTPUT in shown else {}
-    if names.REASONING in shown and event.reasoning:
+    if event.reasoning and names.REASONING in shown:
         values[names.REASONING] = event.reasoning
-    if names.TOOL_CALLS in shown and event.tool_calls:
+    if event.tool_calls and names.TOOL_CALLS in shown:
         values[names.TOOL_CALLS] = call_deltas(event.tool_calls)
     if names.TOKEN_IDS in shown and event.token_ids:
         values[names.TOKEN_IDS] = list(event.token_ids)
-    if names.LOGPROBS in shown and event.logprobs:
+    if event.logprobs and names.LOGPROBS in shown:
         values[names.LOGPROBS] = logprob_objects(event.logprobs)
     if names.CUMULATIVE_LOGPROB in shown and event.cumulative_logprob is not None:
         values[names.CUMULATIVE_LOGPROB] = finite(event.cumulative_logprob)
@@ -88,7 +88,7 @@ class StreamProgress:
 
     def describe(self, event: TokenEvent, target: dict[str, Any]) -> bool:
         """Writes into ``target`` where the event's message stands in its stream. True: it is the request's last."""
-        final = self.usage.note(event)
+        final = event.finish_reason is not None and self.usage.note(event)
         target["index"] = event.index
         target["chunk_index"] = self._messages
         target["triton_final_response"] = final

@@ -70,10 +70,12 @@ class WholeEncoder(Protocol):
 class Spelling(ABC):
     """One way to write a request and its replies. A spelling has no state; its encoders have.
 
-    ``comments``: SSE comments may stand between the events of its streams.
+    ``comments``: SSE comments may stand between the events of its streams. ``event_name_field``: the field of a
+    message that names its SSE event; None: the events have no names.
     """
 
     comments = True
+    event_name_field: str | None = None
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
         """True if a body is in this spelling; the spellings of a path are asked in the order of the table."""
@@ -94,10 +96,6 @@ class Spelling(ABC):
     def headers(self, request_id: str) -> Mapping[str, str]:
         """The HTTP headers of every reply in this spelling, also of an error."""
         return {}
-
-    def event_name(self, message: JsonObject) -> str | None:
-        """The name of the SSE event that holds a message of a stream; None: it has no name."""
-        return None
 
     @abstractmethod
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:

@@ -107,7 +107,7 @@ def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str
         if not wanted(output["name"]):
             outputs.append(output)
             continue
-        part = _packed(output)
+        part = packed(output)
         kept = {key: value for key, value in output.items() if key != _DATA}
         outputs.append({**kept, "parameters": {**output.get("parameters", {}), SIZE: len(part)}})
         parts.append(part)
@@ -173,7 +173,8 @@ def _flag(holder: Any, name: str) -> bool | None:
     return flag
 
 
-def _packed(output: Mapping[str, Any]) -> bytes:
+def packed(output: Mapping[str, Any]) -> bytes:
+    """The elements of an output as raw bytes. Raises GenerationFailed if they are not of its datatype."""
     datatype, elements = output["datatype"], output[_DATA]
     try:
         if datatype == "BYTES":

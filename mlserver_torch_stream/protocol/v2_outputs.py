@@ -30,8 +30,13 @@ def response(
     outputs: list[JsonObject],
 ) -> JsonObject:
     """One response; gRPC drops parameters that are no string, integer or boolean."""
+    return {**head(model_name, model_version, request_id), "parameters": parameters, "outputs": outputs}
+
+
+def head(model_name: str, model_version: str | None, request_id: str) -> JsonObject:
+    """The beginning of every response to one request."""
     version = {} if model_version is None else {"model_version": model_version}
-    return {"model_name": model_name, **version, "id": request_id, "parameters": parameters, "outputs": outputs}
+    return {"model_name": model_name, **version, "id": request_id}
 
 
 def as_response(body: JsonObject) -> InferenceResponse:

@@ -14,7 +14,7 @@ import orjson
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.v2_outputs import output, response
+from mlserver_torch_stream.protocol.v2_outputs import head, output, response
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
 _AS_JSON = frozenset({names.LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
@@ -25,7 +25,7 @@ class StreamReply:
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._request_id = request.request_id
-        self._context = context
+        self._head = head(context.model_name, context.model_version, request.request_id)
         self._progress = StreamProgress(request, context.request_index)
         self._shown = shown_values(request.reply)
         self._headers = dict(context.headers)  # until the first response has taken them
@@ -36,9 +36,7 @@ class StreamReply:
         final = self._progress.describe(event, parameters)
         if self._headers:
             parameters["headers"], self._headers = self._headers, {}
-        outputs = self._tensors(event, final)
-        context = self._context
-        body = response(context.model_name, context.model_version, self._request_id, parameters, outputs)
+        body = {**self._head, "parameters": parameters, "outputs": self._tensors(event, final)}
         if final and self._progress.error:
             body["error"] = self._progress.error
         return (body,)
@@ -50,7 +48,11 @@ class StreamReply:
         """None: the last response is the end of the stream."""
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
-        return [output(name, _elements(name, value)) for name, value in event_values(event, self._shown).items()]
+        tensors = []
+        for name, value in event_values(event, self._shown).items():
+            data = value if name == names.TOKEN_IDS else [_json(value) if name in _AS_JSON else value]
+            tensors.append(output(name, data))
+        return tensors
 
 
 class UnaryReply(WholeReply):
@@ -82,12 +84,6 @@ class UnaryReply(WholeReply):
         """[S] for one sequence; [B·n, longest] for several."""
         sequences = len(self._request.prompts) * self._request.sampling.n
         return [count] if sequences == 1 else [sequences, count // sequences]
-
-
-def _elements(name: str, value: Any) -> list[Any]:
-    if name == names.TOKEN_IDS:
-        return list(value)
-    return [_json(value)] if name in _AS_JSON else [value]
 
 
 def _json(value: Any) -> str:

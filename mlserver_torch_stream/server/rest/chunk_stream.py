@@ -40,7 +40,6 @@ class ChunkStream:
         self._stalled_after = stalled_after
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
-        self._turn = asyncio.Lock()  # between the tasks that write
         self._sending_since: float | None = None
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -57,18 +56,17 @@ class ChunkStream:
             self._timer.cancel()
 
     async def write(self, chunk: bytes, more: bool = True) -> None:
-        """One chunk; ``more`` False: it is the last one."""
-        async with self._turn:
-            self._sending_since = self._loop.time()
-            try:
-                if not self.started:
-                    self.started = True
-                    start = {"type": "http.response.start", "status": self._status, "headers": self._headers}
-                    await self._send(start)
-                await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
-            finally:
-                self._sending_since = None
-            self._sent_at = self._loop.time()
+        """One chunk; ``more`` False: it is the last one. The next call is made when this one has returned."""
+        self._sending_since = self._loop.time()
+        try:
+            if not self.started:
+                self.started = True
+                start = {"type": "http.response.start", "status": self._status, "headers": self._headers}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+        finally:
+            self._sending_since = None
+        self._sent_at = self._loop.time()
 
     def _check_reader(self) -> None:
         blocked = 0.0 if self._sending_since is None else self._loop.time() - self._sending_since

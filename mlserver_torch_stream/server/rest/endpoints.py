@@ -244,15 +244,16 @@ class _EndpointRequest:
 
     async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
         """Raises an error only while nothing has been sent; later the stream reports it."""
+        named_by = self._spelling.event_name_field
         try:
             async for body in reply.bodies():
-                await events.send(orjson.dumps(body), self._spelling.event_name(body))
+                await events.send(orjson.dumps(body), None if named_by is None else body[named_by])
         except Exception as error:
             if not events.started:
                 raise
             reply.error = as_refusal(error)
             for body in reply.failure(reply.error):
-                await events.send(orjson.dumps(body), self._spelling.event_name(body))
+                await events.send(orjson.dumps(body), None if named_by is None else body[named_by])
         end = reply.end()
         if end is not None:
             await events.send(end)

@@ -6,7 +6,7 @@ Knows nothing of what an event says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from starlette.types import Send
@@ -40,6 +40,7 @@ class EventStream(ChunkStream):
         super().__init__(send, stalled_after=stalled_after, stalled=stalled, headers=[*_HEADERS, *headers])
         self._keep_alive = keep_alive
         self._pings: asyncio.Task[None] | None = None
+        self._pinging = asyncio.Lock()  # held while a ping waits for the reader
 
     async def __aenter__(self) -> EventStream:
         await super().__aenter__()
@@ -55,19 +56,23 @@ class EventStream(ChunkStream):
             self._pings.cancel()
             await asyncio.wait((self._pings,))
 
-    async def send(self, data: bytes, name: str | None = None) -> None:
+    def send(self, data: bytes, name: str | None = None) -> Awaitable[None]:
         """One event; ``data`` has no line break, and neither has its ``name``."""
-        event = b"" if name is None else b"event: %b\n" % name.encode()
-        await self.write(b"%bdata: %b\n\n" % (event, data))
+        event = b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+        return self.write(event) if self._sending_since is None else self._after_ping(event)
 
     async def end(self) -> None:
-        await self.write(b"", more=False)
+        await self._after_ping(b"", more=False)
+
+    async def _after_ping(self, event: bytes, more: bool = True) -> None:
+        async with self._pinging:
+            await self.write(event, more)
 
     async def _ping(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            silence = 0.0 if self._turn.locked() else self._loop.time() - self._sent_at
+            silence = 0.0 if self._sending_since is not None else self._loop.time() - self._sent_at
             if silence < self._keep_alive:
                 await asyncio.sleep(self._keep_alive - silence)
             else:
-                await self.write(_PING)
+                await self._after_ping(_PING)

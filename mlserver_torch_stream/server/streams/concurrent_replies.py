@@ -6,6 +6,7 @@ Knows neither what a message is nor how one is answered: a callable opens the re
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -30,9 +31,10 @@ class MessageReply(Protocol[Body_co]):
 class ConcurrentReplies(Generic[Message, Body, Response]):
     """Reads messages, opens at most ``most_open`` replies at a time, and yields the bodies of all, converted.
 
-    One task reads and one task per message answers; each is held here until it has ended. The tasks share an outbox for
-    one item, so they wait for a reader that lags, and token streams merge their events meanwhile. ``close`` is
-    synchronous because clean-up may run in a task that cannot wait.
+    One task reads and one task per message answers; each is held here until it has ended. Each of them has at most one
+    item in the outbox, in the order in which they came, and waits until its item is the first. So they wait for a
+    reader that lags, and token streams merge their events meanwhile. ``close`` is synchronous because clean-up may run
+    in a task that cannot wait.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._answer = answer
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
-        self._outbox: asyncio.Queue[Response | Exception | None] = asyncio.Queue(1)
-        self._turn = asyncio.Lock()  # the task that waits first puts first, which a queue alone does not promise
+        self._loop = asyncio.get_running_loop()
+        # With each item the future for which its task waits; None: the item was the first at once.
+        self._outbox: deque[tuple[Response | Exception | None, asyncio.Future[None] | None]] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # while the outbox is empty and read
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
@@ -58,7 +62,12 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         return self
 
     async def __anext__(self) -> Response:
-        item = await self._outbox.get()
+        while not self._outbox:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        item, _ = self._outbox.popleft()
+        if self._outbox:
+            _resolve(self._outbox[0][1])
         if item is None:
             raise StopAsyncIteration
         if isinstance(item, Exception):
@@ -88,8 +97,11 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
                 await self._put(error)
 
     async def _put(self, item: Response | Exception | None) -> None:
-        async with self._turn:
-            await self._outbox.put(item)
+        turn = self._loop.create_future() if self._outbox else None
+        self._outbox.append((item, turn))
+        _resolve(self._arrival)
+        if turn is not None:
+            await turn
 
     def _start(self, answer: MessageReply[Body], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -123,3 +135,8 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
             return
         for body in answer.failure(error):
             await self._put(self._convert(body))
+
+
+def _resolve(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)

@@ -39,6 +39,7 @@ class TokenReply:
         self._stream: TokenStream | None = None
         self._closed = False
         self._begun = False
+        self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event has not been read
         self._encoder = spelling.stream(request, context)
         self.error: Exception | None = None  # the error of the first sequence that failed after the reply had begun
 
@@ -61,21 +62,23 @@ class TokenReply:
             yield await self.whole()
             return
         encode = self._encoder.event
-        async for event in self._events():
-            self.error = self.error or event.error
-            for part in event.split_failure():
+        async for event in await self._started():
+            for part in (event,) if event.finish_reason is None else self._last_parts(event):
                 messages = encode(part)
                 self._begun = True
                 for message in messages:
                     yield message
+        self._check_end()
 
     async def whole(self) -> JsonObject:
         """All that was generated, as one reply."""
         encoder = self._spelling.whole(self._request, self._context)
-        async for event in self._events():
+        async for event in await self._started():
             if event.error is not None:
                 raise as_request_error(event.error)
+            self._unfinished -= event.finish_reason is not None
             encoder.add(event)
+        self._check_end()
         return encoder.body()
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
@@ -90,18 +93,24 @@ class TokenReply:
     def end(self) -> bytes | None:
         return self._encoder.end()
 
-    async def _events(self) -> AsyncIterator[TokenEvent]:
+    async def _started(self) -> TokenStream:
         await self._start(self._opened)
         assert self._stream is not None
-        unfinished = len(self._request.prompts) * self._request.sampling.n
-        async for event in self._stream:
-            if event.error is not None and not self._begun and not event.size:
-                raise as_request_error(event.error)
-            unfinished -= event.finish_reason is not None
-            yield event
-        if unfinished and self._closed:
+        return self._stream
+
+    def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
+        """The last event of a sequence, divided. Raises its error if the client has been sent nothing."""
+        if event.error is not None and not self._begun and not event.size:
+            raise as_request_error(event.error)
+        self.error = self.error or event.error
+        self._unfinished -= 1
+        return event.split_failure()
+
+    def _check_end(self) -> None:
+        """Raises an error if the token stream has ended before its sequences."""
+        if self._unfinished and self._closed:
             raise asyncio.CancelledError("the reply was closed before its end")
-        if unfinished:
+        if self._unfinished:
             raise GenerationFailed("the token stream ended early")
 
     def _opened(self, stream: TokenStream) -> None:
