@@ -38,10 +38,8 @@ class OpenAIStream(ABC):
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
         """Raises RequestError where the event says that its sequence has failed."""
-        last = False
-        if event.finish_reason is not None:
-            raise_failure(event)
-            last = self._usage.note(event)
+        raise_failure(event)
+        last = self._usage.note(event)
         choice = self._choice(event)
         chunks: Sequence[JsonObject] = () if choice is None else self._chunks(choice)
         if not self._usage_message:

@@ -107,7 +107,7 @@ def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str
         if not wanted(output["name"]):
             outputs.append(output)
             continue
-        part = packed(output)
+        part = _packed(output)
         kept = {key: value for key, value in output.items() if key != _DATA}
         outputs.append({**kept, "parameters": {**output.get("parameters", {}), SIZE: len(part)}})
         parts.append(part)
@@ -173,8 +173,7 @@ def _flag(holder: Any, name: str) -> bool | None:
     return flag
 
 
-def packed(output: Mapping[str, Any]) -> bytes:
-    """The elements of an output as raw bytes. Raises GenerationFailed if they are not of its datatype."""
+def _packed(output: Mapping[str, Any]) -> bytes:
     datatype, elements = output["datatype"], output[_DATA]
     try:
         if datatype == "BYTES":

@@ -15,7 +15,7 @@ from mlserver.parallel.worker import Worker
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals, response_message
+from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.lifecycle import default_version, looped_worker, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
 from mlserver_torch_stream.server.registered_models import is_ours
@@ -37,7 +37,6 @@ def install() -> None:
     shutdown.install()
     readiness.install()
     grpc_messages.install()
-    response_message.install()
     grpc_refusals.install()
     registry_lock.install(REGISTRY_LOCK)
     default_version.install()

@@ -25,7 +25,6 @@ from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.response_message import StreamedResponse
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
 
@@ -93,7 +92,7 @@ class BaseRuntime(MLModel, ABC):
             if reply is not None:
                 reply.close()
 
-    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[StreamedResponse]:
+    async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         session: StreamSession | None = None
         try:
             opener = self.recorded_opener(EndpointKind.GRPC_STREAM)

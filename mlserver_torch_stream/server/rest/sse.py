@@ -59,7 +59,7 @@ class EventStream(ChunkStream):
     def send(self, data: bytes, name: str | None = None) -> Awaitable[None]:
         """One event; ``data`` has no line break, and neither has its ``name``."""
         event = b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
-        return self.write(event) if self._sending_since is None else self._after_ping(event)
+        return self._after_ping(event) if self._pinging.locked() else self.write(event)
 
     async def end(self) -> None:
         await self._after_ping(b"", more=False)

@@ -10,12 +10,12 @@ from typing import Protocol
 from uuid import uuid4
 
 from mlserver.logging import logger
-from mlserver.types import InferenceRequest
+from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
-from mlserver_torch_stream.server.response_message import StreamedResponse
 from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies, MessageReply
 from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 
@@ -72,10 +72,10 @@ class StreamSession:
         self._inflight = inflight
         self._stalled_after = stalled_after
         self._request_id = ""
-        self._replies: ConcurrentReplies[InferenceRequest | None, JsonObject, StreamedResponse] | None = None
-        self._unread: ReadTimeout[StreamedResponse] | None = None
+        self._replies: ConcurrentReplies[InferenceRequest | None, JsonObject, InferenceResponse] | None = None
+        self._unread: ReadTimeout[InferenceResponse] | None = None
 
-    async def open(self) -> AsyncIterator[StreamedResponse]:
+    async def open(self) -> AsyncIterator[InferenceResponse]:
         """The responses. Raises RequestError if the first message is wrong."""
         first = await anext(self._payloads, None)
         if first is None:
@@ -88,7 +88,7 @@ class StreamSession:
             return reply if message is None else self._further(message, index)
 
         messages = self._messages(only_first=reads_all)
-        self._replies = ConcurrentReplies(messages, answer, StreamedResponse, self._opener.most_open)
+        self._replies = ConcurrentReplies(messages, answer, as_response, self._opener.most_open)
         self._unread = ReadTimeout(self._replies, self._stalled_after, self._stalled)
         return self._unread
 

@@ -13,16 +13,17 @@ from uuid import uuid4
 import grpc
 from mlserver.errors import ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.converters import ModelInferResponseConverter
 from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
+from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
-from mlserver_torch_stream.server.response_message import response_message
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.status import StreamStatus
 from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
@@ -115,7 +116,7 @@ class TritonReply:
                 yield body
 
     def _framed(self, body: JsonObject) -> Framed:
-        response = response_message(body, raw=True)
+        response: pb.ModelInferResponse = ModelInferResponseConverter.from_types(as_response(body), use_raw=True)
         response.id = self._request.id
         error = _error_of(body)
         return Framed(response, self._named(error), GenerationFailed.status) if error else Framed(response)
