@@ -186,6 +186,19 @@ class EngineSettings(BaseModel):
     for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
     Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
 
+    @property
+    def fits_cpu_kernels(self) -> bool:
+        """Whether no key rules out our own kernels on the CPU. If ``device_map`` is None, a GPU of the host does."""
+        free = (self.quantization_config, self.max_memory, self.offload_folder, self.attn_implementation)
+        return (
+            self.device_map in (None, "cpu")
+            and all(each is None for each in free)
+            and self.dtype in ("auto", "bfloat16")
+            and self.engine != "serial"
+            and self.fast_path == "auto"
+            and self.tensor_parallel_size == 1
+        )
+
     @field_validator("weights")
     @classmethod
     def _needs_our_kernels(cls, weights: str, info: ValidationInfo) -> str:

@@ -11,8 +11,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from mlserver_torch_stream.engine.loading.load_process import started_ahead
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.protocol.parameters import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _importing = threading.Lock()
 # The code of engines, and transformers' code of models, which packed weights need in no server.
 _CODE = ("mlserver_torch_stream.engine.factory", "mlserver_torch_stream.engine.loading.model_code")
+_CHECK = ("mlserver_torch_stream.engine.loading.packed_check", _CODE[1])  # what the process of packed weights imports
 
 
 def resolve(settings: ModelSettings) -> ResolvedSettings:
@@ -39,7 +42,8 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    built = _engine_builder(model_code=resolved.settings.weights != "packed")(resolved, owner, on_death)
+    with process_ahead(resolved):
+        built = _engine_builder(model_code=resolved.settings.weights != "packed")(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -47,6 +51,16 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
             built.shutdown()
         raise SettingsError(f"{error.message} (from parameters.extra or the model's generation config)") from None
     return built
+
+
+def process_ahead(resolved: ResolvedSettings) -> AbstractContextManager[None]:
+    """Starts the process that checks packed weights, if this process has yet to import the engine: both import at once.
+
+    Later loads may share weights, and start the process when they need it.
+    """
+    settings, first = resolved.settings, _CODE[0] not in sys.modules and not _importing.locked()
+    packed = settings.weights == "packed" and resolved.source.kind in ("embedded", "gguf") and settings.fits_cpu_kernels
+    return started_ahead(*_CHECK) if first and packed else nullcontext()
 
 
 def _engine_builder(model_code: bool = True) -> Callable[..., BuiltEngine]:

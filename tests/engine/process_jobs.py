@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def fail_oddly() -> None:
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pid_with(module: str) -> tuple[int, bool]:
+    """Returns the process's id, and whether it has imported ``module``."""
+    return os.getpid(), module in sys.modules
+
+
+def children() -> set[int]:
+    """Returns the ids of this process's children, zombies too. Linux alone."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def wait_for_ever(file: str) -> None:

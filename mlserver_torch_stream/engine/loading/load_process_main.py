@@ -1,11 +1,13 @@
-"""``python -m …loading.load_process_main PARENT LEVEL JOB``: calls the function that ``load_process`` has pickled.
+"""``python -m …loading.load_process_main PARENT LEVEL MODULE…``: calls a function that ``load_process`` sends.
 
-Sends log lines and the result to its parent, as pickles on stdout. Its process ends when its parent ends.
+It imports the modules, then reads the function and its arguments, a pickle, from stdin. It sends log lines and the
+result to its parent, as pickles on stdout. Its process ends when its parent ends.
 """
 
 from __future__ import annotations
 
-import base64
+import gc
+import importlib
 import logging
 import os
 import pickle
@@ -39,14 +41,22 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    parent, level, job = argv
-    die_with(int(parent))
+    parent, level, *modules = argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, with which this process ends
     channel = ParentChannel()
     logging.basicConfig(handlers=[channel])
     logging.getLogger(PACKAGE).setLevel(int(level))
     try:
-        function, args = pickle.loads(base64.b64decode(job))
+        gc.disable()  # walking the half a million objects that the import makes takes most of a second
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
+        gc.enable()
+        try:
+            function, args = pickle.load(sys.stdin.buffer)
+        except EOFError:  # the parent has ended
+            os._exit(1)
+        die_with(int(parent))  # which reads stdin too
         channel.send(RETURNED, function(*args))
     except Exception as error:
         channel.send(RAISED, _as_it_arrives(error))

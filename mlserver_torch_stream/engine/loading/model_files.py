@@ -76,16 +76,7 @@ def no_packed_weights(why: str) -> LoadFailed:
 
 def _on_our_kernels(settings: EngineSettings) -> bool:
     """Whether these settings let our own kernels run on the CPU, the only ones that read packed weights here."""
-    on_cpu = settings.device_map == "cpu" or (settings.device_map is None and not torch.cuda.is_available())
-    free = (settings.quantization_config, settings.max_memory, settings.offload_folder, settings.attn_implementation)
-    return (
-        on_cpu
-        and all(each is None for each in free)
-        and settings.dtype in ("auto", "bfloat16")
-        and settings.engine != "serial"
-        and settings.fast_path == "auto"
-        and settings.tensor_parallel_size == 1
-    )
+    return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
 
 
 def attempt(what: str, load: Callable[[], Any]) -> Any:
