@@ -110,11 +110,12 @@ def _largest(work: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
     On a CPU numpy's partition and sort are vectorised: 16 rows of 49,152 take 1.5 instead of 6.9 ms for 1,024 logits.
     """
     if width <= FEW or work.device.type != "cpu":
-        return work.topk(width, dim=-1)
+        values, columns = work.topk(width, dim=-1)
+        return values, columns
     rows = work.numpy()
-    columns = rows.argpartition(-width, axis=1)[:, -width:]  # a NaN counts as the largest, as for ``topk``
-    order = np.take_along_axis(rows, columns, axis=1).argsort(axis=1)[:, ::-1]
-    columns = torch.from_numpy(np.take_along_axis(columns, order, axis=1))
+    largest = rows.argpartition(-width, axis=1)[:, -width:]  # a NaN counts as the largest, as for ``topk``
+    order = np.take_along_axis(rows, largest, axis=1).argsort(axis=1)[:, ::-1]
+    columns = torch.from_numpy(np.take_along_axis(largest, order, axis=1))
     return work.gather(1, columns), columns
 
 

@@ -277,11 +277,13 @@ template <class T> class Decoder final : public AnyDecoder {
         });
         product(me, normed_, hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
-            for (int64_t i = p * kPanel; i < (p + 1) * kPanel; i += 16) {
-                const F16 x = soft_cap(load_f(c + i - p * kPanel) * shape_.logit_scale, shape_.logit_cap);
-                store(step_.logits + row * width + i, x);
-                found_[me.id * rows + row].take(x, i, shape_.vocab);
+            ArgMax found = found_[me.id * rows + row];
+            for (int i = 0; i < kPanel; i += 16) {
+                const F16 x = soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap);
+                store(step_.logits + row * width + p * kPanel + i, x);
+                found.take(x, p * kPanel + i, shape_.vocab);
             }
+            found_[me.id * rows + row] = found;
         });
     }
 
