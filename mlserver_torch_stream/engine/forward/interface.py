@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
