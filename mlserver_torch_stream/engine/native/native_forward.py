@@ -62,7 +62,6 @@ class NativeForward:
         self._pages = (c.KernelPages * self._layers)()
         self._cache: weakref.ref[PagedCache] | None = None  # whose pools ``_pages`` names
         self._step = c.KernelStep(pages=self._pages)
-        self._reach(0)
         self._make_room(0)
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
@@ -70,11 +69,11 @@ class NativeForward:
         if self._cache is None or self._cache() is not cache:
             self._point_at(cache)
         packed = PackedBatch(batch, len(cache.groups))
-        if packed.longest > self._rotary.positions:
-            self._reach(packed.longest)
+        self._rotary.reach(packed.longest)
         if packed.wanted > len(self._argmax):
             self._make_room(packed.wanted)
         step, rows = self._step, 0
+        step.cos, step.sin = self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()
         step.table_stride = packed.table_stride
         for part in packed.parts(_MAX_TOKENS):
             step.sequences, step.tokens, step.wanted = part.sequences, part.tokens, part.wanted
@@ -98,10 +97,6 @@ class NativeForward:
         self._argmax = array("q", bytes(8 * rows))
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
-
-    def _reach(self, positions: int) -> None:
-        self._rotary.reach(positions)
-        self._step.cos, self._step.sin = self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()
 
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""
