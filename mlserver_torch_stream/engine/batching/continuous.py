@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
@@ -24,7 +22,7 @@ from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepRe
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
@@ -41,7 +39,7 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor]
+Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -155,14 +153,14 @@ class ContinuousBatcher(Batcher):
                 self.progress.completed(step)
         self._gauge()  # before a long step: an admitted request no longer waits
 
-    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
+    def _complete(self, step: _StepInFlight, forward: Future[Logits]) -> ChosenTokens:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
         result = self._fresh(self._result(step.plan, forward))
         result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
-        with self._aside(result.logits.device):
+        with self._aside(result.logits.tensor.device):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
@@ -225,7 +223,7 @@ class ContinuousBatcher(Batcher):
             return not self._scheduler.is_void(part)
         return self._scheduler.advance(part, part.count)
 
-    def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
+    def _result(self, plan: StepPlan, forward: Future[Logits]) -> StepResult:
         """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward.result())
@@ -248,7 +246,7 @@ class ContinuousBatcher(Batcher):
             failed += culprits
         return result.without(self._release(failed, forget=True))
 
-    def _run_alone(self, batch: Batch) -> torch.Tensor:
+    def _run_alone(self, batch: Batch) -> Logits:
         self.progress.at("the step of a sequence alone", batch.tokens)
         return self._forward(batch, self._cache)
 
