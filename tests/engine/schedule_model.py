@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 CONTEXT = 120
@@ -30,6 +31,9 @@ LETTERS = "abc"  # texts of the tokens that are chosen
 
 class Codec:
     special_ids: frozenset[int] = frozenset()
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
+        return WindowDetokenizer(self, skip_special_tokens, marks)  # type: ignore[arg-type]
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "".join(LETTERS[token] for token in ids)

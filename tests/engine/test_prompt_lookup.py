@@ -14,6 +14,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.speculation.ngram_index import NgramIndex
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.speculation.step_time import StepTime
+from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import SamplingParameters
 
 LOOP = asyncio.new_event_loop()
@@ -22,6 +23,9 @@ LOOP.close()
 
 class Codec:
     special_ids: frozenset[int] = frozenset()
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
+        return WindowDetokenizer(self, skip_special_tokens, marks)  # type: ignore[arg-type]
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "x" * len(ids)

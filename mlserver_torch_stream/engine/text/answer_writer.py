@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
 from mlserver_torch_stream.types import MOST_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
@@ -31,7 +30,7 @@ class AnswerWriter:
         self._codec = codec
         self._parser = None if answer is None else answer.parser()
         marks = frozenset[int]() if answer is None else answer.marks
-        self._detokenizer = Detokenizer(codec, params.skip_special_tokens, marks)
+        self._detokenizer = codec.detokenizer(params.skip_special_tokens, marks)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._cumulative_logprob = 0.0 if params.logprobs else None
         self._events: list[TokenEvent] = []
@@ -55,7 +54,7 @@ class AnswerWriter:
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob
         reasoned = self._reasons
-        text = "" if hidden else self._detokenizer.push([token_id])
+        text = "" if hidden else self._detokenizer.push((token_id,))
         if stops and not hidden:
             text = self._stops.push(text)
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))

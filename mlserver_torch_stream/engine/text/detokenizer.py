@@ -1,13 +1,13 @@
 """Turns one sequence's token ids into text, one by one, and never splits a character.
 
-Knows nothing of stop strings or events. It decodes a short window of recent tokens and compares the text with the text
-that it has returned: this works for any tokenizer, never raises on odd ids, and costs the same for every token.
+Knows nothing of stop strings or events. Each token costs the same, and odd ids raise nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import codecs
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -19,12 +19,43 @@ _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
 
-class Detokenizer:
-    """The texts that ``push`` and ``flush`` return join to the decode of all ids.
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
-    There is one exception: tokenizers with byte fallback can emit, byte by byte, a run that is not UTF-8 or that spells
-    the replacement character. The characters that were complete stay as they were returned, where a whole decode
-    replaces the entire run, and the number of replacement characters can differ.
+
+class Detokenizer(Protocol):
+    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
+
+    def flush(self) -> str:
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
+
+
+class ByteDetokenizer:
+    """Joins the bytes of tokens, for tokenizers whose text is just that."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped."""
+        self._token_bytes = token_bytes
+        self._silent = silent
+        self._decoder = _Utf8Decoder("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(
+            b"".join([self._token_bytes(token_id) for token_id in token_ids if token_id not in self._silent])
+        )
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
+
+    There is one exception to what ``Detokenizer`` says: tokenizers with byte fallback can emit, byte by byte, a run
+    that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
+    returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
     """
 
     def __init__(self, codec: TextCodec, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> None:
@@ -38,11 +69,9 @@ class Detokenizer:
         self._cut = 0  # an earlier such count, where the window may be cut
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
 
     def flush(self) -> str:
-        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
         text = self._decode()
         if text.startswith(self._returned):
             rest = text[len(self._returned) :]
