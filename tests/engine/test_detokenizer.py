@@ -137,14 +137,14 @@ def test_a_tokenizer_with_a_decode_of_its_own_is_asked_for_its_text() -> None:
 
 def test_added_tokens_with_letters_of_the_byte_alphabet_are_decoded_as_the_tokenizer_does() -> None:
     tokenizer = tiny_tokenizers.byte_level()
-    tokenizer.add_tokens(["é", "Ġx", "<｜User｜>", "日本", "Ã©"])
+    tokenizer.add_tokens(["é", "Ġx", "<\uff5cUser\uff5c>", "日本", "Ã©"])
     codec = TextCodec(tokenizer)
     added = [tokenizer.convert_tokens_to_ids(token) for token in tokenizer.get_added_vocab()]
     for ids in (
         *([each] for each in added),
         added,
         [9, *added, 5],
-        [each for pair in zip(added, added) for each in pair],
+        [each for pair in zip(added, added, strict=True) for each in pair],
     ):
         _assert_whole(codec, ids, skip=False)
         _assert_whole(codec, ids, skip=True)

@@ -43,7 +43,9 @@ class SequenceAccount:
     @property
     def left(self) -> int:
         """Tokens that can be computed now. An open prompt keeps its last token, for the logits at its end."""
-        return self.sequence.length - self.pages.computed - (0 if self.sequence.request.sealed else 1)
+        sequence = self.sequence
+        request = sequence.request
+        return len(request.prompt) + len(sequence.tokens) - self.pages.computed - (not request.sealed)
 
     @property
     def decodes(self) -> bool:
@@ -51,7 +53,7 @@ class SequenceAccount:
 
         A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
         """
-        return self.left <= 1 and bool(self.sequence.tokens) and not self.restarts
+        return bool(self.sequence.tokens) and not self.restarts and self.left <= 1
 
     @property
     def priority(self) -> int:
@@ -60,7 +62,7 @@ class SequenceAccount:
     @property
     def samples(self) -> tuple[SequenceState, ...]:
         """The sequences that get a token at the end of its tokens."""
-        return (self.sequence, *(fork for fork in self.forks if fork.finish_reason is None))
+        return (self.sequence, *[fork for fork in self.forks if fork.finish_reason is None])
 
     @property
     def holds_something(self) -> bool:
@@ -71,7 +73,9 @@ class SequenceAccount:
         known = len(prompt)
         if stop <= known:
             return prompt[start:stop]
-        return [*prompt[start:], *tokens[max(0, start - known) : stop - known]]
+        if start >= known:
+            return tokens[start - known : stop - known]
+        return [*prompt[start:], *tokens[: stop - known]]
 
     def needed(self, limits: SchedulerLimits) -> list[int]:
         """Returns how many more pages of each group it needs until all its tokens are computed."""

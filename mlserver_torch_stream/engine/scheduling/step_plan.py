@@ -30,10 +30,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The sequences of one step and their batch. An empty plan has nothing to run."""
+    """The sequences of one step and their batch. An empty plan has nothing to run.
+
+    ``prompt_tokens`` are those of all chunks of prompts and of sequences that resume.
+    """
 
     scheduled: tuple[ScheduledSequence, ...] = ()
     batch: Batch = field(default_factory=lambda: Batch(()))
+    prompt_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -44,7 +48,3 @@ class StepPlan:
         decoding = sum(not part.prefills for part in self.scheduled)
         parts += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
         return " and ".join(parts)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(part.count for part in self.scheduled if part.prefills)

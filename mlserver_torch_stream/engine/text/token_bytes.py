@@ -18,8 +18,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 class TokenBytes:
     """Looks each token up once. An id that has no token has no bytes.
 
-    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: its decoder does nothing else than read
-    them, so that the text of ids is the text of their joined bytes in UTF-8.
+    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: its decoder only reads them, so that
+    the text of ids is that of their joined bytes, as UTF-8.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
