@@ -24,7 +24,7 @@ async def _pieces(count: int, then_waits: bool) -> AsyncIterator[int]:
 
 def _run(scenario: Callable[[Mailbox], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda: None)
+        mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda mailbox: None)
         await asyncio.wait_for(scenario(mailbox), 30)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "a task was left behind"

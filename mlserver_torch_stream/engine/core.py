@@ -106,14 +106,14 @@ class EngineCore:
         self._admission.check(requests, self._batcher.refusal)
         self._admission.check_queue(requests, self._batcher.stats())
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
-        mailbox = Mailbox(loop, sequences, lambda: self._inbox.post(lambda: self._cancel(mailbox)))
+        mailbox = Mailbox(loop, sequences, self._closed)
         context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
         accepted = [
             RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
             for request in requests
         ]
         if any(request.open for request in requests):
-            self._feed_prompt(mailbox, requests, accepted)
+            self._feed_prompt(mailbox, requests)
         self._admission.submitted(accepted)
         self._open[mailbox] = accepted  # now: the watchdog must find it even if the thread never takes it in
         self._watchdog.watch(accepted)
@@ -122,27 +122,23 @@ class EngineCore:
             raise NotServing("the engine has just stopped")
         return mailbox
 
-    def _feed_prompt(self, mailbox: Mailbox, given: Sequence[EngineRequest], requests: list[RequestState]) -> None:
+    def _feed_prompt(self, mailbox: Mailbox, requests: Sequence[EngineRequest]) -> None:
         """Lets the stream of an open request extend its prompt."""
         if len(requests) != 1:
             raise ValueError("an open prompt is the only request of its stream")
-        request = requests[0]
-        known = len(request.prompt)
+        given = requests[0]
+        known = len(given.prompt_ids)
 
-        def extend(prompt_ids: Sequence[int], whole: bool) -> None:
+        def extend(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
             known = len(prompt_ids) if whole else known + len(prompt_ids)
-            self._admission.check_prompt(given[0], prompt_ids, known, self._batcher.refusal, whole=whole)
+            self._admission.check_prompt(given, prompt_ids, known, self._batcher.refusal, whole=whole)
             ids = list(prompt_ids)
-
-            def grow() -> None:
-                if mailbox in self._open:
-                    request.grow(ids, whole)
-
-            if whole:  # its wait begins, even if the engine's thread is in a step that does not return
+            for request in self._open.get(mailbox, ()) if whole else ():
+                # Its wait begins, even if the engine's thread is in a step that does not return.
                 request.whole_at = time.monotonic()
                 self._watchdog.watch_wait(request)
-            self._inbox.post(grow)
+            self._inbox.post(lambda: self._grow(mailbox, ids, whole))
 
         mailbox.feed_prompt_to(extend)
 
@@ -180,6 +176,9 @@ class EngineCore:
         self._watchdog.stop()
         self._watchdog.join()
 
+    def _closed(self, mailbox: Mailbox) -> None:
+        self._inbox.post(lambda: self._cancel(mailbox))
+
     # --- for the watchdog ---
 
     def works(self) -> Sequence[Work]:
@@ -210,6 +209,10 @@ class EngineCore:
                 self._batcher.add(request)
                 if request.timeout_s is not None and request.submitted_at + request.timeout_s <= now:
                     self._time_out(out_of_time(request, request.sealed, now))
+
+    def _grow(self, mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
+        for request in self._open.get(mailbox, ()):
+            request.grow(prompt_ids, whole)
 
     def _cancel(self, mailbox: Mailbox) -> None:
         requests = self._open.get(mailbox)
@@ -342,7 +345,4 @@ class EngineCore:
             if sequence.finish_reason is not None:
                 mailbox = sequence.request.mailbox
                 if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
-                    ended = self._open.pop(mailbox)
-                    self._admission.service_rate.finished(len(ended))
-                    for request in ended:
-                        request.free_constraint()
+                    self._admission.service_rate.finished(len(self._open.pop(mailbox)))

@@ -35,7 +35,8 @@ class Delivered:
 class Mailbox:
     """A ``TokenStream``. All of it runs on the loop's thread; the engine's thread reads ``closed_at``."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
+        """``on_close`` is called if the reader closes the mailbox before the end of all sequences."""
         self.loop = loop
         self.closed_at: float | None = None
         self._unfinished = sequences
@@ -43,10 +44,10 @@ class Mailbox:
         self._delivered: dict[int, Delivered] = {}
         self._arrival: asyncio.Future[None] | None = None
         self._on_close = on_close
-        self._on_extend: Callable[[Sequence[int], bool], None] | None = None
+        self._on_extend: Callable[[Mailbox, Sequence[int], bool], None] | None = None
 
-    def feed_prompt_to(self, extend: Callable[[Sequence[int], bool], None]) -> None:
-        """Sets the callback that gets the ids of an open request: ``extend(prompt_ids, whole)``."""
+    def feed_prompt_to(self, extend: Callable[[Mailbox, Sequence[int], bool], None]) -> None:
+        """Sets the callback that gets the ids of an open request: ``extend(mailbox, prompt_ids, whole)``."""
         self._on_extend = extend
 
     def delivered(self, index: int) -> Delivered:
@@ -94,7 +95,7 @@ class Mailbox:
     def _feed(self, prompt_ids: Sequence[int], whole: bool) -> None:
         if self._on_extend is None:
             raise ValueError("only a stream of one open request takes more of its prompt")
-        self._on_extend(prompt_ids, whole)
+        self._on_extend(self, prompt_ids, whole)
         if whole:
             self._on_extend = None
 
@@ -105,4 +106,4 @@ class Mailbox:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
         if self._unfinished > 0:
-            self._on_close()
+            self._on_close(self)

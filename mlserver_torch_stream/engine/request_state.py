@@ -6,6 +6,7 @@ Knows nothing of tensors, batches or caches.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,10 +29,15 @@ class SequenceState:
     ``accept`` takes the id of a token, which is all that the next forward needs; ``write`` makes its text, beside that
     forward where the device computes by itself. So a sequence ends twice: ``ended`` once it gets no further token, and
     ``finish_reason`` is set once its text is complete.
+
+    It does not keep its request alive: whatever holds a sequence longer than a call holds the request, too.
     """
 
     def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
-        self.request = request
+        self._request = weakref.ref(request)  # a cycle would keep both, and the token matcher, until a collection
+        self._prompt = request.prompt
+        self._params = request.params
+        self._end_ids = request.end_ids
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None  # set once its text is complete
@@ -39,14 +45,29 @@ class SequenceState:
         self.sampler: RowSampler | None = None
         self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
         self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
-        self._writer = AnswerWriter(index, request.params, request.answer, codec)
+        self._writer = AnswerWriter(index, self._params, request.answer, codec)
         self._first_token_at: float | None = None
         self._error: Exception | None = None
 
     @property
+    def request(self) -> RequestState:
+        request = self._request()
+        assert request is not None, "a sequence is used after its request"
+        return request
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt and of the sequence: as many are in the cache after the next decode step."""
-        return len(self.request.prompt) + len(self.tokens)
+        return len(self._prompt) + len(self.tokens)
+
+    def token_ids(self, start: int, stop: int) -> Ids[int]:
+        """Returns the tokens from one position to another, of the prompt and of the answer together."""
+        prompt, known = self._prompt, len(self._prompt)
+        if stop <= known:
+            return prompt[start:stop]
+        if start >= known:
+            return self.tokens[start - known : stop - known]
+        return [*prompt[start:], *self.tokens[: stop - known]]
 
     @property
     def matcher(self) -> TokenMatcher | None:
@@ -88,7 +109,7 @@ class SequenceState:
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
         """Makes the text of the token with this number, from 1."""
-        params = self.request.params
+        params = self._params
         hidden = self._is_end(count) and not params.include_stop_str_in_output
         # Stop strings count from ``min_tokens`` on, as end ids do.
         self._writer.write(self.tokens[count - 1], logprob, hidden=hidden, stops=count > params.min_tokens)
@@ -99,7 +120,7 @@ class SequenceState:
 
     def _is_end(self, count: int) -> bool:
         """Whether the token with this number, from 1, ends the answer by its id."""
-        return self.tokens[count - 1] in self.request.end_ids and count > self.request.params.min_tokens
+        return self.tokens[count - 1] in self._end_ids and count > self._params.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
@@ -144,7 +165,7 @@ class SequenceState:
             return None
         if self._writer.stop_string is not None:
             return self._writer.stop_string
-        return self.tokens[-1] if self.tokens[-1] in self.request.params.stop_token_ids else None
+        return self.tokens[-1] if self.tokens[-1] in self._params.stop_token_ids else None
 
 
 class RequestState:
@@ -219,16 +240,6 @@ class RequestState:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         for sequence in self.sequences:
             sequence.finish(reason, error)
-
-    def free_constraint(self) -> None:
-        """Frees the constraint and its matchers, after the last event of all sequences.
-
-        A request and its sequences refer to each other. So the matchers, up to 40 MB each, would stay until a garbage
-        collection, which would free those of many requests at once while all threads wait.
-        """
-        self.constraint = None
-        for sequence in self.sequences:
-            sequence.sampler = None
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
         """Gives the reader the last events of the sequences, with the tokens delivered so far. On the loop's thread.

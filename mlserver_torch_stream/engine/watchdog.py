@@ -234,6 +234,7 @@ class Watchdog:
             self._do(decision)
             if decision.lost is not None:
                 return
+            del decision  # it holds requests, which may end before the next one
             with self._changed:
                 if not self._news:
                     self._changed.wait(self._wakes_at - time.monotonic())

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from tests.engine.tiny import greedy, running, tokens_of
@@ -50,6 +52,17 @@ class Busy:
         time.sleep(self._seconds)
         with self._lock:
             self._inside[name] -= 1
+
+
+class InLaunchOrder(InFlightForwards[Any, Any]):
+    """Completes its forwards in the order of their launch, so that the schedule does not depend on their times."""
+
+    def completed(self) -> list[tuple[Any, Future[Any]]]:
+        key, forward = next(iter(self._away.items()))
+        forward.exception()  # waits for it
+        del self._away[key]
+        self._ahead.remove(key)
+        return [(key, forward)]
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Sequences over a cache of pages without a scheduler, for tests of forwards: who holds which page, in no order."""
+"""Owns the pages of a cache for tests of forwards, without a scheduler: which sequence holds which page."""
 
 from __future__ import annotations
 
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -17,40 +17,34 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from tests.engine.tiny_models import prompt_of, reference
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
-    """A sequence's block tables, and how many of its tokens are in the cache."""
+    """A sequence's block tables, how many of its tokens are in the cache, and the slot of its states."""
 
     tables: tuple[array[int], ...]
+    slot: int = -1
     computed: int = 0
+    keeps: bool = False  # pages that a window has passed, so that other sequences can share them
 
 
-@dataclass
 class PageBook:
-    """Names its sequences by any string; pages whose window has passed go back, full of NaN."""
+    """Names its sequences by any string. Pages that no sequence holds are full of NaN, also those of passed windows."""
 
-    model: PreTrainedModel
-    page_size: int = 16
-    pages: int = 128
-    held: dict[str, Held] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        layout = CacheLayout(self.model.config)
-        count = len(layout.spec(self.page_size).groups)
-        self.cache = PagedCache(layout, self.page_size, [self.pages] * count, state_slots=0)
-        self._free = [random.Random(group).sample(range(self.pages), self.pages) for group in range(count)]
+    def __init__(self, model: PreTrainedModel, page_size: int = 16, pages: int = 128, slots: int = 0) -> None:
+        layout = CacheLayout(model.config)
+        self.groups = layout.spec(page_size).groups
+        self.page_size = page_size
+        self.cache = PagedCache(layout, page_size, [pages] * len(self.groups), state_slots=slots)
+        self.held: dict[str, Held] = {}
+        self._holders = [[0] * pages for _ in self.groups]
+        self._free = [random.Random(group).sample(range(pages), pages) for group in range(len(self.groups))]
 
     def batch(self, work: Mapping[str, Sequence[int]], wanted: int | Mapping[str, int] = 1) -> Batch:
         """New tokens of some sequences, which begin or go on; their last ones are ``wanted``."""
         wants = dict.fromkeys(work, wanted) if isinstance(wanted, int) else wanted
-        return Batch(tuple(self._part(name, ids, wants.get(name, 1)) for name, ids in work.items()))
-
-    def _part(self, name: str, ids: Sequence[int], wanted: int) -> BatchSequence:
-        held = self.held.setdefault(name, Held(tuple(array("i") for _ in self._free)))
-        for table, free in zip(held.tables, self._free, strict=True):
-            while len(table) * self.page_size < held.computed + len(ids):
-                table.append(free.pop())
-        return BatchSequence(tuple(ids), held.computed, held.tables, wanted)
+        for name in work:
+            self.held.setdefault(name, Held(self.no_pages()))
+        return Batch(tuple(self.part(self.held[name], ids, wants.get(name, 1)) for name, ids in work.items()))
 
     def step(
         self, forward: Forward, work: Mapping[str, Sequence[int]], wanted: int | Mapping[str, int] = 1
@@ -59,28 +53,70 @@ class PageBook:
         batch = self.batch(work, wanted)
         rows = forward(batch, self.cache).clone().split([each.wanted for each in batch.sequences])
         for name, ids in work.items():
-            self.held[name].computed += len(ids)
-            self._pass_windows(self.held[name])
+            self.advance(self.held[name], len(ids))
+        self.poison()
         return dict(zip(work, rows, strict=True))
-
-    def _pass_windows(self, held: Held) -> None:
-        for index, (table, group) in enumerate(zip(held.tables, self.cache.groups, strict=True)):
-            for entry in range(group.oldest_seen(held.computed) // self.page_size):
-                if table[entry] >= 0:
-                    self._soil(index, table[entry])
-                    self._free[index].insert(0, table[entry])
-                    table[entry] = -1
-
-    def _soil(self, group: int, page: int) -> None:
-        for layer in self.cache.layers.values():
-            if layer.group == group and layer.keys is not None and layer.values is not None:
-                layer.keys[page] = layer.values[page] = float("nan")
 
     def share(self, name: str, other: str, tokens: int) -> None:
         """Begins a sequence with the pages of another's first tokens, whether they are computed yet or not."""
+        self.held[name] = Held(self.no_pages())
+        self.take_over(self.held[name], self.held[other], tokens)
+
+    # --- pages ---
+
+    def no_pages(self) -> tuple[array[int], ...]:
+        return tuple(array("i") for _ in self.groups)
+
+    def part(self, held: Held, ids: Sequence[int], wanted: int) -> BatchSequence:
+        """A sequence's part of a batch, with pages for its new tokens ``ids``."""
+        for group, table in enumerate(held.tables):
+            while len(table) * self.page_size < held.computed + len(ids):
+                table.append(self.take(group))
+        return BatchSequence(tuple(ids), held.computed, held.tables, wanted, held.slot)
+
+    def advance(self, held: Held, tokens: int, drafts: int = 0) -> None:
+        """Counts tokens as computed, the last ``drafts`` of which may not stay, and gives back passed pages."""
+        held.computed += tokens
+        for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
+            passed = 0 if held.keeps else group.oldest_seen(held.computed - drafts) // self.page_size
+            for entry in range(min(passed, len(table))):
+                self._give_back(number, table[entry])
+                table[entry] = -1
+
+    def take_over(self, held: Held, other: Held, tokens: int) -> None:
+        """Begins a sequence with the pages of another's first ``tokens``."""
         assert tokens % self.page_size == 0
-        pages = tokens // self.page_size
-        self.held[name] = Held(tuple(table[:pages] for table in self.held[other].tables), tokens)
+        for group, (own, theirs) in enumerate(zip(held.tables, other.tables, strict=True)):
+            own.extend(self._hold(group, page) for page in theirs[: tokens // self.page_size])
+        held.computed = tokens
+
+    def take(self, group: int) -> int:
+        return self._hold(group, self._free[group].pop(0))
+
+    def clear(self, held: Held) -> None:
+        """Takes a sequence's pages away: all of its tokens have to be computed again."""
+        for group, table in enumerate(held.tables):
+            for page in table:
+                self._give_back(group, page)
+            del table[:]
+        held.computed = 0
+
+    def _hold(self, group: int, page: int) -> int:
+        self._holders[group][page] += page >= 0
+        return page
+
+    def _give_back(self, group: int, page: int) -> None:
+        if page >= 0:
+            self._holders[group][page] -= 1
+            if not self._holders[group][page]:
+                self._free[group].append(page)
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        for layer in self.cache.layers.values():
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[self._free[layer.group]] = torch.nan
+                layer.values[self._free[layer.group]] = torch.nan
 
 
 def prefilled(

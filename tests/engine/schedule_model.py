@@ -55,7 +55,7 @@ def request_of(
 ) -> RequestState:
     sampling = SamplingParameters(max_tokens=max_tokens, n=n, stop=stop)
     given = EngineRequest(tuple(prompt), sampling, open=is_open, priority=priority)
-    return RequestState(given, Mailbox(LOOP, n, lambda: None), Codec(), (), context)  # type: ignore[arg-type]
+    return RequestState(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
 
 
 def key_after(key: int, token: int) -> int:
@@ -278,6 +278,7 @@ class ModelledEngine:
 
     def take(self, part: ScheduledSequence, keys: list[int] | None) -> None:
         if part.sequence.finish_reason is not None:
+            assert not self.scheduler.advance(part, part.count - len(part.drafts)) or keys is not None
             return
         index, right = part.sequence.index, 0
         if keys is not None and part.drafts:  # accepted: those that would have been chosen

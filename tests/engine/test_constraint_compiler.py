@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from mlserver_torch_stream.engine.constraints import compile_threads
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, threads_for
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
@@ -160,6 +163,28 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> No
     assert later[1].result(30) == 2 and [each.result(30) for each in first] == [1, 1]
     assert sorted(began) == [0, 0, 2]
     assert threads.submit(lambda: 3).result(30) == 3
+
+
+def test_a_slow_compilation_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one is compiled at a time, too. Of slow ones, one more is compiled at the same time."""
+    monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 0.05)
+    threads: CompileThreads[int] = CompileThreads(1)
+    held = threading.Event()
+    slow = threads.submit(lambda: int(held.wait(30)))
+    quick = [threads.submit(lambda number=number: number) for number in range(9)]  # type: ignore[misc]
+    assert [each.result(20) for each in quick] == list(range(9)) and not slow.done()
+    second, third = (threads.submit(lambda: int(held.wait(30))) for _ in range(2))
+    second.begun.result(20)
+    assert not wait([third.begun], timeout=0.3).done
+    held.set()
+    assert [each.result(20) for each in (slow, second, third)] == [1, 1, 1]
+
+
+def test_the_spare_thread_compiles_nothing_while_the_others_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 5.0)
+    threads: CompileThreads[int] = CompileThreads(1)
+    used = [threads.submit(lambda: time.sleep(0.01) or threading.get_ident()) for _ in range(30)]
+    assert len({each.result(30) for each in used}) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")

@@ -19,7 +19,7 @@ def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", p
     loop = asyncio.new_event_loop()
     loop.close()
     given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=sequence), client=client, priority=priority)
-    return RequestState(given, Mailbox(loop, 1, lambda: None), codec, (), 10_000)
+    return RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), 10_000)
 
 
 def queue_of(*requests: RequestState) -> FairQueue:

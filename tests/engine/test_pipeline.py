@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.types import FinishReason, TokenEvent
-from tests.engine.emulated import Busy, laid_out, pipelined, together
+from tests.engine.emulated import Busy, InLaunchOrder, laid_out, pipelined, together
 from tests.engine.tiny import (
     VOCAB,
     Watch,
@@ -214,19 +214,66 @@ def test_prompts_with_the_same_beginning_compute_it_once() -> None:
         run(scenario(engine))
 
 
+def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_request_that_shares_them() -> None:
+    model = laid_out(tiny_model("llama"), 3)
+    first, second = prompt_of(24), (*prompt_of(24), 5, 6)
+    expected = reference(model, second, 12)
+    gate = threading.Event()
+
+    def hold(forward: Forward) -> Forward:
+        """Before any stage. Of three sequences that decode beside the prompts, one is in a batch without a prompt."""
+
+        def held(batch: Batch, cache: PagedCache) -> Any:
+            if any(each.count == len(first) for each in batch.sequences):
+                assert gate.wait(30)
+            time.sleep(0.005)
+            return forward(batch, cache)
+
+        return held
+
+    async def scenario(engine: EngineCore) -> None:
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
+        for each in beside:
+            await anext(each)
+        cancelled = engine.submit([EngineRequest(first, greedy(12))])
+        await until(lambda: engine.stats().prefilling_requests == 1, "the first prompt in flight")
+        shares = asyncio.create_task(tokens_of(engine, second, greedy(12)))
+        await until(lambda: engine.stats().prefilling_requests == 2, "both prompts in flight")
+        cancelled.close()
+        await until(lambda: engine.stats().cancelled_sequences == 1, "the end of the first")
+        gate.set()
+        assert await shares == expected
+        assert engine.stats().prefix_cache_hit_tokens == len(first), "the second request did not begin anew"
+        for each in beside:
+            each.close()
+
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
+        batcher = engine._batcher
+        assert isinstance(batcher, ContinuousBatcher)
+        batcher._forward = hold(batcher._forward)
+        try:
+            run(scenario(engine))
+        finally:
+            gate.set()
+
+
 @pytest.mark.parametrize(
     "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "lfm2"))]
 )
 def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family: str) -> None:
+    """The requests arrive together, and the steps come back in the order of their launch: so pages always run out."""
     model = laid_out(tiny_model(family), 3)
-    requests = [(prompt_of(20, i), 40) for i in range(4)]
-    expected = [reference(model, *request) for request in requests]
+    prompts = [prompt_of(20, i) for i in range(4)]
+    expected = [reference(model, prompt, 40) for prompt in prompts]
     with torch.inference_mode():
         spec = check_batching(model).spec
     assert spec is not None
     page = 4 * next(group.token_bytes for group in spec.groups if group.span is None)
-    with pipelined(model, cache_bytes=36 * page + 8 * spec.state_bytes) as (engine, _):
-        assert run(together(engine, requests)) == expected
+    in_order = InLaunchOrder(3, 1, 4)
+    with pipelined(model, cache_bytes=36 * page + 8 * spec.state_bytes, flights=in_order) as (engine, _):
+        requests = [EngineRequest(prompt, greedy(40), index) for index, prompt in enumerate(prompts)]
+        events = run(collect(engine, requests))
+        assert [list(events[index].token_ids) for index in range(4)] == expected
         assert engine.stats().num_preemptions > 0
 
 

@@ -19,6 +19,7 @@ from mlserver_torch_stream.types import SamplingParameters
 
 LOOP = asyncio.new_event_loop()
 LOOP.close()
+KEPT: list[RequestState] = []  # a sequence does not keep its request alive
 
 
 class Codec:
@@ -82,7 +83,8 @@ def test_steps_of_one_size_do_not_make_a_further_token_free() -> None:
 
 def sequence(prompt: list[int], tokens: list[int], max_tokens: int = 100) -> SequenceState:
     request = EngineRequest(tuple(prompt), SamplingParameters(max_tokens=max_tokens))
-    state = RequestState(request, Mailbox(LOOP, 1, lambda: None), Codec(), (), 1000)  # type: ignore[arg-type]
+    state = RequestState(request, Mailbox(LOOP, 1, lambda mailbox: None), Codec(), (), 1000)  # type: ignore[arg-type]
+    KEPT.append(state)
     state.sequences[0].tokens += tokens
     return state.sequences[0]
 

@@ -106,7 +106,7 @@ def test_the_text_of_a_step_is_delivered_while_the_next_forward_runs(
     batcher = batcher_over(model, findings, prefill_tokens=64, forward=forward, flights=in_a_thread())
     loop = asyncio.new_event_loop()
     asked = EngineRequest(prompt_of(5), greedy(steps))
-    request = RequestState(asked, Mailbox(loop, 1, lambda: None), codec, (), 100)
+    request = RequestState(asked, Mailbox(loop, 1, lambda mailbox: None), codec, (), 100)
     batcher.add(request)
     try:
         for _ in range(2 * steps):
@@ -265,7 +265,7 @@ def _answer(model: PreTrainedModel, count: int, poll: Callable[[ContinuousBatche
         asyncio.new_event_loop(),
     )
     asked = EngineRequest(prompt_of(5), greedy(count))
-    request = RequestState(asked, Mailbox(loop, 1, lambda: None), TextCodec(byte_tokenizer()), (), 100)
+    request = RequestState(asked, Mailbox(loop, 1, lambda mailbox: None), TextCodec(byte_tokenizer()), (), 100)
     batcher.add(request)
     with torch.inference_mode():
         for _ in range(2 * count):

@@ -55,7 +55,7 @@ BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 def waiting(codec: TextCodec) -> Iterator[RequestState]:
     loop = asyncio.new_event_loop()
     given = EngineRequest(prompt_of(3), greedy(5))
-    made = RequestState(given, Mailbox(loop, 1, lambda: None), codec, (), CONTEXT)
+    made = RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
     made.submitted_at = 0.0
     yield made
     loop.close()

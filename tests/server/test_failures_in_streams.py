@@ -24,7 +24,7 @@ def _streamed(spelling: Spelling, *events: TokenEvent) -> list[dict[str, Any]]:
     """The messages of a stream all of whose events were there before its reader looked."""
 
     async def start(opened: Opened) -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda: None)
+        mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda mailbox: None)
         for event in events:
             mailbox.deliver(event)
         opened(mailbox)

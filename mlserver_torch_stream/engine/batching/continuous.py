@@ -46,10 +46,14 @@ Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled."""
+    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled.
+
+    ``requests`` are those of its sequences.
+    """
 
     plan: StepPlan
     began: float
+    requests: tuple[RequestState, ...]
 
     @property
     def sequences(self) -> set[SequenceState]:
@@ -140,8 +144,9 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._flights) < self._flights.most and (plan := self._scheduler.schedule(self._busy)):
-            step = _StepInFlight(plan, began)
-            self._begin(plan)
+            requests = tuple(dict.fromkeys(part.sequence.request for part in plan.scheduled))
+            step = _StepInFlight(plan, began, requests)
+            self._begin(requests)
             self._choice.prepare(plan)
             self._busy |= step.sequences
             self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
@@ -180,8 +185,7 @@ class ContinuousBatcher(Batcher):
 
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
         """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
-        requests = dict.fromkeys(part.sequence.request for part in step.plan.scheduled)
-        sequences = [sequence for request in requests for sequence in request.sequences]
+        sequences = [sequence for request in step.requests for sequence in request.sequences]
         self._release(sequence for sequence in sequences if sequence.ended)
         return sequences
 
@@ -209,7 +213,14 @@ class ContinuousBatcher(Batcher):
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: ScheduledSequence) -> bool:
-        """Counts a part as computed, unless its drafts are to be verified first. Returns False if it is void."""
+        """Counts a part as computed, unless its drafts are to be verified first.
+
+        Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
+        pages of an ended sequence are written all the same, so that the sequences that share them go on.
+        """
+        if part.sequence.finish_reason is not None:
+            self._scheduler.advance(part, part.count - len(part.drafts))
+            return False
         if part.drafts:
             return not self._scheduler.is_void(part)
         return self._scheduler.advance(part, part.count)
@@ -241,11 +252,9 @@ class ContinuousBatcher(Batcher):
         return self._forward(batch, self._cache)
 
     def _fresh(self, result: StepResult) -> StepResult:
-        """Leaves out sequences that ended while the forward ran, and prompts that were sealed with other ids."""
-        ended = {each.part.sequence for each in result.computed if each.part.sequence.finish_reason is not None}
-        stale = [each.part.sequence for each in result.without(ended).computed if each.is_stale]
-        void = self._scheduler.recompute(stale) if stale else []
-        return result.without({*ended, *stale, *void})
+        """Leaves out prompts that were sealed with other ids while the forward ran."""
+        stale = [each.part.sequence for each in result.computed if each.is_stale]
+        return result.without(self._scheduler.recompute(stale)) if stale else result
 
     # --- the end of sequences ---
 
@@ -265,10 +274,9 @@ class ContinuousBatcher(Batcher):
 
     # --- counters ---
 
-    def _begin(self, plan: StepPlan) -> None:
-        for part in plan.scheduled:
-            request = part.sequence.request
-            self._begun.add(request)
+    def _begin(self, requests: Sequence[RequestState]) -> None:
+        self._begun.update(requests)
+        for request in requests:
             if request.started_at is None and request.sealed:
                 request.started_at = time.monotonic()
 

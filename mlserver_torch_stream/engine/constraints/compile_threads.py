@@ -1,4 +1,4 @@
-"""Runs compilations, one or two at a time, on threads with deep stacks, which end with the process.
+"""Runs compilations, one to three at a time, on threads with deep stacks, which end with the process.
 
 Knows nothing of what is compiled. The library calls itself for each part within a part, and for each reference: the
 longest source that is taken needs up to 64 MB of stack, and without them ends the process.
@@ -11,12 +11,14 @@ the library returns, but on a busy machine no core to go on with, and all thread
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 _MOST_THREADS = 2
+_SPARE_AFTER_S = 1.0  # most constraints take some milliseconds, the slowest that are not refused ten seconds
 _STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
 
 
@@ -34,45 +36,59 @@ def threads_for(cores: int) -> int:
 
 
 class CompileThreads(Generic[_T]):
-    """At most ``threads`` threads. None is waited for when the process ends."""
+    """At most ``threads`` threads, and a spare one, which compiles while none of them has begun anything for a second.
+
+    None is waited for when the process ends.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._lock = threading.Lock()
         self._waiting: dict[Compilation[_T], Callable[[], _T]] = {}
         self._running = 0
+        self._has_spare = False
+        self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
         """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins."""
         compilation: Compilation[_T] = Compilation()
         with self._lock:
             self._waiting[compilation] = work
-            if self._running < self._threads:
+            spare = self._running == self._threads
+            if not (spare and self._has_spare):
                 try:
-                    self._start_thread()
+                    self._start_thread(spare)
                 except RuntimeError:  # the system has no further thread
                     del self._waiting[compilation]
                     raise
-                self._running += 1
+                self._has_spare |= spare
+                self._running += not spare
         compilation.add_done_callback(self._forget)
         return compilation
 
-    def _start_thread(self) -> None:
+    def _start_thread(self, spare: bool) -> None:
         threading.stack_size(_STACK_BYTES)
         try:
-            threading.Thread(target=self._one_by_one, name="constraint-compiler", daemon=True).start()
+            threading.Thread(target=self._one_by_one, args=[spare], name="constraint-compiler", daemon=True).start()
         finally:
             threading.stack_size(0)
 
-    def _one_by_one(self) -> None:
+    def _one_by_one(self, spare: bool) -> None:
+        seen = -1
         while True:
             with self._lock:
                 compilation = next(iter(self._waiting), None)
                 if compilation is None:
-                    self._running -= 1
+                    self._has_spare &= not spare
+                    self._running -= not spare
                     return
-                work = self._waiting.pop(compilation)
-            if compilation.set_running_or_notify_cancel():
+                held_up, seen = seen == self._begun, self._begun
+                if takes := held_up or not spare:
+                    work = self._waiting.pop(compilation)
+                    self._begun += not spare
+            if not takes:
+                time.sleep(_SPARE_AFTER_S)
+            elif compilation.set_running_or_notify_cancel():
                 if compilation.begun.set_running_or_notify_cancel():
                     compilation.begun.set_result(None)
                 finish(compilation, work)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Hashable
 from pathlib import Path
 
-import torch
 from transformers.utils.hub import cached_file
 
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
@@ -24,19 +23,18 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    Our own kernels lay the weights out for a number of threads, and CUDA graphs are captured for a number of rows, up
-    to a power of two; the serial engine has neither.
+    Our own kernels are prepared for a number of threads. The serial engine has no kernels. CUDA graphs are captured for
+    the cache of each engine, so that engines of any ``max_num_seqs`` share weights.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
-    made_for = (threads, (settings.max_num_seqs - 1).bit_length() if torch.cuda.is_available() else None)
     return (
         source.kind,
         source.location,
         _files(resolved),
         settings.model_dump_json(include=_SHAPING),
         serial,
-        None if serial or settings.fast_path == "off" else made_for,
+        None if serial or settings.fast_path == "off" else threads,
     )
 
 

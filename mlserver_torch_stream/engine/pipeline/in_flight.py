@@ -88,6 +88,7 @@ class InFlightForwards(Generic[K, T]):
         torch.set_num_threads(self._torch_threads)
         while (work := self._waiting.get()) is not None:
             work()
+            del work  # it holds the requests of its step
 
 
 def _complete(done: Future[T], work: Callable[[], T], ahead: Sequence[Future[T]]) -> None:

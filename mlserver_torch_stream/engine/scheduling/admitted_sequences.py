@@ -57,12 +57,12 @@ class AdmittedSequences:
 
     def add(self, account: SequenceAccount) -> None:
         """Adds the sequence that computes the prompt of a request, after all sequences of the same priority."""
-        self._insert(account, (account.sequence.request.priority, next(self._admissions), 0))
+        self._insert(account, (account.request.priority, next(self._admissions), 0))
 
     def add_fork(self, fork: SequenceAccount, account: SequenceAccount) -> None:
         """Adds another sequence of the request whose prompt ``account`` has computed."""
         priority, admission, _ = account.order
-        self._insert(fork, (priority, admission, fork.sequence.request.sequences.index(fork.sequence)))
+        self._insert(fork, (priority, admission, fork.request.sequences.index(fork.sequence)))
 
     def _insert(self, account: SequenceAccount, order: Order) -> None:
         account.order, account.admitted = order, True

@@ -189,7 +189,7 @@ class CachedSequences:
         if not self._fits(twin, [0] * len(self.spec.groups)):  # prompts that are not admitted hold the state slots
             twin.restarts = True
             return twin
-        twin.pages = account.pages.fork(twin.token_ids)
+        twin.pages = account.pages.fork(sequence.token_ids)
         self._take_slot(twin)
         if twin.slot != NO_SLOT:
             self._state_copies.append((account.slot, twin.slot))

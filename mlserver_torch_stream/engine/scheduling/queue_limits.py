@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -34,10 +35,10 @@ class QueueLimits:
 
 
 class Deadlines:
-    """Holds the times at which requests must have started, or ended."""
+    """Holds the times at which requests must have started, or ended. It does not keep requests alive."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, RequestState, bool]] = []
+        self._heap: list[tuple[float, int, weakref.ref[RequestState], bool]] = []
         self._order = count()
         self._most = _FEW
 
@@ -49,13 +50,13 @@ class Deadlines:
         if seconds is None:
             return
         since = request.whole_at if while_waiting else request.submitted_at
-        heapq.heappush(self._heap, (since + seconds, next(self._order), request, while_waiting))
+        heapq.heappush(self._heap, (since + seconds, next(self._order), weakref.ref(request), while_waiting))
         if len(self._heap) > self._most:
-            self._forget_finished()
+            self._forget_freed()
 
-    def _forget_finished(self) -> None:
-        """Drops the requests that have ended, which would otherwise stay in memory until their deadline."""
-        self._heap = [entry for entry in self._heap if not entry[2].finished]
+    def _forget_freed(self) -> None:
+        """Drops the deadlines of requests that have ended and were freed."""
+        self._heap = [entry for entry in self._heap if entry[2]() is not None]
         heapq.heapify(self._heap)
         self._most = max(_FEW, 2 * len(self._heap))
 
@@ -66,8 +67,9 @@ class Deadlines:
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
         """Removes passed deadlines; yields the unfinished requests, each with whether it still waits."""
         while self._heap and self._heap[0][0] <= now:
-            _, _, request, while_waiting = heapq.heappop(self._heap)
-            if not request.finished and (not while_waiting or request.started_at is None):
+            _, _, made_for, while_waiting = heapq.heappop(self._heap)
+            request = made_for()
+            if request is not None and not request.finished and (not while_waiting or request.started_at is None):
                 yield request, request.started_at is None and (while_waiting or request.sealed)
 
 

@@ -94,7 +94,7 @@ class Scheduler(CachedSequences):
         return void
 
     def _remove(self, account: SequenceAccount) -> None:
-        request = account.sequence.request
+        request = account.request
         self._given_up.discard(account)
         if account.admitted:
             self.admitted.remove(account)
@@ -182,7 +182,7 @@ class Scheduler(CachedSequences):
             sequence, pages = account.sequence, account.pages
             if draft.left <= 0 or not (drafts := self._drafts(sequence, len(draft.decoding))):
                 continue
-            most = int(min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1))
+            most = int(min(draft.left, account.request.max_tokens - len(sequence.tokens) - 1))
             drafts = drafts[: max(0, most)]
             end = sequence.length + len(drafts)
             if drafts and self._pool.fits(pages.lacking(end)):
@@ -292,7 +292,7 @@ class Scheduler(CachedSequences):
             return False
         account.advance(part, tokens)
         if part.samples and not account.sequence.tokens:
-            account.sequence.request.cached_tokens = account.found
+            account.request.cached_tokens = account.found
             self.hit_tokens += account.found
             account.found = 0
             self._fork(account)

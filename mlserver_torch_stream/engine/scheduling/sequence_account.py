@@ -5,8 +5,6 @@ Knows nothing of other sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.page_pool import PagePool
 from mlserver_torch_stream.engine.kv_cache.sequence_pages import SequencePages
@@ -24,9 +22,10 @@ class SequenceAccount:
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool) -> None:
         self.sequence = sequence
+        self.request = sequence.request  # kept alive here: the sequence does not do that
         self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
-        self.pages = SequencePages(spec, pool, self.token_ids)
+        self.pages = SequencePages(spec, pool, sequence.token_ids)
         self.slot = NO_SLOT
         self.order: Order = (0, 0, 0)
         self.part: ScheduledSequence | None = None  # planned, and not back from its forward
@@ -43,9 +42,7 @@ class SequenceAccount:
     @property
     def left(self) -> int:
         """Tokens that can be computed now. An open prompt keeps its last token, for the logits at its end."""
-        sequence = self.sequence
-        request = sequence.request
-        return len(request.prompt) + len(sequence.tokens) - self.pages.computed - (not request.sealed)
+        return self.sequence.length - self.pages.computed - (not self.request.sealed)
 
     @property
     def decodes(self) -> bool:
@@ -67,15 +64,6 @@ class SequenceAccount:
     @property
     def holds_something(self) -> bool:
         return any(self.pages.held) or self.slot != NO_SLOT
-
-    def token_ids(self, start: int, stop: int) -> Sequence[int]:
-        prompt, tokens = self.sequence.request.prompt, self.sequence.tokens
-        known = len(prompt)
-        if stop <= known:
-            return prompt[start:stop]
-        if start >= known:
-            return tokens[start - known : stop - known]
-        return [*prompt[start:], *tokens[: stop - known]]
 
     def needed(self, limits: SchedulerLimits) -> list[int]:
         """Returns how many more pages of each group it needs until all its tokens are computed."""

@@ -50,8 +50,8 @@ class StepDraft:
     def add(self, account: SequenceAccount, count: int, *, decodes: bool) -> None:
         """Adds the next ``count`` tokens of a sequence, which has pages and a slot for them."""
         sequence, start = account.sequence, account.pages.computed
-        ends = start + count == sequence.length and sequence.request.sealed
-        samples, ids = account.samples if ends else (), account.token_ids(start, start + count)
+        ends = start + count == sequence.length and account.request.sealed
+        samples, ids = account.samples if ends else (), sequence.token_ids(start, start + count)
         account.part = part = ScheduledSequence(sequence, start, count, samples, not decodes)
         batched = BatchSequence(ids, start, account.pages.tables, int(ends), account.slot)
         self._parts[account] = part, batched

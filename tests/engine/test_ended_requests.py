@@ -1,0 +1,136 @@
+"""A request that has ended is freed with its sequences, its mailbox and its matchers, without a garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
+from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
+from tests.engine.emulated import laid_out, pipelined
+from tests.engine.tiny import greedy, one_by_one, prompt_of, run, running, tiny_model, until
+
+Refs = Sequence[weakref.ref[Any]]
+Scenario = Callable[[EngineCore], Awaitable[Refs]]
+_NAME = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"]}
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    yield
+    if enabled:
+        gc.enable()
+
+
+def refs_of(engine: EngineCore, stream: TokenStream) -> list[weakref.ref[Any]]:
+    """Returns references to the mailbox, the requests and the sequences of a stream that is open."""
+    assert isinstance(stream, Mailbox)
+    requests = engine._open[stream]
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    return [weakref.ref(each) for each in (stream, *requests, *sequences)]
+
+
+async def ends(engine: EngineCore) -> Refs:
+    stream = engine.submit([EngineRequest(prompt_of(5), greedy(12, n=2)), EngineRequest(prompt_of(9), greedy(5), 2)])
+    refs = refs_of(engine, stream)
+    assert [event.finish_reason async for event in stream].count(FinishReason.LENGTH) == 3
+    return refs
+
+
+async def is_cancelled(engine: EngineCore) -> Refs:
+    stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, n=2))])
+    refs = refs_of(engine, stream)
+    await anext(stream)
+    stream.close()
+    return refs
+
+
+async def is_cancelled_before_its_prompt_is_whole(engine: EngineCore) -> Refs:
+    stream = engine.submit([EngineRequest((), greedy(5), open=True)])
+    stream.extend(prompt_of(9))
+    refs = refs_of(engine, stream)
+    stream.close()
+    return refs
+
+
+async def is_out_of_time(engine: EngineCore) -> Refs:
+    stream = engine.submit([EngineRequest((), greedy(5), open=True, timeout_s=0.05)])
+    refs = refs_of(engine, stream)
+    assert [event.finish_reason async for event in stream] == [FinishReason.TIMEOUT]
+    return refs
+
+
+async def ends_before_its_time_is_over(engine: EngineCore) -> Refs:
+    stream = engine.submit([EngineRequest(prompt_of(5), greedy(12), timeout_s=3600)])
+    refs = refs_of(engine, stream)
+    assert [event async for event in stream][-1].finish_reason is FinishReason.LENGTH
+    return refs
+
+
+SCENARIOS = [ends, is_cancelled, is_cancelled_before_its_prompt_is_whole, is_out_of_time, ends_before_its_time_is_over]
+
+
+def check(engine: EngineCore, scenario: Scenario) -> None:
+    async def freed() -> None:
+        refs = await scenario(engine)
+        await until(lambda: not any(ref() for ref in refs), "the end of all these objects")
+
+    run(freed())
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
+def test_a_request_is_freed_when_it_has_ended(model: PreTrainedModel, serial: bool) -> None:
+    with running(model, batcher=one_by_one(model) if serial else None, prefix_bytes=2**20) as engine:
+        for scenario in SCENARIOS:
+            check(engine, scenario)
+
+
+def test_a_request_is_freed_when_it_has_ended_in_a_pipeline() -> None:
+    with pipelined(laid_out(tiny_model("llama"), 3), prefix_bytes=2**20) as (engine, _):
+        for scenario in SCENARIOS:
+            check(engine, scenario)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["ends", "is cancelled"])
+@pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
+def test_a_request_with_a_constraint_is_freed_with_its_matchers(
+    model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, serial: bool, leaves: bool
+) -> None:
+    matchers: list[weakref.ref[Any]] = []
+    make = CompiledConstraint.matcher
+
+    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
+        matcher = make(self, end_ids)
+        matchers.append(weakref.ref(matcher))
+        return matcher
+
+    monkeypatch.setattr(CompiledConstraint, "matcher", noted)
+    constraint = codec.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(_NAME), "field"))
+
+    async def scenario(engine: EngineCore) -> Refs:
+        params = greedy(60, n=2, temperature=1.0, seed=3)
+        stream = engine.submit([EngineRequest(prompt_of(5), params, constraint=constraint)])
+        refs = refs_of(engine, stream)
+        await anext(stream)
+        if leaves:
+            stream.close()
+        async for _ in stream:
+            pass
+        return [*refs, *matchers]
+
+    with running(model, batcher=one_by_one(model) if serial else None) as engine:
+        check(engine, scenario)
+    assert len(matchers) == 2
