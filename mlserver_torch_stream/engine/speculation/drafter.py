@@ -5,8 +5,10 @@ Knows nothing of schedulers or tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 
@@ -43,10 +45,10 @@ class Drafter:
             self._lookup.verified(sequence, drafted, accepted)
         return True
 
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Notes how long a step without chunks of prompts took."""
+    def stepped(self, batch: Batch, began: float) -> None:
+        """Notes how long a step without chunks of prompts took, which began at this time and has just ended."""
         if self._lookup is not None:
-            self._lookup.stepped(tokens, seconds)
+            self._lookup.stepped(batch.tokens, time.monotonic() - began)
 
     def forget(self, sequences: Sequence[SequenceState]) -> None:
         self._forced.difference_update(sequences)
