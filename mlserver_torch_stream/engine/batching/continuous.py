@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +127,7 @@ class ContinuousBatcher(Batcher):
             return False
         if self._flights.most > 1:
             self.progress.rest()  # while it waits for a forward
-        completed = [(step, self._complete(step, forward)) for step, forward in self._flights.completed()]
+        completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
             poll()  # the next step takes new requests, and none whose stream was closed
             self._launch()
@@ -159,7 +158,7 @@ class ContinuousBatcher(Batcher):
         sequences = {part.sequence for part in plan.scheduled}
         return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.scheduled]))
 
-    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
+    def _complete(self, step: _StepInFlight, forward: Callable[[], torch.Tensor]) -> ChosenTokens:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
@@ -233,10 +232,10 @@ class ContinuousBatcher(Batcher):
             return not self._scheduler.is_void(part)
         return self._scheduler.advance(part, part.count)
 
-    def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
+    def _result(self, plan: StepPlan, forward: Callable[[], torch.Tensor]) -> StepResult:
         """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
-            return whole_result(plan, forward.result())
+            return whole_result(plan, forward())
         except BatchAheadFailed:
             self._scheduler.recompute([part.sequence for part in plan.scheduled])
             return NO_RESULT
@@ -287,10 +286,10 @@ class ContinuousBatcher(Batcher):
         self.count(decode_steps=int(not all(each.part.prefills for each in result.computed)))
         if step.plan.prompt_tokens:
             self.count(prefill_tokens=sum(each.part.count for each in result.computed if each.part.prefills))
-        closed = [request.mailbox for request in step.requests if request.mailbox.closed_at is not None]
-        if wasted := {mailbox for mailbox in closed if (mailbox.closed_at or 0.0) < step.began}:
+        moments = [(request, request.mailbox.closed_at) for request in step.requests]
+        if closed := {request for request, at in moments if at is not None and at < step.began}:
             decoding = [part for part in step.plan.scheduled if not part.prefills]
-            self.count(wasted_tokens=sum(part.sequence.request.mailbox in wasted for part in decoding))
+            self.count(wasted_tokens=sum(part.sequence.request in closed for part in decoding))
 
     def _gauge(self) -> None:
         scheduler = self._scheduler

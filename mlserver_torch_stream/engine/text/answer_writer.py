@@ -53,12 +53,13 @@ class AnswerWriter:
         """Adds a token. The text of a ``hidden`` token is left out. ``stops``: whether stop strings count in it."""
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob
-        reasoned = self._reasons
+        reasoned = self._parser is not None and self._parser.reasons
         text = "" if hidden else self._detokenizer.push((token_id,))
         if stops and not hidden:
             text = self._stops.push(text)
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
-        self.reasoning_tokens += reasoned or self._reasons
+        if self._parser is not None:
+            self.reasoning_tokens += reasoned or self._parser.reasons
 
     def flush(self) -> None:
         """Adds the text that was held back, at the end of the sequence."""
@@ -83,10 +84,6 @@ class AnswerWriter:
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
     ) -> TokenEvent:
         return TokenEvent(self._index, text, token_ids, logprobs, self._cumulative_logprob)
-
-    @property
-    def _reasons(self) -> bool:
-        return self._parser is not None and self._parser.reasons
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes
