@@ -148,12 +148,17 @@ def _keys(ids: Sequence[int]) -> list[int]:
     return keys
 
 
+def _tables(plan: StepPlan) -> list[list[list[int]]]:
+    return [[list(table) for table in each.tables] for each in plan.batch.sequences]
+
+
 @dataclass
 class _InFlight:
     plan: StepPlan
     ids: list[list[int]]
     found: list[list[int] | None] | None  # None: its forward failed
     culprit: int | None
+    tables: list[list[list[int]]]  # as they were at its launch
 
 
 class ModelledEngine:
@@ -243,13 +248,14 @@ class ModelledEngine:
         else:
             found = self.forward.run(plan.batch, ids)
         self.void -= {part.sequence for part in plan.scheduled}
-        self.in_flight.append(_InFlight(plan, ids, found, culprit))
+        self.in_flight.append(_InFlight(plan, ids, found, culprit, _tables(plan)))
 
     def _ids(self, part: ScheduledSequence) -> list[int]:
         sequence, end = part.sequence, part.start + part.count
         return [*sequence.request.prompt, *sequence.tokens, *part.drafts][:end]
 
     def complete(self, flight: _InFlight) -> None:
+        assert _tables(flight.plan) == flight.tables, "a table has changed under a forward"
         if flight.found is None:
             assert flight.culprit is not None
             self.retry(flight, flight.culprit)

@@ -135,7 +135,7 @@ class Scheduler(CachedSequences):
         """Returns the sequences that may decode in this step: each stage of a pipeline gets its share of them."""
         decoding = [account for account in self.admitted if account.decodes]
         share = -(-len(decoding) // self.limits.stages)
-        return set([account for account in decoding if account.left and account.sequence not in busy][:share])
+        return set([account for account in decoding if account.sequence not in busy][:share])
 
     def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""

@@ -46,11 +46,11 @@ class SequenceAccount:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next token is all that it needs, or comes from a forward that is not back yet.
+        """Whether its newest token is all that it needs computed.
 
         A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
         """
-        return bool(self.sequence.tokens) and not self.restarts and self.left <= 1
+        return bool(self.sequence.tokens) and not self.restarts and self.left == 1
 
     @property
     def priority(self) -> int:

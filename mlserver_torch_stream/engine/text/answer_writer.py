@@ -73,7 +73,7 @@ class AnswerWriter:
     @property
     def has_output(self) -> bool:
         """Whether a reader gets something of the events so far: no character or possible stop string is held back."""
-        return any(event.has_output for event in self._events)
+        return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
         """Returns the events since the last call."""
