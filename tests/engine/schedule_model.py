@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
@@ -33,7 +34,7 @@ class Codec:
     special_ids: frozenset[int] = frozenset()
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
-        return WindowDetokenizer(self, skip_special_tokens, marks)  # type: ignore[arg-type]
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), marks)
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "".join(LETTERS[token] for token in ids)

@@ -215,10 +215,10 @@ def test_skipped_special_tokens_do_not_eat_the_next_space() -> None:
     assert "".join(_stream(codec, [word, *[2] * 200, word], skip=True)) == "the the"
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])
-def test_time_does_not_grow_with_the_length(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("byte_level", 500_000), ("fused_byte_level", 20_000)])
+def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
     codec, rng = _codec(kind), random.Random(1)
-    ids = [rng.randrange(codec.vocab_size) for _ in range(20_000)]
+    ids = [rng.randrange(codec.vocab_size) for _ in range(most)]
 
     def seconds(count: int) -> float:
         started = time.perf_counter()
@@ -226,7 +226,7 @@ def test_time_does_not_grow_with_the_length(kind: str) -> None:
         return time.perf_counter() - started
 
     seconds(500)
-    assert seconds(20_000) < 25 * min(seconds(2_000) for _ in range(3))  # ten times, were it alone on the machine
+    assert seconds(most) < 25 * min(seconds(most // 10) for _ in range(3))  # ten times, were it alone on the machine
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])

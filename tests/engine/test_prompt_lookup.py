@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Codec:
     special_ids: frozenset[int] = frozenset()
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
-        return WindowDetokenizer(self, skip_special_tokens, marks)  # type: ignore[arg-type]
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), marks)
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "x" * len(ids)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
@@ -58,11 +55,10 @@ class WindowDetokenizer:
     returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
     """
 
-    def __init__(self, codec: TextCodec, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> None:
-        """``marks``: special tokens that are not skipped."""
-        self._codec = codec
-        self._silent = codec.special_ids - marks if skip_special_tokens else frozenset[int]()
-        self._skip = skip_special_tokens and not marks  # silent tokens never reach a decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped: they never reach a ``decode``."""
+        self._decode = decode
+        self._silent = silent
         self._window: list[int] = []
         self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely
@@ -72,17 +68,17 @@ class WindowDetokenizer:
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
 
     def flush(self) -> str:
-        text = self._decode()
+        text = self._decode(self._window)
         if text.startswith(self._returned):
             rest = text[len(self._returned) :]
         else:
-            rest = self._codec.decode(self._window[self._complete :], self._skip)
+            rest = self._decode(self._window[self._complete :])
         self._window, self._returned, self._complete, self._cut = [], "", 0, 0
         return rest
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._decode()
+        text = self._decode(self._window)
         if not text.startswith(self._returned):
             return self._restart() if self._broken(text) else ""
         return self._release(text)
@@ -108,7 +104,7 @@ class WindowDetokenizer:
 
     def _trim(self, start: int, unfinished: int) -> None:
         """Drops the tokens before ``start``. The last ``unfinished`` characters are not returned yet."""
-        text = self._codec.decode(self._window[start:], self._skip)
+        text = self._decode(self._window[start:])
         if not text and len(self._window) < _STUCK:
             return  # a context without text would not keep the next token's leading space
         self._window = self._window[start:]
@@ -124,7 +120,4 @@ class WindowDetokenizer:
         """Starts a new window at the first token that has not been returned entirely."""
         self._window = self._window[self._complete :]
         self._returned, self._complete, self._cut = "", 0, 0
-        return self._release(self._decode())
-
-    def _decode(self) -> str:
-        return self._codec.decode(self._window, self._skip)
+        return self._release(self._decode(self._window))

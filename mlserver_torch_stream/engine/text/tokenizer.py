@@ -6,7 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -76,9 +76,10 @@ class TextCodec:
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
         """Returns the detokenizer of one sequence. ``marks``: special tokens that are not skipped."""
+        silent = self.special_ids - marks if skip_special_tokens else frozenset[int]()
         if self._token_bytes.join_to_text:
-            return ByteDetokenizer(self.token_bytes, self.special_ids - marks if skip_special_tokens else frozenset())
-        return WindowDetokenizer(self, skip_special_tokens, marks)
+            return ByteDetokenizer(self.token_bytes, silent)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """Returns how the answer to a conversation of these ids is divided; ``constraint`` is what its text must match.
