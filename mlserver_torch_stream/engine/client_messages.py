@@ -33,6 +33,6 @@ def log_failure(what: str, error: Exception) -> GenerationFailed:
     A ``GenerationFailed``, such as that of a constraint, is for the client already: it is returned as it is.
     """
     if isinstance(error, GenerationFailed):
-        return error
+        return error.with_traceback(None)  # its frames hold the sequence, which holds the error
     logger.error("%s failed", what, exc_info=error)
     return GenerationFailed(f"{what} failed: {in_short(error)}")

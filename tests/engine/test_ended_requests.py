@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.batching import continuous
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.core import EngineCore
@@ -19,7 +20,7 @@ from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
 from tests.engine.emulated import laid_out, pipelined
-from tests.engine.tiny import greedy, one_by_one, prompt_of, run, running, tiny_model, until
+from tests.engine.tiny import Watch, greedy, one_by_one, prompt_of, run, running, tiny_model, tokens_of, until
 
 Refs = Sequence[weakref.ref[Any]]
 Scenario = Callable[[EngineCore], Awaitable[Refs]]
@@ -104,6 +105,25 @@ def test_a_request_is_freed_when_it_has_ended_in_a_pipeline() -> None:
             check(engine, scenario)
 
 
+def test_requests_whose_step_fails_are_freed(
+    model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a forward has a traceback, whose frames have the sequences of the step. pytest keeps logged ones."""
+    monkeypatch.setattr(continuous.logger, "disabled", True)
+
+    async def fails(engine: EngineCore) -> Refs:
+        watch.fail = lambda ids: RuntimeError("no memory")
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(9), index) for index in range(2)])
+        refs = refs_of(engine, stream)
+        assert [event.finish_reason async for event in stream] == [FinishReason.ERROR] * 2
+        return refs
+
+    with running(model) as engine:
+        check(engine, fails)
+        watch.fail = lambda ids: None
+        assert len(run(tokens_of(engine, prompt_of(4), greedy(3)))) == 3
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["ends", "is cancelled"])
 @pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
 def test_a_request_with_a_constraint_is_freed_with_its_matchers(
@@ -134,3 +154,22 @@ def test_a_request_with_a_constraint_is_freed_with_its_matchers(
     with running(model, batcher=one_by_one(model) if serial else None) as engine:
         check(engine, scenario)
     assert len(matchers) == 2
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["batched", "serial"])
+def test_a_request_whose_constraint_becomes_too_complex_is_freed(
+    model: PreTrainedModel, codec: TextCodec, serial: bool
+) -> None:
+    """The error is raised, and has a traceback, whose frames have the sequence."""
+    many = " | ".join(f'"a" "{number:04}"' for number in range(2500))  # at most 2,000 may be open at a time
+    constraint = codec.compile(Constraint(ConstraintKind.GRAMMAR, f"start: /[bc]/ ({many})", "field"))
+
+    async def fails(engine: EngineCore) -> Refs:
+        stream = engine.submit([EngineRequest(prompt_of(4), greedy(9), constraint=constraint)])
+        refs = refs_of(engine, stream)
+        assert [event async for event in stream][-1].finish_reason is FinishReason.ERROR
+        return refs
+
+    with running(model, batcher=one_by_one(model) if serial else None) as engine:
+        check(engine, fails)
+        assert len(run(tokens_of(engine, prompt_of(4), greedy(3)))) == 3

@@ -241,6 +241,7 @@ class ContinuousBatcher(Batcher):
             return NO_RESULT
         except Exception as error:
             logger.error("%s failed", plan, exc_info=error)
+            error.__traceback__ = None  # its frames hold the sequences
             self._check_devices()
             void = self._scheduler.isolate(plan.scheduled)
             result = each_alone(plan, void, self._run_alone, error)

@@ -72,7 +72,7 @@ def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error:
             logits.append(run(Batch((each,))).clone())  # the next call may overwrite them
             computed.append((part, each))
         except Exception as failure:
-            failures[part] = failure
+            failures[part] = failure.with_traceback(None)  # whose frames hold the sequences
     result = _result(computed, torch.cat(logits)) if logits else NO_RESULT
     return replace(result, failures=failures)
 
