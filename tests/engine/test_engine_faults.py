@@ -13,6 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import DeadBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -301,7 +302,7 @@ def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_par
     forward, failed_once = ModelForward(model, check_batching(model).way), threading.Event()
     copying: list[Batch] = []
 
-    def fail_once(batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def fail_once(batch: Batch, cache: PagedCache) -> Logits:
         logits = forward(batch, cache)
         if batch.copies or batch.state_copies:
             copying.append(batch)

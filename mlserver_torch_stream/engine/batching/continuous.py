@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
@@ -23,7 +21,7 @@ from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepRe
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
@@ -40,7 +38,7 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor]
+Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -158,15 +156,14 @@ class ContinuousBatcher(Batcher):
         sequences = {part.sequence for part in plan.scheduled}
         return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.scheduled]))
 
-    def _complete(self, step: _StepInFlight, forward: Callable[[], torch.Tensor]) -> ChosenTokens:
+    def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> ChosenTokens:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
         result = self._fresh(step.plan, self._result(step.plan, forward))
-        if void := [each.part.sequence for each in result.computed if not self._advance(each.part)]:
-            result = result.without(void)
-        with self._aside(result.logits.device):
+        result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
+        with self._aside(result.logits.tensor.device):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
@@ -232,7 +229,7 @@ class ContinuousBatcher(Batcher):
             return not self._scheduler.is_void(part)
         return self._scheduler.advance(part, part.count)
 
-    def _result(self, plan: StepPlan, forward: Callable[[], torch.Tensor]) -> StepResult:
+    def _result(self, plan: StepPlan, forward: Callable[[], Logits]) -> StepResult:
         """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward())
@@ -255,7 +252,7 @@ class ContinuousBatcher(Batcher):
             failed += culprits
         return result.without(self._release(failed, forget=True))
 
-    def _run_alone(self, batch: Batch) -> torch.Tensor:
+    def _run_alone(self, batch: Batch) -> Logits:
         self.progress.at("the step of a sequence alone", batch.tokens)
         return self._forward(batch, self._cache)
 

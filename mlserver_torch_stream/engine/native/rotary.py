@@ -24,6 +24,10 @@ class RotaryTable:
     def half(self) -> int:
         return int(self.cos.shape[1])
 
+    @property
+    def positions(self) -> int:
+        return len(self.cos)
+
     def reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:
             self.cos, self.sin = self._make(max(positions, 2 * self.cos.shape[0]))

@@ -2,6 +2,7 @@
 // where memory is short.
 #pragma once
 #include <new>
+#include "check_argmax.h"
 #include "check_products.h"
 
 // The allocations until the one that fails; below 0: none fails. Only the thread that sets it is counted: in others,
@@ -43,7 +44,8 @@ template <class T> class TinyModel {
     }
     ~TinyModel() { native_destroy(handle_); }
 
-    // The logits of the last token of each sequence, where they are wanted; all sequences begin at `start`.
+    // The logits of the last token of each sequence, where they are wanted, whose largest one is checked; all sequences
+    // begin at `start`.
     int step(const std::vector<std::vector<int64_t>>& ids, int64_t start, std::vector<float>& logits,
              bool wanted = true) {
         const auto count = (int64_t)ids.size(), each = kPages / count;
@@ -57,12 +59,15 @@ template <class T> class TinyModel {
             tables.push_back(&numbers[s * each]);
         }
         logits.assign(count * 96, 0.0f);
+        std::vector<int64_t> argmax(count, -2);
         const native::Step step{count, (int64_t)all.size(), wanted ? count : 0, all.data(), starts.data(), counts.data(),
                                 wants.data(), tables.data(), count, pages_, page_size_, angles_.data(),
-                                angles_.data(), logits.data()};
+                                angles_.data(), logits.data(), argmax.data()};
         counted = forbidden_elsewhere = true;
         const int status = native_step(handle_, &step);
         counted = forbidden_elsewhere = false;
+        for (int64_t s = 0; s < step.wanted && status == 0; s++)
+            expect(argmax[s] == plain_argmax(&logits[s * 96], kVocab), "the first largest logit", s, argmax[s]);
         return status;
     }
 

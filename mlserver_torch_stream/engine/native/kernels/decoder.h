@@ -1,6 +1,7 @@
 // A decoder of the Llama layout: one call takes all tokens of a step through all layers.
 // Knows nothing of families: a norm, a bias or a scale is there or it is not.
 #pragma once
+#include "argmax.h"
 #include "attend_pages.h"
 #include "packed_step.h"
 
@@ -34,6 +35,8 @@ template <class T> class Decoder final : public AnyDecoder {
         step_ = step;
         team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
                    (int64_t)packed_.singles.size()});
+        const auto team = (int64_t)scratch_.size();
+        for (int64_t r = 0; r < step.wanted; r++) step.argmax[r] = argmax(&found_[r], team, step.wanted);
     }
 
   private:
@@ -61,6 +64,7 @@ template <class T> class Decoder final : public AnyDecoder {
         grow(mixed_, tokens * attended_);
         grow(gated_, tokens * inner_);
         grow(rounded_, tokens * groups_);
+        found_.assign(scratch_.size() * step.wanted, ArgMax{});
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
@@ -273,9 +277,13 @@ template <class T> class Decoder final : public AnyDecoder {
         });
         product(me, normed_, hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
-            for (int i = 0; i < kPanel; i += 16)
-                store(step_.logits + row * width + p * kPanel + i,
-                      soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap));
+            ArgMax found = found_[me.id * rows + row];
+            for (int i = 0; i < kPanel; i += 16) {
+                const F16 x = soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap);
+                store(step_.logits + row * width + p * kPanel + i, x);
+                found.take(x, p * kPanel + i, shape_.vocab);
+            }
+            found_[me.id * rows + row] = found;
         });
     }
 
@@ -291,6 +299,7 @@ template <class T> class Decoder final : public AnyDecoder {
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;
     std::vector<RoundedBlock> rounded_;  // many rows of a product's input
+    std::vector<ArgMax> found_;          // [threads][wanted]
     Team<Job> team_;  // last: its threads use all of the above
 };
 
