@@ -378,14 +378,14 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
-        decode = engine._codec.decode
+        token_bytes = engine._codec.token_bytes
 
-        def picky(ids: Any, skip_special_tokens: bool) -> str:
-            if POISON in ids:
+        def picky(token_id: int) -> bytes:
+            if token_id == POISON:
                 raise ValueError("cannot spell that")
-            return decode(ids, skip_special_tokens)
+            return token_bytes(token_id)
 
-        engine._codec.decode = picky  # type: ignore[method-assign]
+        engine._codec.token_bytes = picky  # type: ignore[method-assign]
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await until(lambda: engine.stats().running_sequences == 1, "a row")
         event = await failed(engine, prompt_of(5), forced(5, POISON))
