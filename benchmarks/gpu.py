@@ -179,7 +179,7 @@ def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
         steps = [(ids, 0) for ids in prompts]
         for step in range(4):
             batch = _batch(cache, steps)
-            for row, found in enumerate(each(batch, cache)):
+            for row, found in enumerate(each(batch, cache).tensor):
                 comparison.add(own[row][len(prompts[row]) - 1 + step], found)
             steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
         by = comparison.difference

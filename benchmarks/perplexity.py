@@ -58,7 +58,7 @@ def perplexity_of_forward(forward: Forward, layout: CacheLayout, rows: Windows) 
         for first in range(0, len(row) - 1, _STEP):
             ids = row[first : min(first + _STEP, len(row) - 1)]
             tables = tuple(list(pages) for _ in cache.groups)
-            logits = forward(Batch((BatchSequence(ids, first, tables, wanted=len(ids)),)), cache)
+            logits = forward(Batch((BatchSequence(ids, first, tables, wanted=len(ids)),)), cache).tensor
             losses.append(cross_entropy(logits, torch.tensor(row[first + 1 : first + 1 + len(ids)]), reduction="sum"))
     return math.exp(torch.stack(losses).sum().item() / sum(len(row) - 1 for row in rows))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -59,7 +59,7 @@ class FaultyForward:
         self._forward = forward
         self._calls = {"prefill": 0, "decode": 0}
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         phases = [_phase(each) for each in batch.sequences]
         for phase in set(phases):
             self._calls[phase] += 1
@@ -76,8 +76,8 @@ class FaultyForward:
         logits = self._forward(batch, cache)
         for fault in now:
             if fault.kind == "nan":
-                logits = logits.clone()
-                logits[sum(each.wanted for each in batch.sequences[: phases.index(fault.phase)])] = torch.nan
+                logits = Logits(logits.tensor.clone())
+                logits.tensor[sum(each.wanted for each in batch.sequences[: phases.index(fault.phase)])] = torch.nan
         return logits
 
 

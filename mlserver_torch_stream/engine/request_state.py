@@ -47,6 +47,7 @@ class SequenceState:
         self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
         self._writer = AnswerWriter(index, self._params, request.answer, codec)
         self._first_token_at: float | None = None
+        self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
 
     @property
@@ -65,7 +66,9 @@ class SequenceState:
         prompt, known = self._prompt, len(self._prompt)
         if stop <= known:
             return prompt[start:stop]
-        return [*prompt[start:], *self.tokens[max(0, start - known) : stop - known]]
+        if start >= known:
+            return self.tokens[start - known : stop - known]
+        return [*prompt[start:], *self.tokens[: stop - known]]
 
     @property
     def matcher(self) -> TokenMatcher | None:
@@ -81,11 +84,13 @@ class SequenceState:
         """Adds the next token. If its id ends the sequence, ``ended`` is set afterwards."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
+            self._max_tokens = self.request.max_tokens  # its prompt is whole
         self.tokens.append(token_id)
         self._unwritten.append(logprob)
-        if self._is_end(len(self.tokens)) or (self.matcher is not None and self.matcher.complete):
+        count, matcher = len(self.tokens), self.matcher
+        if self._is_end(count) or (matcher is not None and matcher.complete):
             self._reason_by_ids = FinishReason.STOP
-        elif len(self.tokens) >= self.request.max_tokens:
+        elif count >= self._max_tokens:
             self._reason_by_ids = FinishReason.LENGTH
 
     def write(self) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Describes some work in words, with the number of tokens in its forward."""
+    """Some work, which ``what`` describes as text, with the number of tokens in its forward."""
 
-    what: str
+    what: object
     tokens: int
     since: float
 
@@ -27,7 +27,7 @@ class StepProgress:
         self._current: Work | None = None
         self._in_flight: dict[Hashable, Work] = {}
 
-    def at(self, what: str, tokens: int = 1) -> None:
+    def at(self, what: object, tokens: int = 1) -> None:
         """The engine's thread begins this work and has ended its previous work."""
         self._current = Work(what, tokens, self._clock())
 
@@ -35,7 +35,7 @@ class StepProgress:
         """The engine's thread is idle, or waits for forwards in other threads."""
         self._current = None
 
-    def launched(self, key: Hashable, what: str, tokens: int = 1) -> None:
+    def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
         self._in_flight[key] = Work(what, tokens, self._clock())
 
     def completed(self, key: Hashable) -> None:

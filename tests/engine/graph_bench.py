@@ -71,7 +71,7 @@ class Answers:
                 running.append(waiting.pop(0))
             if not running:
                 break
-            logits = forward(Batch(tuple(self._part(each) for each in running)), self._cache)
+            logits = forward(Batch(tuple(self._part(each) for each in running)), self._cache).tensor
             for each, row in zip(running, logits, strict=True):
                 each.computed = len(each.tokens)
                 each.tokens.append(int(row.argmax()))

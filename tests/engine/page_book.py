@@ -51,7 +51,7 @@ class PageBook:
     ) -> dict[str, torch.Tensor]:
         """Runs a batch; returns each sequence's logits ``[wanted, vocabulary]``."""
         batch = self.batch(work, wanted)
-        rows = forward(batch, self.cache).clone().split([each.wanted for each in batch.sequences])
+        rows = forward(batch, self.cache).tensor.clone().split([each.wanted for each in batch.sequences])
         for name, ids in work.items():
             self.advance(self.held[name], len(ids))
         self.poison()

@@ -98,7 +98,7 @@ class PageDriver:
         batch = Batch(parts, tuple(self._copies), tuple(self._state_copies))
         self._copies, self._state_copies = [], []
         with torch.inference_mode():
-            logits = self.forward(batch, self.cache)
+            logits = self.forward(batch, self.cache).tensor
         assert len(logits) == len(batch.wanted_rows)
         ends = iter(logits.split([part.wanted for part in parts]))
         for (each, count), rows in zip(counts, ends, strict=True):

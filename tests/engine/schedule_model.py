@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
@@ -19,6 +20,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 CONTEXT = 120
@@ -30,6 +32,9 @@ LETTERS = "abc"  # texts of the tokens that are chosen
 
 class Codec:
     special_ids: frozenset[int] = frozenset()
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), marks)
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "".join(LETTERS[token] for token in ids)
@@ -144,12 +149,17 @@ def _keys(ids: Sequence[int]) -> list[int]:
     return keys
 
 
+def _tables(plan: StepPlan) -> list[list[list[int]]]:
+    return [[list(table) for table in each.tables] for each in plan.batch.sequences]
+
+
 @dataclass
 class _InFlight:
     plan: StepPlan
     ids: list[list[int]]
     found: list[list[int] | None] | None  # None: its forward failed
     culprit: int | None
+    tables: list[list[list[int]]]  # as they were at its launch
 
 
 class ModelledEngine:
@@ -239,13 +249,14 @@ class ModelledEngine:
         else:
             found = self.forward.run(plan.batch, ids)
         self.void -= {part.sequence for part in plan.scheduled}
-        self.in_flight.append(_InFlight(plan, ids, found, culprit))
+        self.in_flight.append(_InFlight(plan, ids, found, culprit, _tables(plan)))
 
     def _ids(self, part: ScheduledSequence) -> list[int]:
         sequence, end = part.sequence, part.start + part.count
         return [*sequence.request.prompt, *sequence.tokens, *part.drafts][:end]
 
     def complete(self, flight: _InFlight) -> None:
+        assert _tables(flight.plan) == flight.tables, "a table has changed under a forward"
         if flight.found is None:
             assert flight.culprit is not None
             self.retry(flight, flight.culprit)

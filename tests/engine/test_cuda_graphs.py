@@ -82,9 +82,9 @@ def test_other_tokens_positions_lengths_and_tables_give_the_logits_of_the_plain_
     for seed, starts in enumerate(([0], [5], [3, 4], [9, 2, 30], [0, 15, 16, 31], [70, 1, 1, 1], [4] * 4)):
         batch = decode_batch(forward.cache, starts, seed)
         before = recorder.replays
-        got = forward(batch, forward.cache)
+        got = forward(batch, forward.cache).tensor
         assert recorder.replays == before + 1
-        torch.testing.assert_close(got, forward.forward(batch, forward.cache), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, forward.forward(batch, forward.cache).tensor, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_that_stand_for_no_sequence_write_to_no_page_of_a_sequence(
@@ -133,9 +133,9 @@ def test_what_a_recording_cannot_hold_runs_the_plain_forward(
     forward, recorder = llama
     filled(forward.cache)
     before = recorder.replays
-    got = forward(batch, forward.cache)
+    got = forward(batch, forward.cache).tensor
     assert recorder.replays == before
-    assert torch.equal(got, forward.forward(batch, forward.cache))
+    assert torch.equal(got, forward.forward(batch, forward.cache).tensor)
 
 
 def test_pages_of_another_cache_are_not_in_a_recording() -> None:
@@ -164,9 +164,9 @@ def test_a_token_whose_logits_nobody_wants_has_none(llama: tuple[GraphForward, T
     first, second, third = decode_batch(forward.cache, [5, 9, 2]).sequences
     silent = BatchSequence(second.token_ids, second.start, second.tables, wanted=0)
     before = recorder.replays
-    got = forward(Batch((first, silent, third)), forward.cache)
+    got = forward(Batch((first, silent, third)), forward.cache).tensor
     assert recorder.replays == before + 1
-    expected = forward.forward(Batch((first, second, third)), forward.cache)[[0, 2]]
+    expected = forward.forward(Batch((first, second, third)), forward.cache).tensor[[0, 2]]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -175,16 +175,16 @@ def test_copies_of_pages_are_made_before_a_replay(llama: tuple[GraphForward, Tap
     filled(forward.cache)
     (sequence,) = decode_batch(forward.cache, [2]).sequences
     target = next(page for page in range(PAGE_SIZE) if page != sequence.tables[0][0])
-    expected = forward(Batch((sequence,)), forward.cache)
+    expected = forward(Batch((sequence,)), forward.cache).tensor
     moved = BatchSequence(sequence.token_ids, 2, ((target,),))
     batch = Batch((moved,), copies=((0, sequence.tables[0][0], target),))
-    assert torch.equal(forward(batch, forward.cache), expected)
+    assert torch.equal(forward(batch, forward.cache).tensor, expected)
 
 
 def test_logits_outlive_the_next_step(llama: tuple[GraphForward, TapeRecorder]) -> None:
     forward, _ = llama
     filled(forward.cache)
-    logits = forward(decode_batch(forward.cache, [5, 9], seed=1), forward.cache)
+    logits = forward(decode_batch(forward.cache, [5, 9], seed=1), forward.cache).tensor
     kept = logits.clone()
     forward(decode_batch(forward.cache, [7, 3], seed=2), forward.cache)
     assert torch.equal(logits, kept)
@@ -194,11 +194,11 @@ def test_a_sequence_that_is_not_a_number_does_not_take_the_others_with_it() -> N
     forward, _ = recorded(tiny_model("gpt_oss"))
     filled(forward.cache)
     batch = decode_batch(forward.cache, [5, 9, 2])
-    expected = forward(batch, forward.cache)
+    expected = forward(batch, forward.cache).tensor
     for layer in forward.cache.layers.values():
         assert layer.values is not None
         layer.values[list(batch.sequences[1].tables[layer.group])] = torch.nan
-    got = forward(batch, forward.cache)
+    got = forward(batch, forward.cache).tensor
     assert got[1].isnan().all()
     torch.testing.assert_close(got[[0, 2]], expected[[0, 2]])
 
@@ -302,4 +302,4 @@ def test_models_on_the_cpu_are_not_recorded() -> None:
 def test_a_step_has_logits_of_the_whole_vocabulary(llama: tuple[GraphForward, TapeRecorder]) -> None:
     forward, _ = llama
     filled(forward.cache)
-    assert forward(decode_batch(forward.cache, [5, 9, 2]), forward.cache).shape == (3, VOCAB)
+    assert forward(decode_batch(forward.cache, [5, 9, 2]), forward.cache).tensor.shape == (3, VOCAB)

@@ -69,12 +69,12 @@ def test_steps_in_different_stages_do_not_see_each_others_numbers() -> None:
     starts = ([5, 9, 2, 4], [1, 7, 8, 3], [11, 2, 2, 6])
     full = decode_batch(forward.cache, [each for part in starts for each in part]).sequences
     batches = [Batch(full[4 * i : 4 * i + 4]) for i in range(3)]
-    expected = [forward.forward(batch, forward.cache) for batch in batches]
+    expected = [forward.forward(batch, forward.cache).tensor for batch in batches]
     found: dict[int, list[torch.Tensor]] = {}
 
     def run(number: int) -> None:
         with torch.inference_mode():
-            found[number] = [staged(batches[number], forward.cache) for _ in range(5)]
+            found[number] = [staged(batches[number], forward.cache).tensor for _ in range(5)]
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in threads:

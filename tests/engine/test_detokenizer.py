@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
+from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, WindowDetokenizer
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.types import TextPrompt
 from tests.engine import tiny_tokenizers
 from tests.examples import examples
 
 _BUILDERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     "byte_level": tiny_tokenizers.byte_level,
+    "fused_byte_level": tiny_tokenizers.fused_byte_level,
     "byte_fallback": tiny_tokenizers.byte_fallback,
     "word_piece": tiny_tokenizers.word_piece,
 }
@@ -46,7 +49,7 @@ def smollm2() -> TextCodec:
 
 
 def _stream(codec: TextCodec, ids: list[int], *, skip: bool = False, group: int = 1) -> list[str]:
-    detokenizer = Detokenizer(codec, skip_special_tokens=skip)
+    detokenizer = codec.detokenizer(skip)
     chunks = [detokenizer.push(ids[i : i + group]) for i in range(0, len(ids), group)]
     return [*chunks, detokenizer.flush()]
 
@@ -65,12 +68,24 @@ def test_encoded_text_comes_back_whole(kind: str, text: str, skip: bool) -> None
     _assert_whole(_codec(kind), _tokenizer(kind)(text)["input_ids"], skip)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "word_piece"])
+@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level", "word_piece"])
 @given(ids=_ids, skip=st.booleans())
 @examples(300)
 def test_any_ids_join_to_the_whole_decode(kind: str, ids: list[int], skip: bool) -> None:
     codec = _codec(kind)
     _assert_whole(codec, [token_id % codec.vocab_size for token_id in ids], skip)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level", "word_piece"])
+@given(ids=_ids)
+@examples(100)
+def test_marks_are_special_tokens_that_are_not_skipped(kind: str, ids: list[int]) -> None:
+    codec = _codec(kind)
+    mark, *silent = sorted(codec.special_ids)
+    ids = [token_id % (codec.vocab_size if at % 3 else 3) for at, token_id in enumerate(ids)]
+    detokenizer = codec.detokenizer(skip_special_tokens=True, marks=frozenset({mark}))
+    text = detokenizer.push(ids) + detokenizer.flush()
+    assert text == codec.decode([token_id for token_id in ids if token_id not in silent], skip_special_tokens=False)
 
 
 @given(
@@ -104,6 +119,37 @@ def test_byte_fallback_keeps_all_other_text_whatever_the_bytes(ids: list[int], s
     assert all(char in remaining for char in whole.replace("\ufffd", ""))
 
 
+@pytest.mark.parametrize("kind", _BUILDERS)
+def test_the_decoder_that_a_tokenizer_declares_chooses_the_detokenizer(kind: str) -> None:
+    expected = ByteDetokenizer if kind == "byte_level" else WindowDetokenizer
+    assert type(_codec(kind).detokenizer(skip_special_tokens=True)) is expected
+
+
+def test_a_tokenizer_with_a_decode_of_its_own_is_asked_for_its_text() -> None:
+    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return str(super()._decode(*args, **options)).upper()
+
+    codec = TextCodec(Loud(tokenizer_object=tiny_tokenizers.byte_level().backend_tokenizer))
+    ids = codec.encode(TextPrompt("the fox"))
+    assert "".join(_stream(codec, list(ids))) == "THE FOX"
+
+
+def test_added_tokens_with_letters_of_the_byte_alphabet_are_decoded_as_the_tokenizer_does() -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    tokenizer.add_tokens(["é", "Ġx", "<\uff5cUser\uff5c>", "日本", "Ã©"])
+    codec = TextCodec(tokenizer)
+    added = [tokenizer.convert_tokens_to_ids(token) for token in tokenizer.get_added_vocab()]
+    for ids in (
+        *([each] for each in added),
+        added,
+        [9, *added, 5],
+        [each for pair in zip(added, added, strict=True) for each in pair],
+    ):
+        _assert_whole(codec, ids, skip=False)
+        _assert_whole(codec, ids, skip=True)
+
+
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("kind", _BUILDERS)
 def test_long_random_sequences(kind: str, skip: bool) -> None:
@@ -126,7 +172,7 @@ def test_random_ids_of_the_real_tokenizer(smollm2: TextCodec) -> None:
 
 def test_a_character_is_never_split() -> None:
     text = "aé€🙂b 日本 🚀🚀"
-    for kind in ("byte_level", "byte_fallback"):
+    for kind in ("byte_level", "fused_byte_level", "byte_fallback"):
         chunks = _stream(_codec(kind), _tokenizer(kind)(text, add_special_tokens=False)["input_ids"])
         assert not any("\ufffd" in chunk for chunk in chunks)
         assert "".join(chunks) == text
@@ -154,9 +200,10 @@ def test_grouping_of_ids_changes_nothing(kind: str) -> None:
     assert all("".join(_stream(codec, ids, group=group)) == expected for group in (2, 3, 7, 50, 400))
 
 
-def test_an_unfinished_character_is_given_at_the_end_only() -> None:
-    codec = _codec("byte_level")
-    ids = _tokenizer("byte_level")("a🚀")["input_ids"][:-1]
+@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])
+def test_an_unfinished_character_is_given_at_the_end_only(kind: str) -> None:
+    codec = _codec(kind)
+    ids = _tokenizer(kind)("a🚀")["input_ids"][:-1]
     *chunks, rest = _stream(codec, ids)
     assert "".join(chunks) == "a"
     assert rest == "\ufffd"
@@ -168,9 +215,10 @@ def test_skipped_special_tokens_do_not_eat_the_next_space() -> None:
     assert "".join(_stream(codec, [word, *[2] * 200, word], skip=True)) == "the the"
 
 
-def test_time_does_not_grow_with_the_length() -> None:
-    codec, rng = _codec("byte_level"), random.Random(1)
-    ids = [rng.randrange(codec.vocab_size) for _ in range(20_000)]
+@pytest.mark.parametrize(("kind", "most"), [("byte_level", 500_000), ("fused_byte_level", 20_000)])
+def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
+    codec, rng = _codec(kind), random.Random(1)
+    ids = [rng.randrange(codec.vocab_size) for _ in range(most)]
 
     def seconds(count: int) -> float:
         started = time.perf_counter()
@@ -178,11 +226,12 @@ def test_time_does_not_grow_with_the_length() -> None:
         return time.perf_counter() - started
 
     seconds(500)
-    assert seconds(20_000) < 25 * min(seconds(2_000) for _ in range(3))  # ten times, were it alone on the machine
+    assert seconds(most) < 25 * min(seconds(most // 10) for _ in range(3))  # ten times, were it alone on the machine
 
 
-def test_flush_twice_gives_nothing_more() -> None:
-    detokenizer = Detokenizer(_codec("byte_level"), skip_special_tokens=True)
-    detokenizer.push(_tokenizer("byte_level")("🚀")["input_ids"][:-1])
+@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])
+def test_flush_twice_gives_nothing_more(kind: str) -> None:
+    detokenizer = _codec(kind).detokenizer(skip_special_tokens=True)
+    detokenizer.push(_tokenizer(kind)("🚀")["input_ids"][:-1])
     assert detokenizer.flush() == "\ufffd"
     assert detokenizer.flush() == ""

@@ -196,7 +196,7 @@ def test_logits_stay_where_the_last_module_is() -> None:
     batch = Batch((BatchSequence([1, 2, 3], 0, ((0,),)),))
 
     def logits() -> torch.Tensor:
-        return ModelForward(model)(batch, PagedCache(layout, 4, [1], 0))
+        return ModelForward(model)(batch, PagedCache(layout, 4, [1], 0)).tensor
 
     with torch.inference_mode():
         expected = logits()

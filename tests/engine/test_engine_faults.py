@@ -13,6 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import DeadBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -301,7 +302,7 @@ def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_par
     forward, failed_once = ModelForward(model, check_batching(model).way), threading.Event()
     copying: list[Batch] = []
 
-    def fail_once(batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def fail_once(batch: Batch, cache: PagedCache) -> Logits:
         logits = forward(batch, cache)
         if batch.copies or batch.state_copies:
             copying.append(batch)
@@ -377,14 +378,14 @@ def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
-        decode = engine._codec.decode
+        token_bytes = engine._codec.token_bytes
 
-        def picky(ids: Any, skip_special_tokens: bool) -> str:
-            if POISON in ids:
+        def picky(token_id: int) -> bytes:
+            if token_id == POISON:
                 raise ValueError("cannot spell that")
-            return decode(ids, skip_special_tokens)
+            return token_bytes(token_id)
 
-        engine._codec.decode = picky  # type: ignore[method-assign]
+        engine._codec.token_bytes = picky  # type: ignore[method-assign]
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await until(lambda: engine.stats().running_sequences == 1, "a row")
         event = await failed(engine, prompt_of(5), forced(5, POISON))

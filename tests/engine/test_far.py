@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
@@ -148,7 +149,7 @@ def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> No
 class Scaled(ModelForward):
     """A forward that moves the new tokens of all sequences when one of them is beyond the length."""
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         if max(each.length for each in batch.sequences) > LENGTH:
             far = tuple(replace(each, token_ids=[token ^ 1 for token in each.token_ids]) for each in batch.sequences)
             batch = replace(batch, sequences=far)

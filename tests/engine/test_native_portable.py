@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnab
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
+from tests.engine.argmax_check import check_argmax
 from tests.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -57,6 +58,7 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
             forward = NativeForward(model, 2, tmp_path)
             assert forward.variant == ("compiled for this CPU" if name == _OLD else f"{name}, compiled here")
             assert check_forward(model, forward) is None
+            check_argmax(model, forward)
     with torch.inference_mode():
         forward = NativeForward(model, 2, tmp_path, ROUNDED["int8"])
         round_weights(read_decoder(model), ROUNDED["int8"])

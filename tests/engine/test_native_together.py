@@ -125,7 +125,7 @@ def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
             book.share(str(token), "first", 16)
         others = book.batch({str(token): [token] for token in range(20)}).sequences
         for _ in range(3):  # the same step again is what a retry does
-            found = forward(Batch((*others, own)), book.cache)[:20].clone()
+            found = forward(Batch((*others, own)), book.cache).tensor[:20].clone()
             same(found, torch.cat([expected(token) for token in range(20)]))
 
 
@@ -182,7 +182,7 @@ def test_pages_are_copied_before_they_are_written_to(folder: Path) -> None:
         )
         book.held["two"].computed = len(prompt)
         parts = book.batch({"one": [5], "two": [6]}).sequences
-        found = forward(Batch(parts, copies), book.cache)
+        found = forward(Batch(parts, copies), book.cache).tensor
         expected = [expected_of(model, [*prompt, token])[-1] for token in (5, 6)]
         close(found, torch.stack(expected))
 
@@ -198,7 +198,7 @@ def test_block_tables_are_read_where_they_are(folder: Path) -> None:
         forward = NativeForward(model, 2, folder)
         for given in (table, list(table), tuple(table), array("q", table)):
             book = PageBook(model)
-            found.append(forward(Batch((BatchSequence(prompt, 0, (given,)),)), book.cache).clone())
+            found.append(forward(Batch((BatchSequence(prompt, 0, (given,)),)), book.cache).tensor.clone())
     assert all(torch.equal(logits, found[0]) for logits in found)
 
 

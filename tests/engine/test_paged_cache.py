@@ -126,7 +126,7 @@ def test_a_forward_that_raises_leaves_the_states_as_they_were() -> None:
         with pytest.raises(ValueError, match="two tokens"):
             run(Batch((step, fresh)), cache)
         hook.remove()
-        logits = run(Batch((step, fresh)), cache)
+        logits = run(Batch((step, fresh)), cache).tensor
     assert int(logits[0].argmax()) == answer[1]
 
 
@@ -156,4 +156,4 @@ def test_slots_hold_states_of_their_own() -> None:
 def forward(model: Any, cache: PagedCache, ids: list[int], way: Way = Way.PACKED, slot: int = 0) -> torch.Tensor:
     with torch.inference_mode():
         part = BatchSequence(ids, 0, tuple([0] for _ in cache.groups), 1, slot)
-        return ModelForward(model, way)(Batch((part,)), cache)
+        return ModelForward(model, way)(Batch((part,)), cache).tensor

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
@@ -288,7 +288,7 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
     def hold(forward: Forward) -> Forward:
         """Before any stage, so that the other batch goes on."""
 
-        def held(batch: Batch, cache: PagedCache) -> torch.Tensor:
+        def held(batch: Batch, cache: PagedCache) -> Logits:
             if any(each.count == 6 for each in batch.sequences):
                 reached.set()
                 assert gate.wait(30)
@@ -424,7 +424,7 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
     gate = threading.Event()
 
     def hang(forward: Forward) -> Forward:
-        def hung(batch: Batch, cache: PagedCache) -> torch.Tensor:
+        def hung(batch: Batch, cache: PagedCache) -> Logits:
             if all(each.count == 1 for each in batch.sequences):
                 return forward(batch, cache)
             assert gate.wait(60)

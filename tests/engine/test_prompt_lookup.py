@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.speculation.ngram_index import NgramIndex
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.speculation.step_time import StepTime
+from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import SamplingParameters
 
 LOOP = asyncio.new_event_loop()
@@ -23,6 +25,9 @@ KEPT: list[RequestState] = []  # a sequence does not keep its request alive
 
 class Codec:
     special_ids: frozenset[int] = frozenset()
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int]) -> WindowDetokenizer:
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), marks)
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "x" * len(ids)

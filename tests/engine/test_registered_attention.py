@@ -93,7 +93,7 @@ def test_threads_run_batches_of_one_model_over_one_cache() -> None:
         tokens, start = list(prompts[number]), 0
         for _ in range(8):
             with torch.inference_mode():
-                logits = forward(Batch((BatchSequence(tokens[start:], start, tables),)), cache)
+                logits = forward(Batch((BatchSequence(tokens[start:], start, tables),)), cache).tensor
             start = len(tokens)
             tokens.append(int(logits[0].argmax()))
         answers[number] = tokens[len(prompts[number]) :]

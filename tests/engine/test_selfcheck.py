@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
@@ -105,7 +106,7 @@ class Disturbed(ModelForward):
         super().__init__(model)
         self._change = change
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         return super().__call__(self._change(batch, cache), cache)
 
 

@@ -59,9 +59,9 @@ def last_logits(model: PreTrainedModel, *sequences: tuple[int, ...]) -> torch.Te
 @pytest.mark.slow
 def test_a_step_of_unlike_sequences_has_the_logits_of_one_process(ranks: LaunchedModel, model: PreTrainedModel) -> None:
     cache = new_cache(ranks)
-    first = ranks.forward(Batch((part(ONE[:7], 0, 5, 2), part(TWO, 0, 9, 0))), cache)
+    first = ranks.forward(Batch((part(ONE[:7], 0, 5, 2), part(TWO, 0, 9, 0))), cache).tensor
     close(first, last_logits(model, ONE[:7], TWO))
-    second = ranks.forward(Batch((part(ONE, 7, 5, 2, 7), part((*TWO, 3), 6, 9, 0))), cache)
+    second = ranks.forward(Batch((part(ONE, 7, 5, 2, 7), part((*TWO, 3), 6, 9, 0))), cache).tensor
     close(second, last_logits(model, ONE, (*TWO, 3)))
 
 
@@ -72,7 +72,7 @@ def test_pages_are_copied_on_every_rank(ranks: LaunchedModel, model: PreTrainedM
     ranks.forward(Batch((part(TWO, 0, 0, 1),)), cache)
     answers = (*TWO, 8), (*TWO, 9)
     both = Batch((part(answers[0], 6, 0, 2), part(answers[1], 6, 0, 1)), copies=((0, 1, 2),))
-    close(ranks.forward(both, cache), last_logits(model, *answers))
+    close(ranks.forward(both, cache).tensor, last_logits(model, *answers))
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_what_every_rank_fails_at_ends_none_and_can_be_tried_again(
     for _ in range(2):
         with pytest.raises(AssertionError):
             ranks.forward(beyond, cache)
-    close(ranks.forward(Batch((part(ONE, 0, 0, 1, 2),)), cache), last_logits(model, ONE))
+    close(ranks.forward(Batch((part(ONE, 0, 0, 1, 2),)), cache).tensor, last_logits(model, ONE))
     assert ranks.leader.lost is None
 
 

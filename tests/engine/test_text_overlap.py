@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
@@ -69,7 +70,7 @@ def findings(model: PreTrainedModel) -> SelfCheckResult:
         return check_batching(model)
 
 
-def in_a_thread() -> InFlightForwards[Any, torch.Tensor]:
+def in_a_thread() -> InFlightForwards[Any, Logits]:
     return InFlightForwards(1, 1, PAGE)
 
 
@@ -82,7 +83,7 @@ class Meeting:
         self._delivered = [threading.Event() for _ in range(steps)]
         self.calls = self.deliveries = 0
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         number = self.calls
         self.calls += 1
         self._started[number].set()

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.batching.serial import SerialBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
@@ -189,7 +190,7 @@ class Shown:
         self._forward = forward
         self._here = vars(model).setdefault("batch_of_thread", threading.local())
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         if self._forward.way is Way.PACKED:
             self._here.batch = batch
         try:

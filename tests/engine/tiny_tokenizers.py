@@ -34,6 +34,13 @@ def byte_level(*, bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
+def fused_byte_level() -> PreTrainedTokenizerFast:
+    """``byte_level`` with a second decoder, which changes nothing."""
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return tokenizer
+
+
 def byte_fallback() -> PreTrainedTokenizerFast:
     """As Llama 2 and Mistral: words marked with ▁, unknown characters as bytes, one leading space stripped."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

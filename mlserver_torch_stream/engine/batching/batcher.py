@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
@@ -35,6 +35,7 @@ class Batcher(ABC):
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
+        self._counts = Counter[str]()
         self.progress = StepProgress()
 
     @abstractmethod
@@ -62,8 +63,13 @@ class Batcher(ABC):
         return self._stats
 
     def count(self, **more: int) -> None:
+        """Adds to counters; the next ``publish`` shows them."""
+        for name, number in more.items():
+            self._counts[name] += number
+
+    def publish(self, **gauges: int) -> None:
         """Replaces the snapshot, so that readers on other threads see a whole one."""
-        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+        self._stats = EngineStats(**self._counts, **gauges)
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
         """Returns when no forward of it runs any more. It is not stepped again."""

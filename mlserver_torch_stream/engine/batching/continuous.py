@@ -8,13 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
@@ -24,7 +21,7 @@ from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepRe
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
 from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
@@ -41,23 +38,20 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-Flights = InlineForwards[Any, torch.Tensor] | InFlightForwards[Any, torch.Tensor]
+Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
     """A step whose forward is not back yet. ``began`` is the time at which it was scheduled.
 
-    ``requests`` are those of its sequences.
+    ``requests`` are those of its ``sequences``.
     """
 
     plan: StepPlan
     began: float
-    requests: tuple[RequestState, ...]
-
-    @property
-    def sequences(self) -> set[SequenceState]:
-        return {each for part in self.plan.scheduled for each in (part.sequence, *part.samples)}
+    requests: dict[RequestState, None]
+    sequences: set[SequenceState]
 
 
 class ContinuousBatcher(Batcher):
@@ -100,7 +94,6 @@ class ContinuousBatcher(Batcher):
             flights = InFlightForwards(pipeline.depth, pipeline.threads, cache.page_size)
         self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
-        self._begun: set[RequestState] = set()  # requests that were in a step
         self._alone_since = 0.0  # when another engine last gave the device back
 
     # --- requests ---
@@ -128,10 +121,11 @@ class ContinuousBatcher(Batcher):
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
         self._launch()
         if not len(self._flights):
+            self._gauge()
             return False
         if self._flights.most > 1:
             self.progress.rest()  # while it waits for a forward
-        completed = [(step, self._complete(step, forward)) for step, forward in self._flights.completed()]
+        completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
             poll()  # the next step takes new requests, and none whose stream was closed
             self._launch()
@@ -144,25 +138,32 @@ class ContinuousBatcher(Batcher):
         began = time.monotonic()
         self._drop_closed()
         while len(self._flights) < self._flights.most and (plan := self._scheduler.schedule(self._busy)):
-            requests = tuple(dict.fromkeys(part.sequence.request for part in plan.scheduled))
-            step = _StepInFlight(plan, began, requests)
-            self._begin(requests)
+            step = self._begin(plan, began)
             self._choice.prepare(plan)
             self._busy |= step.sequences
-            self.progress.launched(step, str(plan), max(1, plan.prompt_tokens))
+            self.progress.launched(step, plan, max(1, plan.prompt_tokens))
+            if plan.prompt_tokens:
+                self._gauge()  # before a long step: an admitted request no longer waits
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
             if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
                 self.progress.completed(step)
-        self._gauge()  # before a long step: an admitted request no longer waits
 
-    def _complete(self, step: _StepInFlight, forward: Future[torch.Tensor]) -> ChosenTokens:
+    def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
+        requests = dict.fromkeys([part.sequence.request for part in plan.scheduled])
+        for request in requests if plan.prompt_tokens else ():
+            if request.started_at is None and request.sealed:
+                request.started_at = time.monotonic()
+        sequences = {part.sequence for part in plan.scheduled}
+        return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.scheduled]))
+
+    def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> ChosenTokens:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
-        result = self._fresh(self._result(step.plan, forward))
+        result = self._fresh(step.plan, self._result(step.plan, forward))
         result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
-        with self._aside(result.logits.device):
+        with self._aside(result.logits.tensor.device):
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
@@ -186,7 +187,8 @@ class ContinuousBatcher(Batcher):
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
         """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
         sequences = [sequence for request in step.requests for sequence in request.sequences]
-        self._release(sequence for sequence in sequences if sequence.ended)
+        if ended := [sequence for sequence in sequences if sequence.ended]:
+            self._release(ended)
         return sequences
 
     def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
@@ -201,8 +203,10 @@ class ContinuousBatcher(Batcher):
 
     def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
         # What another engine did meanwhile says nothing of the step: it is not measured.
-        if step.began >= self._alone_since and not any(part.prefills for part in step.plan.scheduled):
-            self._drafter.stepped(step.plan.batch.tokens, time.monotonic() - step.began)
+        if step.began >= self._alone_since and not step.plan.prompt_tokens:
+            self._drafter.stepped(step.plan.batch, step.began)
+        if not chosen.verified:
+            return
         drafted = accepted = forced = 0
         for part, tokens in chosen.verified.items():
             right = tokens - (part.count - len(part.drafts))
@@ -225,10 +229,10 @@ class ContinuousBatcher(Batcher):
             return not self._scheduler.is_void(part)
         return self._scheduler.advance(part, part.count)
 
-    def _result(self, plan: StepPlan, forward: Future[torch.Tensor]) -> StepResult:
+    def _result(self, plan: StepPlan, forward: Callable[[], Logits]) -> StepResult:
         """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
-            return whole_result(plan, forward.result())
+            return whole_result(plan, forward())
         except BatchAheadFailed:
             self._scheduler.recompute([part.sequence for part in plan.scheduled])
             return NO_RESULT
@@ -248,20 +252,22 @@ class ContinuousBatcher(Batcher):
             failed += culprits
         return result.without(self._release(failed, forget=True))
 
-    def _run_alone(self, batch: Batch) -> torch.Tensor:
+    def _run_alone(self, batch: Batch) -> Logits:
         self.progress.at("the step of a sequence alone", batch.tokens)
         return self._forward(batch, self._cache)
 
-    def _fresh(self, result: StepResult) -> StepResult:
+    def _fresh(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Leaves out prompts that were sealed with other ids while the forward ran."""
-        stale = [each.part.sequence for each in result.computed if each.is_stale]
+        stale = [each.part.sequence for each in result.computed if each.is_stale] if plan.prompt_tokens else []
         return result.without(self._scheduler.recompute(stale)) if stale else result
 
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
         """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
-        self.evict([request for request in self._begun if request.mailbox.closed_at is not None])
+        requests = [account.request for account in self._scheduler.admitted]
+        if closed := [request for request in requests if request.mailbox.closed_at is not None]:
+            self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
         """Takes sequences out of the scheduler and frees their pages. Leaves the sequences of steps in flight alone.
@@ -269,43 +275,31 @@ class ContinuousBatcher(Batcher):
         Returns the sequences that share a page which a released sequence has not written: they are computed again.
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
-        self._begun -= {sequence.request for sequence in gone}
         self._drafter.forget(gone)
         return self._scheduler.release(gone, forget=forget)
 
     # --- counters ---
 
-    def _begin(self, requests: Sequence[RequestState]) -> None:
-        self._begun.update(requests)
-        for request in requests:
-            if request.started_at is None and request.sealed:
-                request.started_at = time.monotonic()
-
     def _count(self, step: _StepInFlight, result: StepResult) -> None:
-        parts = [each.part for each in result.computed]
-        decoding = [part for part in step.plan.scheduled if not part.prefills]
-        self.count(
-            prefill_tokens=sum(part.count for part in parts if part.prefills),
-            decode_steps=int(not all(part.prefills for part in parts)),
-            wasted_tokens=sum(_closed_before(part.sequence, step.began) for part in decoding),
-        )
+        self.count(decode_steps=int(not all(each.part.prefills for each in result.computed)))
+        if step.plan.prompt_tokens:
+            self.count(prefill_tokens=sum(each.part.count for each in result.computed if each.part.prefills))
+        moments = [(request, request.mailbox.closed_at) for request in step.requests]
+        if closed := {request for request, at in moments if at is not None and at < step.began}:
+            decoding = [part for part in step.plan.scheduled if not part.prefills]
+            self.count(wasted_tokens=sum(part.sequence.request in closed for part in decoding))
 
     def _gauge(self) -> None:
         scheduler = self._scheduler
-        self._stats = replace(
-            self._stats,
+        self.publish(
             running_sequences=scheduler.admitted.running_sequences,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             prefilling_requests=scheduler.admitted.prefilling_requests,
             open_prompts=scheduler.open_prompts,
             kv_cache_bytes=scheduler.used_bytes,
+            kv_cache_budget=scheduler.limits.cache_bytes,
             prefix_cache_bytes=scheduler.cached_bytes,
             prefix_cache_hit_tokens=scheduler.hit_tokens,
             num_preemptions=scheduler.preemptions,
         )
-
-
-def _closed_before(sequence: SequenceState, moment: float) -> bool:
-    closed_at = sequence.request.mailbox.closed_at
-    return closed_at is not None and closed_at < moment

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from mlserver_torch_stream.engine.batch import Batch
 
@@ -23,27 +22,42 @@ class InlineForwards(Generic[K, T]):
 
     def __init__(self, *, overlap: bool = False) -> None:
         self.overlap = self.called_at_launch = overlap
-        self._launched: list[tuple[K, Callable[[], Future[T]]]] = []
+        self._launched: list[tuple[K, _Call[T]]] = []
 
     def __len__(self) -> int:
         return len(self._launched)
 
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
-        done = _done(work) if self.overlap else None
-        self._launched.append((key, lambda: done or _done(work)))
+        call = _Call(work)
+        self._launched.append((key, call))
+        if self.called_at_launch:
+            call.run()
 
-    def completed(self) -> list[tuple[K, Future[T]]]:
+    def completed(self) -> list[tuple[K, _Call[T]]]:
         launched, self._launched = self._launched, []
-        return [(key, result()) for key, result in launched]
+        for _, call in launched if not self.called_at_launch else ():
+            call.run()
+        return launched
 
     def close(self) -> None:
         """Does nothing: no forward runs between the calls."""
 
 
-def _done(work: Callable[[], T]) -> Future[T]:
-    done: Future[T] = Future()
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
-    return done
+class _Call(Generic[T]):
+    """A call whose result is asked for later, as that of a ``Future``."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)

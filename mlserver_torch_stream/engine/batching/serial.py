@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,9 +96,13 @@ class SerialBatcher(Batcher):
         self._gauge()
         return True
 
+    def count_tokens(self, tokens: int) -> None:
+        """Counts a step and the tokens that it has given to a sequence."""
+        self.count(decode_steps=1, generation_tokens=tokens)
+        self._gauge()
+
     def _gauge(self) -> None:
-        self._stats = replace(
-            self._stats,
+        self.publish(
             running_sequences=self._running,
             waiting_requests=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
@@ -149,7 +152,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
         self._sampler.accept(choice.token_id)
         self._sequence.accept(choice.token_id, choice.logprob)
         self._sequence.write()
-        self._batcher.count(decode_steps=1, generation_tokens=len(self._sequence.tokens) - had)
+        self._batcher.count_tokens(len(self._sequence.tokens) - had)
         self._deliver([self._sequence])
         forced = torch.full_like(scores, -torch.inf)
         forced[:, choice.token_id] = 0

@@ -7,20 +7,20 @@ taken the source page. Knows nothing of sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
 
-Run = Callable[[Batch], torch.Tensor]
+Run = Callable[[Batch], Logits]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class ComputedPart:
     """A part of a step whose forward came back. Its rows of logits begin at ``first_row``."""
 
@@ -32,27 +32,31 @@ class ComputedPart:
     def is_stale(self) -> bool:
         """Whether the prompt was sealed with other ids while the forward ran."""
         part = self.part
+        if not part.prefills:
+            return False
         prompt = part.sequence.request.prompt[part.start : part.start + part.count]
-        return part.prefills and prompt != list(self.token_ids)[: len(prompt)]
+        return prompt != list(self.token_ids)[: len(prompt)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``logits``, [rows, vocab_size], of the parts that were computed; ``failures`` are the errors of the others."""
+    """``logits`` of the parts that were computed; ``failures`` are the errors of the others."""
 
-    computed: tuple[ComputedPart, ...]
-    logits: torch.Tensor
+    computed: Sequence[ComputedPart]
+    logits: Logits
     failures: dict[ScheduledSequence, Exception] = field(default_factory=dict)
 
     def without(self, sequences: Collection[SequenceState]) -> StepResult:
-        return replace(self, computed=tuple(each for each in self.computed if each.part.sequence not in sequences))
+        if not sequences:
+            return self
+        return replace(self, computed=[each for each in self.computed if each.part.sequence not in sequences])
 
 
-NO_RESULT = StepResult((), torch.empty(0))
+NO_RESULT = StepResult((), Logits(torch.empty(0)))
 
 
-def whole_result(plan: StepPlan, logits: torch.Tensor) -> StepResult:
-    return _result(list(zip(plan.scheduled, plan.batch.sequences, strict=True)), logits)
+def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
+    return _result(zip(plan.scheduled, plan.batch.sequences, strict=True), logits)
 
 
 def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error: Exception) -> StepResult:
@@ -69,15 +73,17 @@ def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error:
         if part.sequence in void:
             continue
         try:
-            logits.append(run(Batch((each,))).clone())  # the next call may overwrite them
+            logits.append(run(Batch((each,))).tensor.clone())  # the next call may overwrite them
             computed.append((part, each))
         except Exception as failure:
             failures[part] = failure.with_traceback(None)  # whose frames hold the sequences
-    result = _result(computed, torch.cat(logits)) if logits else NO_RESULT
+    result = _result(computed, Logits(torch.cat(logits))) if logits else NO_RESULT
     return replace(result, failures=failures)
 
 
-def _result(pairs: Sequence[tuple[ScheduledSequence, BatchSequence]], logits: torch.Tensor) -> StepResult:
-    rows = accumulate((each.wanted for _, each in pairs), initial=0)
-    computed = (ComputedPart(part, each.token_ids, row) for (part, each), row in zip(pairs, rows, strict=False))
-    return StepResult(tuple(computed), logits)
+def _result(pairs: Iterable[tuple[ScheduledSequence, BatchSequence]], logits: Logits) -> StepResult:
+    row, computed = 0, []
+    for part, each in pairs:
+        computed.append(ComputedPart(part, each.token_ids, row))
+        row += each.wanted
+    return StepResult(computed, logits)

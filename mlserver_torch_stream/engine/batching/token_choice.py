@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
-
-from mlserver_torch_stream.engine.batching.step_results import ComputedPart, StepResult
+from mlserver_torch_stream.engine.batching.step_results import StepResult
 from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
-from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
@@ -37,22 +36,15 @@ class ChosenTokens:
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _LogitsRow:
     """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
 
-    computed: ComputedPart
+    part: ScheduledSequence
     sequence: SequenceState
+    sampler: RowSampler
+    index: int
     accepted: int = 0
-
-    @property
-    def index(self) -> int:
-        return self.computed.first_row + self.accepted
-
-    @property
-    def sampler(self) -> RowSampler:
-        assert self.sequence.sampler is not None
-        return self.sequence.sampler
 
 
 class TokenChoice:
@@ -72,19 +64,18 @@ class TokenChoice:
 
     def choose(self, result: StepResult) -> ChosenTokens:
         """Gives the unfinished sequences of a step their tokens."""
-        parts = [computed.part for computed in result.computed]
-        chosen = ChosenTokens({part: part.count - len(part.drafts) for part in parts if part.drafts})
-        rows = [
-            _LogitsRow(computed, sequence)
-            for computed in result.computed
-            for sequence in computed.part.samples
-            if not sequence.ended and self._make_samplers(sequence.request)
-        ]
-        while rows := [to_sample for row in rows if (to_sample := _take_forced(row, chosen))]:
+        chosen = ChosenTokens({})
+        rows: list[_LogitsRow] = []
+        for computed in result.computed:
+            part = computed.part
+            if part.drafts:
+                chosen.verified[part] = part.count - len(part.drafts)
+            for sequence in part.samples:
+                if not sequence.ended and (sampler := sequence.sampler or self._made_sampler(sequence)):
+                    rows.append(_LogitsRow(part, sequence, sampler, computed.first_row))
+        while rows := [row for row in rows if row.sampler.matcher is None or _take_forced(row, chosen)]:
             choices = self._sample(result.logits, rows)
-            rows = [
-                next_row for row, choice in zip(rows, choices, strict=True) if (next_row := _take(row, choice, chosen))
-            ]
+            rows = [row for row, choice in zip(rows, choices, strict=True) if _take(row, choice, chosen)]
         return chosen
 
     def prepare(self, plan: StepPlan) -> None:
@@ -97,19 +88,19 @@ class TokenChoice:
         ]
         TokenMatcher.start_masks(matchers, self._mask_worker)
 
-    def _make_samplers(self, request: RequestState) -> bool:
-        """Makes the samplers of a request once, when its prompt is computed. Returns False if its parameters fail."""
-        if request.sequences[0].sampler is None:
-            try:
-                self._samplers.begin(request)
-            except Exception as error:
-                request.finish(FinishReason.ERROR, log_failure("prefill", error))
-                return False
-        return True
-
-    def _sample(self, logits: torch.Tensor, rows: Sequence[_LogitsRow]) -> list[SampledToken | GenerationFailed]:
+    def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
+        """Makes the samplers of a request once, when its prompt is computed. Returns None if its parameters fail."""
         try:
-            return sample(logits, [row.sampler for row in rows], [row.index for row in rows])
+            self._samplers.begin(sequence.request)
+        except Exception as error:
+            sequence.request.finish(FinishReason.ERROR, log_failure("prefill", error))
+            return None
+        return sequence.sampler
+
+    def _sample(self, logits: Logits, rows: Sequence[_LogitsRow]) -> list[SampledToken | GenerationFailed]:
+        try:
+            indices = [row.index for row in rows]
+            return sample(logits.tensor, [row.sampler for row in rows], indices, logits.argmax)
         except Exception as error:
             if len(rows) > 1:
                 return [self._sample(logits, [row])[0] for row in rows]
@@ -118,26 +109,29 @@ class TokenChoice:
             return [failure]
 
 
-def _take_forced(row: _LogitsRow | None, chosen: ChosenTokens) -> _LogitsRow | None:
-    """Gives a sequence the tokens that its constraint forces. Returns the row to sample next, if there is one."""
-    while row is not None:
+def _take_forced(row: _LogitsRow, chosen: ChosenTokens) -> bool:
+    """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
+    while True:
         try:
             token_id = row.sampler.only_token
         except Exception as error:
             row.sequence.finish(FinishReason.ERROR, log_failure("sampling", error))
-            return None
+            return False
         if token_id is None:
-            return row
-        row = _take(row, SampledToken(token_id), chosen)
-    return None
+            return True
+        if not _take(row, SampledToken(token_id), chosen):
+            return False
 
 
-def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> _LogitsRow | None:
-    """Gives a sequence the token of a row. Returns the next row if the token was drafted, and the sequence goes on."""
-    sequence, part = row.sequence, row.computed.part
+def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> bool:
+    """Gives a sequence the token of a row. If the token was drafted, and the sequence goes on, the next row is taken.
+
+    Returns whether there is such a row.
+    """
+    sequence, part = row.sequence, row.part
     if isinstance(choice, GenerationFailed):
         chosen.spoiled[sequence] = choice
-        return None
+        return False
     chosen.tokens_before.setdefault(sequence, len(sequence.tokens))
     try:
         row.sampler.accept(choice.token_id)
@@ -145,6 +139,8 @@ def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: Chos
     except Exception as error:
         sequence.finish(FinishReason.ERROR, log_failure(f"token {choice.token_id}", error))
     if row.accepted == len(part.drafts) or choice.token_id != part.drafts[row.accepted]:
-        return None
+        return False
     chosen.verified[part] += 1
-    return replace(row, accepted=row.accepted + 1) if not sequence.ended else None
+    row.accepted += 1
+    row.index += 1
+    return not sequence.ended

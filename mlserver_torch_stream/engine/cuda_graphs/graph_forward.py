@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun, Graph
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.cuda_graphs.trace import capture_step
 from mlserver_torch_stream.engine.devices import from_host
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
@@ -82,7 +83,7 @@ class GraphForward:
         """Gives the captured steps up. From now on the plain forward runs."""
         self._steps = []
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         step = next((step for step in self._steps if step.shape.holds(batch)), None)
         if step is None or cache is not self.cache:
             return self.forward(batch, cache)
@@ -90,7 +91,7 @@ class GraphForward:
         self.before_replay()
         logits = step.run(batch)
         wanted = batch.wanted_rows
-        return logits if len(wanted) == len(logits) else logits[from_host(wanted, logits.device, torch.long)]
+        return Logits(logits if len(wanted) == len(logits) else logits[from_host(wanted, logits.device, torch.long)])
 
 
 def _check_capturable(forward: ModelForward, cache: PagedCache) -> None:

@@ -5,6 +5,8 @@ Knows no implementation, so that batchers, checks and faults import none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,11 +15,22 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
+
+    ``argmax`` is the id of each row's first largest logit, or -1 where that is NaN or infinite; None: not computed.
+    """
+
+    tensor: torch.Tensor
+    argmax: Sequence[int] | None = None
+
+
 class Forward(Protocol):
-    """Returns the logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
+    """Returns the logits of a batch. The next call may overwrite them.
 
     It makes the batch's copies, and writes the keys and values of the new tokens to their pages. If it raises, those
     pages hold anything, and states are as before, so that the same tokens can be tried again.
     """
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor: ...
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits: ...

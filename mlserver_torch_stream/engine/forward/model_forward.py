@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.attention.registered import give_attention_bac
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.latent_pages import has_latents
 from mlserver_torch_stream.engine.forward.model_step import ModelStep, TensorsOn, Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
@@ -74,14 +75,14 @@ class ModelForward:
     def has_latents(self) -> bool:
         return any(map(has_latents, self._model.modules()))
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
         steps = [ModelStep(part, cache, self.way, self._attention, self._write) for part in parts]
         logits = [self._run(step) for step in steps]
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
-        return logits[0] if len(logits) == 1 else _in_order(batch, parts, logits)
+        return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
         """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.

@@ -21,6 +21,8 @@ class SequencePages:
     """The first ``computed`` tokens of a sequence are in its pages, or will be after the forwards in flight.
 
     The pool can find the first ``named`` of its full pages by their tokens; ``written`` of them are surely written.
+    A step's batch has the ``tables`` themselves: they do not change before its forward is back, and ``clear`` makes new
+    ones.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds) -> None:
@@ -28,7 +30,8 @@ class SequencePages:
         self._pool = pool
         self._token_ids = token_ids
         self._digests: list[bytes] = []
-        self.tables = [array("i") for _ in spec.groups]
+        self.tables = tuple(array("i") for _ in spec.groups)
+        self._slides = any(group.span is not None for group in spec.groups)
         self._first = [0] * len(spec.groups)  # the entries of a table before it are given back
         self.computed = 0
         self.named = self.written = 0
@@ -149,10 +152,12 @@ class SequencePages:
         False where it fills them, as they are named then, and in groups with a window, which may pass a page.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
-        return 0 < offset < self._spec.page_size - 1 and all(
-            layers.span is None and index < len(table) and self._pool.holders(group, table[index]) == 1
-            for group, (layers, table) in enumerate(zip(self._spec.groups, self.tables, strict=True))
-        )
+        if self._slides or not 0 < offset < self._spec.page_size - 1:
+            return False
+        for group, table in enumerate(self.tables):
+            if index >= len(table) or self._pool.holders(group, table[index]) != 1:
+                return False
+        return True
 
     def missing(self, end: int) -> list[int]:
         """Returns how many pages of each group ``extend`` takes for the tokens up to ``end``."""
@@ -188,7 +193,7 @@ class SequencePages:
     def fork(self, token_ids: TokenIds) -> SequencePages:
         """Returns the pages of another sequence with the same tokens so far, which shares all of them."""
         twin = SequencePages(self._spec, self._pool, token_ids)
-        twin.tables = [table[:] for table in self.tables]
+        twin.tables = tuple(table[:] for table in self.tables)
         twin._first = self._first[:]
         twin._digests = self._digests[: self.computed // self._spec.page_size]
         twin.computed, twin.named, twin.written = self.computed, self.named, self.written
@@ -223,6 +228,6 @@ class SequencePages:
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:
                     self._pool.give_back(group, table[index])
-        self.tables = [array("i") for _ in self.tables]
+        self.tables = tuple(array("i") for _ in self.tables)
         self._first = [0] * len(self.tables)
         self.computed = self.named = self.written = 0

@@ -73,7 +73,7 @@ def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int)
         batch = Batch(
             (far.long_part(tokens[end - count : end], end), far.short_part(short.ids[near_end - count : near_end], end))
         )
-        got = trial.forward(batch, far.cache)
+        got = trial.forward(batch, far.cache).tensor
         compared[first + end - 1] = comparison = trial.new_comparison()
         comparison.add(expected[end - 1], got[0])
     comparison.add(alone[near_end - 1], got[1])

@@ -117,7 +117,7 @@ class Trial:
             tuple(map(tuple, sequence.tables)),
             state_slot=_SPARE_SLOT if copies else -1,
         )
-        return self.forward(Batch((part,), state_copies=copies), self.cache)[0].clone()
+        return self.forward(Batch((part,), state_copies=copies), self.cache).tensor[0].clone()
 
     @property
     def _goes_on(self) -> bool:
@@ -159,8 +159,7 @@ class Trial:
             ends.append((sequence, end, wanted))
         batch = Batch(tuple(sequences), tuple(self._copies), tuple(self._state_copies))
         self._copies, self._state_copies = [], []
-        logits = self.forward(batch, self.cache)
-        rows = iter(logits)
+        rows = iter(self.forward(batch, self.cache).tensor)
         for sequence, end, wanted in ends:
             for position in range(end - wanted, end):
                 self.comparison.add(self.expected.near(sequence.ids)[position], next(rows))

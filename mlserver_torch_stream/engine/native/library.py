@@ -66,7 +66,7 @@ class KernelStep(Structure):
         ("table_stride", c_int64),
         ("pages", POINTER(KernelPages)),
         ("page_size", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin", "logits")),
+        *((name, c_void_p) for name in ("cos", "sin", "logits", "argmax")),
     ]
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
@@ -57,38 +58,49 @@ class NativeForward:
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)
         self._vocab = int(shape.vocab)
+        self._width = -(-self._vocab // PANEL) * PANEL  # of a row of logits
         self._pages = (c.KernelPages * self._layers)()
         self._cache: weakref.ref[PagedCache] | None = None  # whose pools ``_pages`` names
-        self._logits = self._rows_of_logits(0)
+        self._step = c.KernelStep(pages=self._pages)
+        self._make_room(0)
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         cache.prepare(batch)
         if self._cache is None or self._cache() is not cache:
             self._point_at(cache)
         packed = PackedBatch(batch, len(cache.groups))
         self._rotary.reach(packed.longest)
-        if packed.wanted > self._logits.shape[0]:
-            self._logits = self._rows_of_logits(packed.wanted)
-        rows = 0
+        if packed.wanted > len(self._argmax):
+            self._make_room(packed.wanted)
+        step, rows = self._step, 0
+        step.cos, step.sin = self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()
+        step.table_stride = packed.table_stride
         for part in packed.parts(_MAX_TOKENS):
-            step = c.KernelStep(
-                *(part.sequences, part.tokens, part.wanted),
-                *(part.ids, part.starts, part.counts, part.wants, part.tables),
-                packed.table_stride,
-                self._pages,
-                cache.page_size,
-                *(self._rotary.cos.data_ptr(), self._rotary.sin.data_ptr()),
-                self._logits[rows:].data_ptr(),
-            )
+            step.sequences, step.tokens, step.wanted = part.sequences, part.tokens, part.wanted
+            step.ids, step.tables = part.ids, part.tables
+            step.starts, step.counts, step.wants = part.starts, part.counts, part.wants
+            step.logits = self._logits_address + rows * self._width * self._logits.itemsize
+            step.argmax = self._argmax_address + rows * self._argmax.itemsize
             c.check_status(self._run(self._handle, ctypes.byref(step)), "a step")
             rows += part.wanted
-        return self._logits[:rows, : self._vocab]
+        return self._result(rows)
 
-    def _rows_of_logits(self, rows: int) -> Tensor:
-        return torch.empty(rows, -(-self._vocab // PANEL) * PANEL)
+    def _result(self, rows: int) -> Logits:
+        """Returns the first rows of logits. They are the same memory in each step, so a tensor is made only once."""
+        if (result := self._results.get(rows)) is None:
+            result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax)
+        return result
+
+    def _make_room(self, rows: int) -> None:
+        """Allocates so many rows of logits. The results of earlier steps keep their memory."""
+        self._logits = torch.empty(rows, self._width)
+        self._argmax = array("q", bytes(8 * rows))
+        self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
+        self._results: dict[int, Logits] = {}
 
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""
+        self._step.page_size = cache.page_size
         for index, entry in enumerate(self._pages):
             layer = cache.layers[index]
             layer.reserve(self._like, self._like)

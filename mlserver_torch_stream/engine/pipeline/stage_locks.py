@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.stages import Stage
 from mlserver_torch_stream.engine.pipeline.transfer import Transfers
@@ -120,5 +120,5 @@ class StagedForward:
         self._forward = forward
         self._pipeline = pipeline
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         return self._pipeline.run(lambda: self._forward(batch, cache))

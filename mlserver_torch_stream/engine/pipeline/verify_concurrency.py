@@ -134,7 +134,7 @@ class _Trials:
 
     def logits(self, trial: int) -> torch.Tensor:
         """Returns the logits at the end of a prompt and of each token after it."""
-        return torch.cat([self._forward(Batch((part,)), self.cache) for part in self._parts(trial)])
+        return torch.cat([self._forward(Batch((part,)), self.cache).tensor for part in self._parts(trial)])
 
     def _parts(self, trial: int) -> Iterator[BatchSequence]:
         yield self.sequence(trial, 0, _PROMPT + trial)

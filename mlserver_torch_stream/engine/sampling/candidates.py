@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
@@ -72,30 +73,50 @@ def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
 
 def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids: torch.Tensor | None) -> torch.Tensor:
     """Draws among the ``width`` largest logits of each row. Returns columns or markers, int64 [n]."""
-    values, columns = work.topk(width, dim=-1)
+    values, columns = _largest(work, width)
     top = values[:, :1]
     temperature = _column(work, [row.temperature for row in rows])
     scaled = (values - top) / temperature
     weights = scaled.exp()
     rest = _rest(work, rows, columns, top, temperature)
     keep = scaled >= _floor(scaled, weights, rest, rows)
-    open_ended = keep[:, -1] & (scaled[:, -1] > -torch.inf) & (width < work.shape[1])
+    partial = width < work.shape[1]
+    open_ended = keep[:, -1] & (scaled[:, -1] > -torch.inf)
     _keep_typical(keep, scaled, rows)
 
-    free = from_host([_unfiltered(row) for row in rows], work.device)
-    if width < work.shape[1]:
+    unfiltered = [partial and _unfiltered(row) for row in rows]
+    free = from_host(unfiltered, work.device)
+    if any(unfiltered):
         head = values > values[:, -1:]  # values tied with the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
-    keys = [row.noise_key for row in rows]
-    noise = gumbel(keys, columns if ids is None else ids.gather(1, columns))
-    best, place = (scaled + noise).masked_fill_(~keep, -torch.inf).max(dim=-1)
+    # All tokens beyond the candidates take part as if they were one token, which has the last noise.
+    counters = columns if ids is None else ids.gather(1, columns)
+    tail = torch.full((len(rows), 1), _TAIL_COUNTER, device=work.device)
+    noise = gumbel([row.noise_key for row in rows], torch.cat([counters, tail], dim=1))
+    best, place = (scaled + noise[:, :-1]).masked_fill_(~keep, -torch.inf).max(dim=-1)
     drawn = columns.gather(1, place[:, None])[:, 0]
-    if width < work.shape[1]:
+    if any(unfiltered):
         beyond = rest + (weights * ~keep).sum(dim=-1)
-        drawn = torch.where(free & (_tail_score(keys, beyond) > best), _TAIL, drawn)
-    drawn = torch.where(open_ended, _WIDER, drawn)
+        drawn = torch.where(free & (beyond.log() + noise[:, -1] > best), _TAIL, drawn)
+    if partial:
+        drawn = torch.where(open_ended, _WIDER, drawn)
     return torch.where(top[:, 0].isfinite(), drawn, FAILED)
+
+
+def _largest(work: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the ``width`` largest logits of each row, in descending order, and their columns, [n, width].
+
+    On a CPU numpy's partition and sort are vectorised: 16 rows of 49,152 take 1.5 instead of 6.9 ms for 1,024 logits.
+    """
+    if width <= FEW or work.device.type != "cpu":
+        values, columns = work.topk(width, dim=-1)
+        return values, columns
+    rows = work.numpy()
+    largest = rows.argpartition(-width, axis=1)[:, -width:]  # a NaN counts as the largest, as for ``topk``
+    order = np.take_along_axis(rows, largest, axis=1).argsort(axis=1)[:, ::-1]
+    columns = torch.from_numpy(np.take_along_axis(largest, order, axis=1))
+    return work.gather(1, columns), columns
 
 
 def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
@@ -143,12 +164,6 @@ def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSa
         where = from_host([i for i, row in enumerate(rows) if row.typical_p == mass], scaled.device)
         survivors = scaled[where].masked_fill(~keep[where], -torch.inf)
         keep[where] &= TypicalLogitsWarper(mass=mass)(None, survivors) > -torch.inf
-
-
-def _tail_score(keys: list[int], weight: torch.Tensor) -> torch.Tensor:
-    """Returns the perturbed log-weight of all tokens beyond the candidates, as if they were one token, float32 [n]."""
-    counter = torch.full((1,), _TAIL_COUNTER, device=weight.device)
-    return weight.log() + gumbel(keys, counter)[:, 0]
 
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:

@@ -38,6 +38,10 @@ class RowRules:
         # After a prompt of one token the first token is the forced one, and the suppressed position is the next.
         self._suppressed = {1 if rules.forced_bos and prompt == 1 else 0: known(rules.suppressed_first)}
 
+    def __bool__(self) -> bool:
+        """Whether any rule holds at any position."""
+        return bool(self._always) or any((*self._forced.values(), *self._suppressed.values()))
+
     def of(self, position: int) -> tuple[list[int], list[int]]:
         """Returns the forced ids of the sequence's token ``position``, and the suppressed ones; both may be empty."""
         return self._forced.get(position, []), self._always + self._suppressed.get(position, [])

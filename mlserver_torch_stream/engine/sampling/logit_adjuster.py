@@ -54,6 +54,8 @@ class LogitAdjuster:
         self._rules = RowRules(rules, len(prompt_ids), max_tokens, vocab_size)
         self._accepted = 0
         self.matcher = matcher
+        changes = (self._bias, self._seen, self._bad_words, self._min_tokens, self._rules, matcher)
+        self.never_edits = not any(changes)
 
     def accept(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -84,6 +86,8 @@ class LogitAdjuster:
 
     def edits(self) -> RowEdits | None:
         """Returns the changes that the sequence's next logits get before sampling; None: they stay as they are."""
+        if self.never_edits:
+            return None
         forced, banned = self._forced_and_banned()
         if not (forced or banned or self._bias or self._seen or self.matcher):
             return None

@@ -5,7 +5,6 @@ Knows nothing of batches; it computes no token.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.noise import derive_key
 from mlserver_torch_stream.types import SamplingParameters
@@ -15,7 +14,8 @@ class RowSampler:
     """One sequence's sampling state. 0 turns ``top_k`` and ``min_p`` off, 1 turns ``top_p`` and ``typical_p`` off.
 
     ``adjuster`` changes the logits first. ``seed`` is any integer, taken modulo 2**64. ``sample_index`` is the
-    sequence's number among the n of its request, so that they differ under one seed.
+    sequence's number among the n of its request, so that they differ under one seed. A row that ``takes_argmax`` gets
+    the first of its largest logits and no log-probability.
     """
 
     def __init__(
@@ -23,6 +23,7 @@ class RowSampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.adjuster = adjuster
+        self.matcher = adjuster.matcher  # of the sequence's constraint; None without a constraint
         self.greedy = params.greedy
         self.temperature = params.temperature
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else 0
@@ -31,13 +32,9 @@ class RowSampler:
         self.typical_p = params.typical_p
         self.wants_logprob = params.logprobs or params.top_logprobs > 0
         self.top_logprobs = min(params.top_logprobs, vocab_size)
+        self.takes_argmax = params.greedy and not self.wants_logprob and adjuster.never_edits
         self._key = derive_key(derive_key(0, seed), sample_index)
         self._position = 0
-
-    @property
-    def matcher(self) -> TokenMatcher | None:
-        """The matcher of the sequence's constraint; None without a constraint."""
-        return self.adjuster.matcher
 
     @property
     def only_token(self) -> int | None:

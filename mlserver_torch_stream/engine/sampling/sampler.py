@@ -28,25 +28,44 @@ class SampledToken:
 
 
 def sample(
-    logits: torch.Tensor, rows: Sequence[RowSampler], indices: Sequence[int] | None = None
+    logits: torch.Tensor,
+    rows: Sequence[RowSampler],
+    indices: Sequence[int] | None = None,
+    argmax: Sequence[int] | None = None,
 ) -> list[SampledToken | GenerationFailed]:
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
     ``logits``, [B, V], have any float dtype and device, and stay as they are. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None: all, in order. V is at least the ``vocab_size`` of the rows, which is that of one
-    model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone.
+    model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone. ``argmax`` is
+    that of ``Logits``: rows that take their largest logit need no tensor then.
     """
+    indices = range(len(rows)) if indices is None else indices
+    if argmax is None:
+        return _sampled(logits, rows, indices)
+    others = [i for i, row in enumerate(rows) if not row.takes_argmax]
+    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others]) if others else ())
+    return [
+        _choice(row, argmax[index], None) if row.takes_argmax else next(sampled)
+        for row, index in zip(rows, indices, strict=True)
+    ]
+
+
+def _sampled(
+    logits: torch.Tensor, rows: Sequence[RowSampler], indices: Sequence[int]
+) -> list[SampledToken | GenerationFailed]:
     if not rows:
         return []
-    indices = list(range(len(rows)) if indices is None else indices)
+    indices = list(indices)
     with torch.inference_mode():
         raw = logits[:, : rows[0].vocab_size]
         token_ids = _choose_all(raw, indices, rows)
         logprobs = _logprobs(raw, indices, rows, token_ids)
-    return [
-        SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
-        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True)
-    ]
+    return list(map(_choice, rows, token_ids, logprobs))
+
+
+def _choice(row: RowSampler, token_id: int, logprob: TokenLogprob | None) -> SampledToken | GenerationFailed:
+    return SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
 
 
 _NOTHING_TO_CHOOSE = "the logits of this sequence are not finite (NaN, infinity, or every token is excluded)"

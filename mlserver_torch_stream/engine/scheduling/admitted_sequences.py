@@ -38,12 +38,12 @@ class AdmittedSequences:
     @property
     def running_sequences(self) -> int:
         """The number of sequences whose prompt has been computed."""
-        return sum(bool(account.sequence.tokens) for account in self._accounts)
+        return sum([bool(account.sequence.tokens) for account in self._accounts])
 
     @property
     def prefilling_requests(self) -> int:
         """The number of requests whose prompt is being computed."""
-        return sum(not account.sequence.tokens for account in self._accounts)
+        return len(self._accounts) - self.running_sequences
 
     @property
     def places(self) -> int:

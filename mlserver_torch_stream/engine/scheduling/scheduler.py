@@ -111,14 +111,11 @@ class Scheduler(CachedSequences):
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self.spec.page_size, decodes=bool(decoding))
         for account in list(self.admitted):
-            if account.sequence in busy or account.left == 0:
-                continue
-            if account.decodes:
-                if account in decoding:
-                    self._take(account, 1, draft, busy, decodes=True)
-                continue
-            self._admit_all(draft, busy, account.priority)
-            self._take_chunk(account, draft, busy)
+            if account in decoding and not account.restarts:
+                self._take(account, 1, draft, busy, decodes=True)
+            elif account.left and not account.decodes and account.sequence not in busy:
+                self._admit_all(draft, busy, account.priority)
+                self._take_chunk(account, draft, busy)
         self._admit_all(draft, busy)
         self._take_open_prompts(draft, busy)
         self._take_drafts(draft)
@@ -152,7 +149,6 @@ class Scheduler(CachedSequences):
 
     def _add(self, account: SequenceAccount, tokens: int, draft: StepDraft, *, decodes: bool) -> None:
         assert account.part is None, "a part is neither in flight nor back"
-        draft.add(account, tokens, decodes=decodes)
         end = account.computed + tokens
         self._take_slot(account)
         copies = account.pages.extend(end)
@@ -160,6 +156,7 @@ class Scheduler(CachedSequences):
         draft.copies += copies
         account.pages.name(end)
         account.restarts = False
+        draft.add(account, tokens, decodes=decodes)
 
     def _take_chunk(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> None:
         if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
@@ -181,15 +178,16 @@ class Scheduler(CachedSequences):
         """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
         if self._drafts is None:
             return
-        decoding = draft.decoding
-        for part in decoding:
-            sequence, pages = part.account.sequence, part.account.pages
-            most = int(min(draft.left, sequence.request.max_tokens - len(sequence.tokens) - 1))
-            drafts = self._drafts(sequence, len(decoding))[:most] if most > 0 else ()
-            end = part.start + part.count + len(drafts)
+        for account in draft.decoding:
+            sequence, pages = account.sequence, account.pages
+            if draft.left <= 0 or not (drafts := self._drafts(sequence, len(draft.decoding))):
+                continue
+            most = int(min(draft.left, account.request.max_tokens - len(sequence.tokens) - 1))
+            drafts = drafts[: max(0, most)]
+            end = sequence.length + len(drafts)
             if drafts and self._pool.fits(pages.lacking(end)):
                 pages.grow(end)
-                draft.add_drafts(part, drafts)
+                draft.add_drafts(account, drafts)
 
     # --- admission ---
 
@@ -201,6 +199,8 @@ class Scheduler(CachedSequences):
 
     def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
         """Admits the next such request of the queue, and adds its first chunk. Returns False if there is none."""
+        if not self.waiting:
+            return False
         places, below = self.admitted.places, min(below, self.admitted.restarting_priority)
         if places <= 0 or not self.waiting.has_before(below):
             return False
@@ -287,9 +287,9 @@ class Scheduler(CachedSequences):
         Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
         there.
         """
-        if self.is_void(part):
+        account = self._accounts.get(part.sequence)
+        if account is None or account.part is not part:
             return False
-        account = self._accounts[part.sequence]
         account.advance(part, tokens)
         if part.samples and not account.sequence.tokens:
             account.request.cached_tokens = account.found

@@ -42,15 +42,15 @@ class SequenceAccount:
     @property
     def left(self) -> int:
         """Tokens that can be computed now. An open prompt keeps its last token, for the logits at its end."""
-        return self.sequence.length - self.pages.computed - (0 if self.request.sealed else 1)
+        return self.sequence.length - self.pages.computed - (not self.request.sealed)
 
     @property
     def decodes(self) -> bool:
-        """Whether its next token is all that it needs, or comes from a forward that is not back yet.
+        """Whether its newest token is all that it needs computed.
 
         A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
         """
-        return self.left <= 1 and bool(self.sequence.tokens) and not self.restarts
+        return bool(self.sequence.tokens) and not self.restarts and self.left == 1
 
     @property
     def priority(self) -> int:
@@ -59,7 +59,7 @@ class SequenceAccount:
     @property
     def samples(self) -> tuple[SequenceState, ...]:
         """The sequences that get a token at the end of its tokens."""
-        return (self.sequence, *(fork for fork in self.forks if fork.finish_reason is None))
+        return (self.sequence, *[fork for fork in self.forks if fork.finish_reason is None])
 
     @property
     def holds_something(self) -> bool:

@@ -6,7 +6,7 @@ Knows nothing of the order of sequences, nor of free pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
@@ -16,25 +16,17 @@ from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence,
 Copies = list[tuple[int, int, int]]
 
 
-@dataclass(slots=True)
-class _Part:
-    account: SequenceAccount
-    start: int
-    count: int
-    decodes: bool
-    drafts: Sequence[int] = ()
-
-
 class StepDraft:
-    """Has ``left`` tokens of the budget, and ``prompts`` chunks of prompts. Keeps the parts in their order."""
+    """Has ``left`` tokens of the budget. Keeps the parts in their order, and the accounts of those that decode."""
 
     def __init__(self, limits: SchedulerLimits, page_size: int, *, decodes: bool) -> None:
         """``decodes``: whether sequences decode in this step."""
         self._limits = limits
         self._page_size = page_size
-        self._parts: dict[SequenceAccount, _Part] = {}
+        self._parts: dict[SequenceAccount, tuple[ScheduledSequence, BatchSequence]] = {}
+        self._prompt_tokens = 0
         self.left = limits.budget(decodes=decodes)
-        self.prompts = 0
+        self.decoding: list[SequenceAccount] = []
         self.copies: Copies = []
 
     def __contains__(self, account: SequenceAccount) -> bool:
@@ -42,11 +34,7 @@ class StepDraft:
 
     @property
     def takes_prompts(self) -> bool:
-        return not self.prompts if self._limits.whole_prompts else self.left > 0
-
-    @property
-    def decoding(self) -> list[_Part]:
-        return [part for part in self._parts.values() if part.decodes]
+        return not self._prompt_tokens if self._limits.whole_prompts else self.left > 0
 
     def chunk(self, start: int, tokens: int) -> int:
         """Returns how many of a prompt's next ``tokens`` the step takes. A chunk ends with a page if it can.
@@ -60,38 +48,28 @@ class StepDraft:
         return (whole if whole > start else end) - start
 
     def add(self, account: SequenceAccount, count: int, *, decodes: bool) -> None:
-        self._parts[account] = _Part(account, account.computed, count, decodes)
-        if not decodes:
-            self.prompts += 1
+        """Adds the next ``count`` tokens of a sequence, which has pages and a slot for them."""
+        sequence, start = account.sequence, account.pages.computed
+        ends = start + count == sequence.length and account.request.sealed
+        samples, ids = account.samples if ends else (), sequence.token_ids(start, start + count)
+        account.part = part = ScheduledSequence(sequence, start, count, samples, not decodes)
+        batched = BatchSequence(ids, start, account.pages.tables, int(ends), account.slot)
+        self._parts[account] = part, batched
+        if decodes:
+            self.decoding.append(account)
+        else:
+            self._prompt_tokens += count
             self.left -= max(count, self._limits.prefill_floor)
 
-    def add_drafts(self, part: _Part, drafts: Sequence[int]) -> None:
-        part.drafts = drafts
+    def add_drafts(self, account: SequenceAccount, drafts: Sequence[int]) -> None:
+        part, batched = self._parts[account]
+        account.part = part = replace(part, count=part.count + len(drafts), drafts=tuple(drafts))
+        batched = replace(batched, token_ids=[*batched.token_ids, *drafts], wanted=batched.wanted + len(drafts))
+        self._parts[account] = part, batched
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
-        parts = list(self._parts.values())
-        scheduled = tuple(_scheduled(part) for part in parts)
-        for part, each in zip(parts, scheduled, strict=True):
-            part.account.part = each
-        sequences = tuple(_in_batch(part, each) for part, each in zip(parts, scheduled, strict=True))
-        return StepPlan(scheduled, Batch(sequences, tuple(self.copies), tuple(state_copies)))
-
-
-def _scheduled(part: _Part) -> ScheduledSequence:
-    account = part.account
-    sequence, end = account.sequence, part.start + part.count
-    ends = sequence.request.sealed and end == sequence.length
-    count, samples = part.count + len(part.drafts), account.samples if ends else ()
-    return ScheduledSequence(sequence, part.start, count, samples, not part.decodes, tuple(part.drafts))
-
-
-def _in_batch(part: _Part, scheduled: ScheduledSequence) -> BatchSequence:
-    account, end = part.account, part.start + part.count
-    return BatchSequence(
-        token_ids=[*account.sequence.token_ids(part.start, end), *part.drafts],
-        start=part.start,
-        tables=tuple(table[:] for table in account.pages.tables),
-        wanted=1 + len(part.drafts) if scheduled.samples else 0,
-        state_slot=account.slot,
-    )
+        if not self._parts:
+            return StepPlan()
+        scheduled, sequences = zip(*self._parts.values(), strict=True)
+        return StepPlan(scheduled, Batch(sequences, tuple(self.copies), tuple(state_copies)), self._prompt_tokens)

@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
 class ScheduledSequence:
     """A sequence's part of a step, in the same place as its ``BatchSequence``.
 
@@ -30,10 +30,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The sequences of one step and their batch. An empty plan has nothing to run."""
+    """The sequences of one step and their batch. An empty plan has nothing to run.
+
+    ``prompt_tokens`` are those of all chunks of prompts and of sequences that resume.
+    """
 
     scheduled: tuple[ScheduledSequence, ...] = ()
     batch: Batch = field(default_factory=lambda: Batch(()))
+    prompt_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -44,7 +48,3 @@ class StepPlan:
         decoding = sum(not part.prefills for part in self.scheduled)
         parts += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
         return " and ".join(parts)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(part.count for part in self.scheduled if part.prefills)

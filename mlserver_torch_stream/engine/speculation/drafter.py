@@ -5,8 +5,10 @@ Knows nothing of schedulers or tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 
@@ -25,6 +27,8 @@ class Drafter:
 
     def drafts(self, sequence: SequenceState, running: int) -> Sequence[int]:
         """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
+        if self._lookup is None and sequence.request.constraint is None:
+            return ()
         matcher = sequence.matcher
         if matcher is not None and matcher.forced and self._drafts_forced:
             self._forced.add(sequence)
@@ -41,10 +45,10 @@ class Drafter:
             self._lookup.verified(sequence, drafted, accepted)
         return True
 
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Notes how long a step without chunks of prompts took."""
+    def stepped(self, batch: Batch, began: float) -> None:
+        """Notes how long a step without chunks of prompts took, which began at this time and has just ended."""
         if self._lookup is not None:
-            self._lookup.stepped(tokens, seconds)
+            self._lookup.stepped(batch.tokens, time.monotonic() - began)
 
     def forget(self, sequences: Sequence[SequenceState]) -> None:
         self._forced.difference_update(sequences)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
-
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
@@ -64,7 +63,7 @@ class RankedForward:
         """Returns the forward over the cache of captured steps: each rank replays its own."""
         return RankedForward(graphs, self._leader, self._group)
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         """If all ranks raise at the same place, the ranks go on, and this raises rank 0's error."""
         assert isinstance(cache, RankedCache)
         failure: Exception

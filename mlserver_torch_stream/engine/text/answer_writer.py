@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.detokenizer import Detokenizer
 from mlserver_torch_stream.engine.text.stops import StopMatcher
 from mlserver_torch_stream.types import MOST_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
@@ -31,7 +30,7 @@ class AnswerWriter:
         self._codec = codec
         self._parser = None if answer is None else answer.parser()
         marks = frozenset[int]() if answer is None else answer.marks
-        self._detokenizer = Detokenizer(codec, params.skip_special_tokens, marks)
+        self._detokenizer = codec.detokenizer(params.skip_special_tokens, marks)
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._cumulative_logprob = 0.0 if params.logprobs else None
         self._events: list[TokenEvent] = []
@@ -54,12 +53,13 @@ class AnswerWriter:
         """Adds a token. The text of a ``hidden`` token is left out. ``stops``: whether stop strings count in it."""
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob
-        reasoned = self._reasons
-        text = "" if hidden else self._detokenizer.push([token_id])
+        reasoned = self._parser is not None and self._parser.reasons
+        text = "" if hidden else self._detokenizer.push((token_id,))
         if stops and not hidden:
             text = self._stops.push(text)
         self._emit(text, (token_id,), () if logprob is None else (self._with_bytes(logprob),))
-        self.reasoning_tokens += reasoned or self._reasons
+        if self._parser is not None:
+            self.reasoning_tokens += reasoned or self._parser.reasons
 
     def flush(self) -> None:
         """Adds the text that was held back, at the end of the sequence."""
@@ -73,7 +73,7 @@ class AnswerWriter:
     @property
     def has_output(self) -> bool:
         """Whether a reader gets something of the events so far: no character or possible stop string is held back."""
-        return any(event.has_output for event in self._events)
+        return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
         """Returns the events since the last call."""
@@ -84,10 +84,6 @@ class AnswerWriter:
         self, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()
     ) -> TokenEvent:
         return TokenEvent(self._index, text, token_ids, logprobs, self._cumulative_logprob)
-
-    @property
-    def _reasons(self) -> bool:
-        return self._parser is not None and self._parser.reasons
 
     def _with_bytes(self, entry: TokenLogprob) -> TokenLogprob:
         of = self._codec.token_bytes

@@ -1,16 +1,13 @@
 """Turns one sequence's token ids into text, one by one, and never splits a character.
 
-Knows nothing of stop strings or events. It decodes a short window of recent tokens and compares the text with the text
-that it has returned: this works for any tokenizer, never raises on odd ids, and costs the same for every token.
+Knows nothing of stop strings or events. Each token costs the same, and odd ids raise nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
@@ -19,41 +16,69 @@ _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
 
-class Detokenizer:
-    """The texts that ``push`` and ``flush`` return join to the decode of all ids.
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
-    There is one exception: tokenizers with byte fallback can emit, byte by byte, a run that is not UTF-8 or that spells
-    the replacement character. The characters that were complete stay as they were returned, where a whole decode
-    replaces the entire run, and the number of replacement characters can differ.
+
+class Detokenizer(Protocol):
+    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
+
+    def flush(self) -> str:
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
+
+
+class ByteDetokenizer:
+    """Joins the bytes of tokens, for tokenizers whose text is just that."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped."""
+        self._token_bytes = token_bytes
+        self._silent = silent
+        self._decoder = _Utf8Decoder("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(
+            b"".join([self._token_bytes(token_id) for token_id in token_ids if token_id not in self._silent])
+        )
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
+
+    There is one exception to what ``Detokenizer`` says: tokenizers with byte fallback can emit, byte by byte, a run
+    that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
+    returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
     """
 
-    def __init__(self, codec: TextCodec, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> None:
-        """``marks``: special tokens that are not skipped."""
-        self._codec = codec
-        self._silent = codec.special_ids - marks if skip_special_tokens else frozenset[int]()
-        self._skip = skip_special_tokens and not marks  # silent tokens never reach a decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped: they never reach a ``decode``."""
+        self._decode = decode
+        self._silent = silent
         self._window: list[int] = []
         self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely
         self._cut = 0  # an earlier such count, where the window may be cut
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
 
     def flush(self) -> str:
-        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
-        text = self._decode()
+        text = self._decode(self._window)
         if text.startswith(self._returned):
             rest = text[len(self._returned) :]
         else:
-            rest = self._codec.decode(self._window[self._complete :], self._skip)
+            rest = self._decode(self._window[self._complete :])
         self._window, self._returned, self._complete, self._cut = [], "", 0, 0
         return rest
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._decode()
+        text = self._decode(self._window)
         if not text.startswith(self._returned):
             return self._restart() if self._broken(text) else ""
         return self._release(text)
@@ -79,7 +104,7 @@ class Detokenizer:
 
     def _trim(self, start: int, unfinished: int) -> None:
         """Drops the tokens before ``start``. The last ``unfinished`` characters are not returned yet."""
-        text = self._codec.decode(self._window[start:], self._skip)
+        text = self._decode(self._window[start:])
         if not text and len(self._window) < _STUCK:
             return  # a context without text would not keep the next token's leading space
         self._window = self._window[start:]
@@ -95,7 +120,4 @@ class Detokenizer:
         """Starts a new window at the first token that has not been returned entirely."""
         self._window = self._window[self._complete :]
         self._returned, self._complete, self._cut = "", 0, 0
-        return self._release(self._decode())
-
-    def _decode(self) -> str:
-        return self._codec.decode(self._window, self._skip)
+        return self._release(self._decode(self._window))

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how tokenizers with byte fallback write one byte
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
@@ -18,13 +18,17 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 class TokenBytes:
     """Looks each token up once. An id that has no token has no bytes.
 
-    ``byte_level``: the tokenizer writes bytes as GPT-2's does.
+    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: its decoder only reads them, so that
+    the text of ids is that of their joined bytes, as UTF-8.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self.byte_level = "ByteLevel" in _decoders(tokenizer)
+        decoders, of = _decoders(tokenizer), type(tokenizer)
+        self.byte_level = "ByteLevel" in decoders
+        overrides = of.decode is not PreTrainedTokenizerBase.decode or of._decode is not PreTrainedTokenizerFast._decode
+        self.join_to_text = decoders == ["ByteLevel"] and not overrides
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
@@ -34,7 +38,7 @@ class TokenBytes:
         return found
 
     def _look_up(self, token_id: int) -> bytes:
-        if token_id in self._added:
+        if token_id in self._added and not self.join_to_text:
             return str(self._added[token_id].content).encode()
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
@@ -42,6 +46,8 @@ class TokenBytes:
         token = str(token)
         if self.byte_level and all(char in _BYTE_LEVEL for char in token):
             return bytes(_BYTE_LEVEL[char] for char in token)
+        if self.join_to_text:
+            return token.encode()
         byte = _BYTE.fullmatch(token)
         if byte is not None:
             return bytes.fromhex(byte[1])
@@ -50,14 +56,14 @@ class TokenBytes:
         return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)).encode()
 
 
-def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The kinds of decoder that a fast tokenizer goes through."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else backend.decoder
     if decoder is None:
-        return set()
+        return []
     state = json.loads(decoder.__getstate__())
-    return {part["type"] for part in state.get("decoders", [state])}
+    return [part["type"] for part in state.get("decoders", [state])]
 
 
 def _byte_level_alphabet() -> dict[str, int]:

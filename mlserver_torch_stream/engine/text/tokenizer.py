@@ -6,7 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.constraints.compiled_constraint import Compile
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
+from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.errors import InvalidInput
@@ -72,6 +73,13 @@ class TextCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
+        """Returns the detokenizer of one sequence. ``marks``: special tokens that are not skipped."""
+        silent = self.special_ids - marks if skip_special_tokens else frozenset[int]()
+        if self._token_bytes.join_to_text:
+            return ByteDetokenizer(self.token_bytes, silent)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """Returns how the answer to a conversation of these ids is divided; ``constraint`` is what its text must match.

@@ -2,6 +2,8 @@
 // where memory is short.
 #pragma once
 #include <new>
+#include <numeric>
+#include "check_argmax.h"
 #include "check_products.h"
 
 // The allocations until the one that fails; below 0: none fails. Only the thread that sets it is counted: in others,
@@ -24,7 +26,7 @@ inline void* allocate(size_t size, size_t alignment) {
 template <class T> class TinyModel {
   public:
     static constexpr int64_t kHidden = 64, kInner = 96, kVocab = 70, kLayers = 2, kHeads = 6, kKvHeads = 2, kDim = 20;
-    static constexpr int64_t kPages = 60, kQkv = (kHeads + 2 * kKvHeads) * kDim;
+    static constexpr int64_t kWidth = 96, kPages = 60, kQkv = (kHeads + 2 * kKvHeads) * kDim;
 
     TinyModel(native::Format format, int threads, int64_t page_size) : format_(format), page_size_(page_size) {
         for (auto& layer : layers_)
@@ -43,11 +45,14 @@ template <class T> class TinyModel {
     }
     ~TinyModel() { native_destroy(handle_); }
 
-    // The logits of the last token of each sequence, where they are wanted; all sequences begin at `start`.
+    // The logits of the last `wants` tokens of each sequence, of one each if that is empty; all begin at `start`. The
+    // largest one of each row is checked.
     int step(const std::vector<std::vector<int64_t>>& ids, int64_t start, std::vector<float>& logits,
-             bool wanted = true) {
+             std::vector<int64_t> wants = {}) {
         const auto count = (int64_t)ids.size(), each = kPages / count;
-        std::vector<int64_t> all, starts(count, start), counts, wants(count, wanted);
+        wants.resize(count, wants.empty());
+        const int64_t wanted = std::accumulate(wants.begin(), wants.end(), int64_t(0));
+        std::vector<int64_t> all, starts(count, start), counts;
         std::vector<int32_t> numbers(kPages);
         std::vector<const int32_t*> tables;
         for (int32_t i = 0; i < kPages; i++) numbers[i] = i;
@@ -56,13 +61,16 @@ template <class T> class TinyModel {
             counts.push_back((int64_t)ids[s].size());
             tables.push_back(&numbers[s * each]);
         }
-        logits.assign(count * 96, 0.0f);
-        const native::Step step{count, (int64_t)all.size(), wanted ? count : 0, all.data(), starts.data(), counts.data(),
+        logits.assign(wanted * kWidth, 0.0f);
+        std::vector<int64_t> argmax(wanted, -2);
+        const native::Step step{count, (int64_t)all.size(), wanted, all.data(), starts.data(), counts.data(),
                                 wants.data(), tables.data(), count, pages_, page_size_, angles_.data(),
-                                angles_.data(), logits.data()};
+                                angles_.data(), logits.data(), argmax.data()};
         counted = forbidden_elsewhere = true;
         const int status = native_step(handle_, &step);
         counted = forbidden_elsewhere = false;
+        for (int64_t s = 0; s < step.wanted && status == 0; s++)
+            expect(argmax[s] == plain_argmax(&logits[s * kWidth], kVocab), "the first largest logit", s, argmax[s]);
         return status;
     }
 
@@ -94,26 +102,29 @@ inline std::vector<int64_t> tokens(int64_t count, int64_t first) {
     return ids;
 }
 
-// The prompt in chunks of so many tokens, among as many other sequences.
+// The prompt in chunks of so many tokens, after as many other sequences, of which each wants another number of rows.
 template <class T>
 std::vector<float> logits_of(native::Format format, int64_t chunk, int64_t others, int threads, int64_t page_size) {
     TinyModel<T> model(format, threads, page_size);
     std::vector<float> logits;
     constexpr int64_t kLength = 90;
     for (int64_t start = 0; start < kLength; start += chunk) {
-        std::vector<std::vector<int64_t>> ids{tokens(std::min(chunk, kLength - start), 1 + 7 * start)};
-        for (int64_t other = 0; other < others; other++) ids.push_back(tokens((int64_t)ids[0].size(), other));
-        expect(model.step(ids, start, logits, start + chunk >= kLength) == 0, "status of a step");
+        std::vector<std::vector<int64_t>> ids;
+        std::vector<int64_t> wants;
+        const int64_t count = std::min(chunk, kLength - start);
+        for (int64_t other = 0; other < others; other++) ids.push_back(tokens(count, other)), wants.push_back(other % 3);
+        ids.push_back(tokens(count, 1 + 7 * start)), wants.push_back(start + chunk >= kLength);
+        expect(model.step(ids, start, logits, wants) == 0, "status of a step");
     }
-    logits.resize(70);
-    return logits;
+    return {logits.end() - model.kWidth, logits.end() - model.kWidth + model.kVocab};
 }
 
 template <class T> void check_bits(native::Format format) {
     const std::vector<float> alone = logits_of<T>(format, 90, 0, 1, 16);
     for (float logit : alone) expect(std::isfinite(logit), "finite logits");
     expect(logits_of<T>(format, 90, 5, 3, 16) == alone, "bits beside five others");
-    expect(logits_of<T>(format, 37, 2, 2, 16) == alone, "bits of a prompt in chunks");
+    expect(logits_of<T>(format, 37, 0, 2, 16) == alone, "bits of a prompt in chunks");
+    expect(logits_of<T>(format, 37, 2, 2, 16) == alone, "bits of a prompt in chunks beside two others");
     expect(logits_of<T>(format, 90, 1, 2, 5) == alone, "bits of pages of another size");
 }
 

@@ -19,6 +19,7 @@ void operator delete(void* memory, size_t, std::align_val_t) noexcept { release(
 void operator delete(void* memory, const std::nothrow_t&) noexcept { release(memory); }
 
 int main() {
+    check_argmax();
     check_products();
     check_attention();
     check_decoder();

@@ -91,6 +91,7 @@ template <class S, class Q, class T> class AttendPages {
 
     void begin(const AttendTask<S, Q>& task) {
         task_ = task;
+        task_.scale *= kLog2e, task_.cap *= kLog2e;  // scores are powers of 2
         set_sizes(task.group * task.count, task.key_dim, task.value_dim);
         for (int64_t row = 0; row < rows_; row++) begin_row(row);
     }
@@ -109,9 +110,9 @@ template <class S, class Q, class T> class AttendPages {
 
     // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
     __attribute__((noinline)) void begin_row(int64_t row) {
-        const float sink = task_.sinks == nullptr ? kHidden : task_.sinks[head_of(row)];
+        const float sink = task_.sinks == nullptr ? kHidden : task_.sinks[head_of(row)] * kLog2e;
         most_[row] = std::max(-1e30f, sink);
-        total_[row] = std::exp(sink - most_[row]);
+        total_[row] = std::exp2(sink - most_[row]);
         const Q* from = task_.queries + token_of(row) * task_.token_stride + head_of(row) * task_.head_stride;
         for (int v = 0; v < key_vectors_; v++) {
             const U16 words = Elements<Q, T>::load(from + v * kStep, some_of<T>(task_.key_dim, v));
@@ -214,7 +215,7 @@ template <class S, class Q, class T> class AttendPages {
         for (int64_t i = stop; i < width; i++) scores[i] = kHidden;
         F16 peak = broadcast_f(most_[row]);
         for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
-        const float highest = max(peak), rescale = std::exp(most_[row] - highest);
+        const float highest = max(peak), rescale = std::exp2(most_[row] - highest);
         most_[row] = highest;
         total_[row] = total_[row] * rescale + exponentials(scores, width, highest, probabilities);
         return rescale;

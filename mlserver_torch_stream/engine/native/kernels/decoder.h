@@ -1,6 +1,7 @@
 // A decoder of the Llama layout: one call takes all tokens of a step through all layers.
 // Knows nothing of families: a norm, a bias or a scale is there or it is not.
 #pragma once
+#include "argmax.h"
 #include "attend_pages.h"
 #include "packed_step.h"
 
@@ -34,6 +35,8 @@ template <class T> class Decoder final : public AnyDecoder {
         step_ = step;
         team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
                    (int64_t)packed_.singles.size()});
+        const auto team = (int64_t)scratch_.size();
+        for (int64_t r = 0; r < step.wanted; r++) step.argmax[r] = argmax(&found_[r], team, step.wanted);
     }
 
   private:
@@ -61,6 +64,7 @@ template <class T> class Decoder final : public AnyDecoder {
         grow(mixed_, tokens * attended_);
         grow(gated_, tokens * inner_);
         grow(rounded_, tokens * groups_);
+        found_.assign(scratch_.size() * step.wanted, ArgMax{});
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
@@ -68,26 +72,28 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // A late thread may be here with the previous job: up to the pieces of a list it reads its own copy of the job.
     void forward(Member& me, const Job& job) {
-        const int64_t tokens = job.tokens;
-        me.each(tokens, 1, [&](int64_t first, int64_t last) {
-            for (int64_t t = first; t < last; t++) embed(t);
+        me.each(job.tokens, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) embed(row);
         });
         for (int64_t i = 0; i < shape_.layers; i++) {
             const Layer& layer = layers_[i];
-            prepare(me, tokens, layer.norms.before_attention);
-            product(me, normed_, hidden_, tokens, layer.qkv, [&](int64_t row, int64_t p, float* c) {
+            prepare(me, job.tokens, layer.norms.before_attention);
+            product(me, normed_, hidden_, job.tokens, layer.qkv, [&](int64_t row, int64_t p, float* c) {
                 put(&projected_[row * qkv_ + p * kPanel], c, layer.qkv.bias, p);
             });
-            attend(me, job, i);
-            add(me, tokens, mixed_, attended_, layer.out, layer.norms.after_attention);
-            prepare(me, tokens, layer.norms.before_mlp);
+            const bool last = i + 1 == shape_.layers;
+            const int64_t rows = last ? job.wanted : job.tokens;
+            attend(me, job, i, last ? 0 : job.blocks);
+            if (rows == 0) return;
+            add(me, rows, mixed_, attended_, layer.out, layer.norms.after_attention);
+            prepare(me, rows, layer.norms.before_mlp);
             const Matrix& gate_up = layer.gate_up;
-            product(me, normed_, hidden_, tokens, gate_up, [&](int64_t row, int64_t p, float* c) {
+            product(me, normed_, hidden_, rows, gate_up, [&](int64_t row, int64_t p, float* c) {
                 gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
             });
-            add(me, tokens, gated_, inner_, layer.down, layer.norms.after_mlp);
+            add(me, rows, gated_, inner_, layer.down, layer.norms.after_mlp);
         }
-        if (job.wanted > 0) head(me, job);
+        head(me, job.wanted);
     }
 
     // done(row, panel, sums) for each row of a and each panel of w.
@@ -96,12 +102,12 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     // Not inlined, as some functions below: each is compiled once, and a call costs nothing beside the work on a row.
-    __attribute__((noinline)) void embed(int64_t t) {
-        const int64_t id = step_.ids[t];
-        const T* row = static_cast<const T*>(weights_.embedding);
-        float* to = &stream_[t * hidden_];
+    __attribute__((noinline)) void embed(int64_t row) {
+        const int64_t id = packed_.ids[row];
+        const T* table = static_cast<const T*>(weights_.embedding);
+        float* to = &stream_[row * hidden_];
         for (int64_t i = 0; i < shape_.hidden; i++) {
-            const float x = row != nullptr ? to_float(row[id * shape_.hidden + i]) : table_weight(id, i);
+            const float x = table != nullptr ? to_float(table[id * shape_.hidden + i]) : table_weight(id, i);
             to[i] = x * shape_.embedding_scale;
         }
         std::fill(to + shape_.hidden, to + hidden_, 0.0f);
@@ -119,9 +125,10 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     // The stream, normed where there is a norm, as the next product's input.
-    void prepare(Member& me, int64_t tokens, const float* norm) {
-        me.each(tokens, 1, [&](int64_t first, int64_t last) {
-            for (int64_t t = first; t < last; t++) norm_row(&stream_[t * hidden_], norm, &normed_[t * hidden_]);
+    void prepare(Member& me, int64_t rows, const float* norm) {
+        me.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++)
+                norm_row(&stream_[row * hidden_], norm, &normed_[row * hidden_]);
         });
     }
     __attribute__((noinline)) void norm_row(const float* x, const float* norm, A* to) {
@@ -150,23 +157,23 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     // Adds a product to the residual stream. A norm after the product needs whole rows first.
-    void add(Member& me, int64_t tokens, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
+    void add(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            product(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
+            product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             });
             return;
         }
-        product(me, a, lda, tokens, w, [&](int64_t row, int64_t p, float* c) {
+        product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
-        me.each(tokens, 1, [&](int64_t first, int64_t last) {
-            for (int64_t t = first; t < last; t++) {
-                float* x = &branch_[t * hidden_];
+        me.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) {
+                float* x = &branch_[row * hidden_];
                 const float scale = inverse_rms(x, shape_.hidden, shape_.eps);
                 for (int64_t i = 0; i < hidden_; i += 16) store(x + i, load_f(x + i) * scale * load_f(norm + i));
-                onto(&stream_[t * hidden_], x, hidden_);
+                onto(&stream_[row * hidden_], x, hidden_);
             }
         });
     }
@@ -174,15 +181,13 @@ template <class T> class Decoder final : public AnyDecoder {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
     }
 
-    void attend(Member& me, const Job& job, int64_t layer) {
-        const int64_t kv = shape_.kv_heads;
-        me.each(job.early, 1, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++) {
-                const int64_t t = packed_.early[i];
-                for (int64_t h = 0; h < kv; h++) finish(layer, t, h);
-            }
+    void attend(Member& me, const Job& job, int64_t layer, int64_t blocks) {
+        const int64_t kv = shape_.kv_heads, singles = job.singles * kv;
+        me.each(job.early, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++)
+                for (int64_t h = 0; h < kv; h++) finish(layer, packed_.early[i], h);
         });
-        const int64_t blocks = job.blocks * kv, singles = job.singles * kv;
+        blocks *= kv;
         const int64_t piece = std::max<int64_t>(1, singles / (4 * me.team));
         me.each(blocks + (singles + piece - 1) / piece, 1, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) {
@@ -197,18 +202,18 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     // Norms and rotates the group's queries and its key, and puts key and value into their page.
-    __attribute__((noinline)) void finish(int64_t layer, int64_t t, int64_t kv_head) {
+    __attribute__((noinline)) void finish(int64_t layer, int64_t row, int64_t kv_head) {
         const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim;
         const int half = weights.rotates ? (int)shape_.rotated_half : 0;
-        const int64_t position = packed_.positions[t];
-        const float* all = &projected_[t * qkv_];
+        const int64_t position = packed_.positions[row];
+        const float* all = &projected_[row * qkv_];
         const float* keys = all + shape_.heads * dim;
         const float *cos = step_.cos + position * half, *sin = step_.sin + position * half;
         for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; head++)
             finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(weights.norms.query, head), cos,
-                        sin, half, dim, &queries_[t * attended_ + head * dim]);
-        const Live<T> live = seen(layer, packed_.owners[t], kv_head, position, 1);
+                        sin, half, dim, &queries_[row * attended_ + head * dim]);
+        const Live<T> live = seen(layer, packed_.owners[row], kv_head, position, 1);
         finish_head(keys + kv_head * dim, scale_of(keys, kv_head, shape_.kv_heads),
                     norm_of(weights.norms.key, kv_head), cos, sin, half, dim,
                     const_cast<T*>(live.at(live.keys, position)));
@@ -241,41 +246,42 @@ template <class T> class Decoder final : public AnyDecoder {
     __attribute__((noinline)) void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
         const int64_t kv_head = i % shape_.kv_heads;
         const Single& single = packed_.singles[i / shape_.kv_heads];
-        if (!single.written) finish(layer, single.token, kv_head);
+        if (!single.written) finish(layer, single.row, kv_head);
         const Live<T> next = more ? seen_by(layer, i + 1) : Live<T>{};
-        scratch.attention.run(task(layer, single.sequence, kv_head, single.token, 1), group_ < kFewRows, next);
+        scratch.attention.run(task(layer, single.sequence, kv_head, single.row, 1), group_ < kFewRows, next);
     }
 
     Live<T> seen_by(int64_t layer, int64_t i) const {
         const Single& single = packed_.singles[i / shape_.kv_heads];
-        return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.token], 1);
+        return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.row], 1);
     }
 
     // Task i is a block of a prompt's tokens and a key head. All blocks pack keys: so no row depends on a block's size.
     __attribute__((noinline)) void attend_block(int64_t layer, Scratch& scratch, int64_t i) {
         const Block& block = packed_.blocks[i / shape_.kv_heads];
-        scratch.attention.run(task(layer, block.sequence, i % shape_.kv_heads, block.token, block.count), false);
+        scratch.attention.run(task(layer, block.sequence, i % shape_.kv_heads, block.row, block.count), false);
     }
 
-    AttendTask<T, A> task(int64_t layer, int64_t sequence, int64_t kv_head, int64_t token, int64_t count) {
-        const int64_t dim = shape_.head_dim, first = token * attended_ + kv_head * group_ * dim;
-        const int64_t position = packed_.positions[token];
+    AttendTask<T, A> task(int64_t layer, int64_t sequence, int64_t kv_head, int64_t row, int64_t count) {
+        const int64_t dim = shape_.head_dim, first = row * attended_ + kv_head * group_ * dim;
+        const int64_t position = packed_.positions[row];
         return {&queries_[first], &mixed_[first], attended_, dim, attended_, dim, group_, count, position, dim, dim,
                 sight(layer), seen(layer, sequence, kv_head, position, count), nullptr, shape_.attention_scale,
                 shape_.attention_cap};
     }
 
-    void head(Member& me, const Job& job) {
-        const int64_t rows = job.wanted, width = padded(shape_.vocab);
-        me.each(rows, 1, [&](int64_t first, int64_t last) {
-            for (int64_t r = first; r < last; r++)
-                norm_row(&stream_[packed_.wanted[r] * hidden_], weights_.last_norm, &normed_[r * hidden_]);
-        });
+    void head(Member& me, int64_t rows) {
+        const int64_t width = padded(shape_.vocab);
+        prepare(me, rows, weights_.last_norm);
         product(me, normed_, hidden_, rows, weights_.head, [&](int64_t row, int64_t p, float* c) {
             put(c, c, weights_.head.bias, p);
-            for (int i = 0; i < kPanel; i += 16)
-                store(step_.logits + row * width + p * kPanel + i,
-                      soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap));
+            ArgMax found = found_[me.id * rows + row];
+            for (int i = 0; i < kPanel; i += 16) {
+                const F16 x = soft_cap(load_f(c + i) * shape_.logit_scale, shape_.logit_cap);
+                store(step_.logits + row * width + p * kPanel + i, x);
+                found.take(x, p * kPanel + i, shape_.vocab);
+            }
+            found_[me.id * rows + row] = found;
         });
     }
 
@@ -291,6 +297,7 @@ template <class T> class Decoder final : public AnyDecoder {
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;
     std::vector<RoundedBlock> rounded_;  // many rows of a product's input
+    std::vector<ArgMax> found_;          // [threads][wanted]
     Team<Job> team_;  // last: its threads use all of the above
 };
 

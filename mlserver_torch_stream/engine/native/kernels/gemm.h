@@ -173,7 +173,7 @@ void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Mat
                     const Done& done) {
     const int64_t count = panels_of(w.n);
     const Tiling blocks(rows, kBlockRows);
-    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
+    me.each(count, [&](int64_t first, int64_t last) {
         Product<A, T> product(a, lda, w, scratch, done);
         for (int64_t p = first; p < last; p++)
             for (int64_t b = 0; b < blocks.count; b++)
@@ -220,7 +220,7 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
     const GroupedFormat& format = grouped_format(w.format);
     const RoundedBlock* rounded = given.many() ? shared : nullptr;
     const Tiling blocks(rows, kBlockRows);
-    me.each(count, std::max<int64_t>(1, count / (8 * me.team)), [&](int64_t first, int64_t last) {
+    me.each(count, [&](int64_t first, int64_t last) {
         if (rounded == nullptr) {
             given.round(0, rows, scratch.rounded.data());
             rounded = scratch.rounded.data();

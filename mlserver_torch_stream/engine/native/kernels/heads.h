@@ -73,31 +73,25 @@ inline F16 soft_cap(F16 x, float cap) {
     if (cap == 0) return x;
     const F16 limit = broadcast_f(20.0f);  // tanh is 1 in float32 from 9 on
     const F16 y = x * (2.0f / cap);
-    const F16 e = exp(select(y > limit, limit, y));
+    const F16 e = exp(smaller(limit, y));
     return (e - 1.0f) / (e + 1.0f) * cap;
 }
 
-// Scores to unnormalised probabilities in T: returns their sum. `most` is at or above every score.
+// Scores, in powers of 2, to unnormalised probabilities in T: returns their sum. `most` is at or above every score.
 template <class T>
 __attribute__((noinline)) float exponentials(const float* scores, int64_t count, float most, T* to) {
     F16 total{};
     for (int64_t i = 0; i < count; i += 16) {
-        const F16 p = exp(load_f(scores + i) - most);
+        const F16 p = exp2(load_f(scores + i) - most);
         total += p;
         store_as(to + i, p);
     }
     return sum(total);
 }
 
-// Scales and caps scores in place, and returns the largest; count is a multiple of 16.
-__attribute__((noinline)) inline float scale_scores(float* scores, int64_t count, float scale, float cap) {
-    F16 most = broadcast_f(-1e30f);
-    for (int64_t i = 0; i < count; i += 16) {
-        const F16 s = soft_cap(load_f(scores + i) * scale, cap);
-        store(scores + i, s);
-        most = larger(s, most);
-    }
-    return max(most);
+// Scales and caps scores in place; count is a multiple of 16.
+__attribute__((noinline)) inline void scale_scores(float* scores, int64_t count, float scale, float cap) {
+    for (int64_t i = 0; i < count; i += 16) store(scores + i, soft_cap(load_f(scores + i) * scale, cap));
 }
 
 }  // namespace native

@@ -52,6 +52,7 @@ struct Step {
     int64_t page_size;
     const float *cos, *sin;  // [positions][rotated_half]
     float* logits;           // [wanted][whole panels of the vocabulary]
+    int64_t* argmax;         // [wanted]: the id of each row's first largest logit, or kNotFinite
 };
 
 }  // namespace native

@@ -1,8 +1,9 @@
-// The order of a step's work: the sequence of each packed token, the keys that are written before any token attends,
-// and the pieces of the attention. One thread makes it for all threads.
+// The order of a step's work: the row of each packed token, the keys that are written before any token attends, and the
+// pieces of the attention. One thread makes it for all threads.
 //
-// A token whose logits are wanted attends alone; the other tokens of a prompt attend in blocks. So neither the way of a
-// token nor any bit of its logits depends on how a scheduler cuts prompts.
+// The tokens whose logits are wanted take the first rows: after the keys and values of the last layer no other row is
+// computed. Such a token attends alone; the other tokens of a prompt attend in blocks. So neither the way of a token nor
+// any bit of its logits depends on how a scheduler cuts prompts.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,51 +11,51 @@
 
 namespace native {
 
-struct Block {  // neighbouring tokens of a prompt
-    int64_t sequence, token, count;
+struct Block {  // neighbouring tokens of a prompt, in neighbouring rows
+    int64_t sequence, row, count;
 };
 
 struct Single {  // a token that attends alone; `written`: its queries are ready and its key is in its page
-    int64_t sequence, token;
+    int64_t sequence, row;
     bool written;
 };
 
 class PackedStep {
   public:
-    std::vector<int64_t> positions;  // of each token
-    std::vector<int64_t> owners;     // the sequence of each token
-    std::vector<int64_t> early;      // tokens whose keys are written first
-    std::vector<int64_t> wanted;     // tokens whose logits are wanted
-    std::vector<Block> blocks;       // long ones first, so that no thread waits for one at the end
-    std::vector<Single> singles;
+    std::vector<int64_t> ids, positions, owners;  // of each row's token; `owners`: its sequence
+    std::vector<int64_t> early;   // rows whose keys are written first
+    std::vector<Block> blocks;    // long ones first, so that no thread waits for one at the end
+    std::vector<Single> singles;  // of the first rows
 
     void read(const Step& step, int64_t block_size) {
-        for (auto* list : {&positions, &owners, &early, &wanted}) list->clear();
-        blocks.clear();
-        singles.clear();
-        for (int64_t s = 0, token = 0; s < step.sequences; token += step.counts[s++]) add(step, s, token, block_size);
+        for (auto* list : {&ids, &positions, &owners}) list->resize(step.tokens);
+        early.clear(), blocks.clear(), singles.clear();
+        token_ = wanted_ = 0, other_ = step.wanted;
+        for (int64_t s = 0; s < step.sequences; s++) add(step, s, block_size);
         std::stable_sort(blocks.begin(), blocks.end(), [&](const Block& a, const Block& b) {
-            return positions[a.token] + a.count > positions[b.token] + b.count;
+            return positions[a.row] + a.count > positions[b.row] + b.count;
         });
     }
 
   private:
-    void add(const Step& step, int64_t s, int64_t first, int64_t block_size) {
-        const int64_t count = step.counts[s], wants = step.wants[s], start = step.starts[s], end = first + count;
+    void add(const Step& step, int64_t s, int64_t block_size) {
+        const int64_t count = step.counts[s], others = count - step.wants[s], start = step.starts[s];
         // A token alone writes its key as it attends, unless another token of the step may read it: a later one of
         // its sequence, or one of a sequence that shares the page, which it then fills.
-        const bool alone = count == 1 && wants == 1 && (start + 1) % step.page_size != 0;
-        for (int64_t t = first; t < end; t++) {
-            positions.push_back(start + t - first);
-            owners.push_back(s);
-            if (!alone) early.push_back(t);
-            if (t < end - wants) continue;
-            wanted.push_back(t);
-            singles.push_back({s, t, !alone});
+        const bool alone = count == 1 && others == 0 && (start + 1) % step.page_size != 0;
+        for (int64_t t = 0; t < others; t += block_size)
+            blocks.push_back({s, other_ + t, std::min(block_size, others - t)});
+        for (int64_t t = 0; t < count; t++) {
+            const int64_t row = t < others ? other_++ : wanted_++;
+            ids[row] = step.ids[token_++];
+            positions[row] = start + t;
+            owners[row] = s;
+            if (!alone) early.push_back(row);
+            if (t >= others) singles.push_back({s, row, !alone});
         }
-        for (int64_t t = first; t < end - wants; t += block_size)
-            blocks.push_back({s, t, std::min(block_size, end - wants - t)});
     }
+
+    int64_t token_, wanted_, other_;  // the next token, the next row that is wanted, and that is not
 };
 
 }  // namespace native

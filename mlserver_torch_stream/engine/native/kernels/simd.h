@@ -84,8 +84,9 @@ inline U16 load_part(const Word* from, Lanes some) {
 
 inline U16 broadcast(Word x) { return x - U16{}; }
 inline F16 broadcast_f(float x) { return x - F16{}; }
-inline F16 select(I16 mask, F16 yes, F16 no) { return (F16)((mask & (I16)yes) | (~mask & (I16)no)); }
-inline F16 larger(F16 a, F16 b) { return select(a > b, a, b); }
+inline F16 select(I16 mask, F16 yes, F16 no) { return mask ? yes : no; }
+inline F16 larger(F16 a, F16 b) { return a > b ? a : b; }  // b where one of them is a NaN, as in the next one
+inline F16 smaller(F16 a, F16 b) { return a < b ? a : b; }
 
 // acc + the product of two words: one multiplication for floats, two for a pair of bf16.
 template <class T> inline F16 dot(F16 acc, U16 w, U16 a);
@@ -100,15 +101,22 @@ template <> inline F16 dot<Bf16>(F16 acc, U16 w, U16 a) {
 #endif
 }
 
+// One number out of 16 lanes, by halves.
+template <class Join> float joined(F16 v, Join join) {
+    float eight __attribute__((vector_size(32))), four __attribute__((vector_size(16)));
+    decltype(eight) eights[2];
+    decltype(four) fours[2];
+    memcpy(eights, &v, sizeof v);
+    eight = join(eights[0], eights[1]);
+    memcpy(fours, &eight, sizeof eight);
+    four = join(fours[0], fours[1]);
+    return join(join(four[0], four[2]), join(four[1], four[3]));
+}
 inline float sum(F16 v) {
-    float total = 0;
-    for (int i = 0; i < 16; i++) total += v[i];
-    return total;
+    return joined(v, [](auto a, auto b) { return a + b; });
 }
 inline float max(F16 v) {
-    float most = v[0];
-    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
-    return most;
+    return joined(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // To nearest even; a NaN stays one.
@@ -144,22 +152,20 @@ inline float to_float(Bf16 x) {
 inline void assign(float* to, float x) { *to = x; }
 inline void assign(Bf16* to, float x) { to->bits = round_bf16(x); }
 
-// e^x with a relative error under 2e-7; 0 below -87, e^88 above 88.
-inline F16 exp(F16 x) {
-    const F16 low = broadcast_f(-87.0f), high = broadcast_f(88.0f);  // both, and not more, have an exponent in float32
-    const F16 clamped = select(x < low, low, select(x > high, high, x));
-    const F16 shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
-    const F16 n = shifted - 12582912.0f;
-    const F16 r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    F16 p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const F16 scale = (F16)(((U16)shifted + 127u) << 23);
-    return select(x < low, F16{}, p * scale);
+// 2^x with a relative error under 2e-7; 0 below -126. x is below 128.
+inline F16 exp2(F16 x) {
+    const F16 shifted = x + 12583039.0f;  // 1.5 * 2^23 + 127: the low bits are x as an integer, and an exponent's bias
+    const F16 r = x - (shifted - 12583039.0f);
+    F16 p = 1.326472731e-3f * r + 9.671512991e-3f;
+    p = p * r + 5.550733581e-2f;
+    p = p * r + 2.402224243e-1f;
+    p = p * r + 6.931470037e-1f;
+    p = p * r + 1.0f;
+    return select(x < -126.0f, F16{}, p * (F16)((U16)shifted << 23));
 }
+constexpr float kLog2e = 1.44269504f;
+// e^x; e^88 above 88.
+inline F16 exp(F16 x) { return exp2(smaller(broadcast_f(88.0f), x) * kLog2e); }
 
 // a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
 template <class V> V low_halves(V a, V b) {

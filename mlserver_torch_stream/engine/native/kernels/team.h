@@ -94,7 +94,10 @@ class Member {
   public:
     Member(Lists& lists, int id, int team, uint32_t list) : id(id), team(team), lists_(lists), list_(list) {}
 
-    // body(first, last) over 0..total, in pieces; returns when all of them are done.
+    // body(first, last) over 0..total; returns when all of it is done. Small pieces let all threads end together.
+    template <class Body> void each(int64_t total, Body&& body) {
+        each(total, std::max<int64_t>(1, total / (8 * team)), body);
+    }
     template <class Body> void each(int64_t total, int64_t piece, Body&& body) {
         const auto pieces = (uint32_t)((total + piece - 1) / piece);
         if (pieces == 0) return;
