@@ -31,7 +31,10 @@ class Compilation(Future[_T]):
 
 
 def threads_for(cores: int) -> int:
-    """Returns how many constraints are compiled at a time. A core is left to the streams, if there are several."""
+    """Returns how many constraints are compiled at a time.
+
+    If there are several cores, one is left to the streams, except while the spare thread compiles.
+    """
     return max(1, min(_MOST_THREADS, cores - 1))
 
 
@@ -59,10 +62,12 @@ class CompileThreads(Generic[_T]):
                 try:
                     self._start_thread(spare)
                 except RuntimeError:  # the system has no further thread
-                    del self._waiting[compilation]
-                    raise
-                self._has_spare |= spare
-                self._running += not spare
+                    if not self._running:
+                        del self._waiting[compilation]
+                        raise
+                else:
+                    self._has_spare |= spare
+                    self._running += not spare
         compilation.add_done_callback(self._forget)
         return compilation
 
