@@ -28,7 +28,7 @@ def in_short(error: BaseException) -> str:
 
 
 def log_failure(what: str, error: Exception) -> GenerationFailed:
-    """Logs that ``what`` failed, and returns the error for the client.
+    """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
     A ``GenerationFailed``, such as that of a constraint, is for the client already: it is returned as it is.
     """

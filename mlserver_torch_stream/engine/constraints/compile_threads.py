@@ -53,7 +53,10 @@ class CompileThreads(Generic[_T]):
         self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
-        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins."""
+        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins.
+
+        Raises RuntimeError if no thread runs and the system has no further one.
+        """
         compilation: Compilation[_T] = Compilation()
         with self._lock:
             self._waiting[compilation] = work
@@ -61,7 +64,7 @@ class CompileThreads(Generic[_T]):
             if not (spare and self._has_spare):
                 try:
                     self._start_thread(spare)
-                except RuntimeError:  # the system has no further thread
+                except RuntimeError:
                     if not self._running:
                         del self._waiting[compilation]
                         raise
