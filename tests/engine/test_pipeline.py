@@ -270,6 +270,41 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
             gate.set()
 
 
+def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> None:
+    """Such a chunk has no row of logits."""
+    model = laid_out(tiny_model("llama"), 3)
+    expected = reference(model, prompt_of(24), 12)
+    gate = threading.Event()
+
+    def hold(forward: Forward) -> Forward:
+        def held(batch: Batch, cache: PagedCache) -> Logits:
+            assert all(each.count == 1 for each in batch.sequences) or gate.wait(30)
+            return forward(batch, cache)
+
+        return held
+
+    async def scenario(engine: EngineCore) -> None:
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
+        for each in beside:
+            await anext(each)
+        assert isinstance(engine._batcher, ContinuousBatcher)
+        engine._batcher._forward = hold(engine._batcher._forward)
+        stream = engine.submit([EngineRequest(prompt_of(24), greedy(12))])
+        await until(lambda: engine.stats().prefilling_requests == 1, "a chunk in flight")
+        stream.close()
+        await until(lambda: engine.stats().cancelled_sequences == 1, "its end")
+        gate.set()
+        assert await tokens_of(engine, prompt_of(24), greedy(12)) == expected
+        for each in beside:
+            each.close()
+
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=8) as (engine, _):
+        try:
+            run(scenario(engine))
+        finally:
+            gate.set()
+
+
 def bytes_of_36_pages(model: PreTrainedModel) -> int:
     """Of four tokens each, and of the states of eight sequences."""
     with torch.inference_mode():

@@ -227,11 +227,12 @@ class ContinuousBatcher(Batcher):
 
         Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
         pages of an ended sequence are written all the same, so that the sequences that share them go on. But if its
-        logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again.
+        logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again. A
+        chunk before the end of a prompt has no logits, and counts as written.
         """
         part = computed.part
         if part.sequence.finish_reason is not None:
-            if result.logits.is_finite(computed.first_row):
+            if not part.samples or result.logits.is_finite(computed.first_row):
                 self._scheduler.advance(part, part.count - len(part.drafts))
             else:
                 self._release([part.sequence], forget=True)
