@@ -205,7 +205,7 @@ class Usage:
     num_reasoning_tokens: int = 0  # of the output tokens: the reasoning before the answer, and the marks around it
 
 
-@dataclass(slots=True)  # not frozen: that takes five times as long to make
+@dataclass(slots=True)  # a frozen dataclass takes five times as long to create
 class TokenEvent:
     """The tokens of one sequence since its last event, and in the last event the reason of its end.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 
-@dataclass(slots=True)  # not frozen: that takes three times as long to make
+@dataclass(slots=True)  # a frozen dataclass takes three times as long to create
 class BatchSequence:
     """The new tokens of one sequence: a chunk of its prompt, its newest token, or that and drafts after it.
 

@@ -28,11 +28,25 @@ def in_short(error: BaseException) -> str:
 
 
 def log_failure(what: str, error: Exception) -> GenerationFailed:
-    """Logs that ``what`` failed, and returns the error for the client.
+    """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
     A ``GenerationFailed``, such as that of a constraint, is for the client already: it is returned as it is.
     """
     if isinstance(error, GenerationFailed):
-        return error.with_traceback(None)  # its frames hold the sequence, which holds the error
-    logger.error("%s failed", what, exc_info=error)
-    return GenerationFailed(f"{what} failed: {in_short(error)}")
+        failure = error
+    else:
+        logger.error("%s failed", what, exc_info=error)
+        failure = GenerationFailed(f"{what} failed: {in_short(error)}")
+    drop_tracebacks(error)
+    return failure
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Removes the tracebacks of an error and of the errors that led to it.
+
+    Their frames hold sequences, and a frame that also holds the error keeps them until a garbage collection.
+    """
+    chain = [error]
+    for each in chain:
+        each.__traceback__ = None
+        chain += [cause for cause in (each.__cause__, each.__context__) if cause is not None and cause not in chain]

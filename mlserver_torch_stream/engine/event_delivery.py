@@ -1,4 +1,4 @@
-"""Delivers events from an engine's threads to the event loops of the readers, with one wake-up for each loop.
+"""Delivers events from an engine's threads to the event loops of the readers.
 
 Knows nothing of engines.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def post_events(sequences: Sequence[SequenceState]) -> None:
-    """Posts the new events of the sequences. On the engine's thread, which owns them."""
+    """Posts the new events of the sequences, on the engine's thread, which owns them. Each loop is woken up once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
     for sequence in sequences:
         if events := sequence.take_events():

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Some work, which ``what`` describes as text, with the number of tokens in its forward."""
+    """Some work, with the number of tokens in its forward.
+
+    ``str(what)`` describes the work; it is formatted only when somebody reports it.
+    """
 
     what: object
     tokens: int

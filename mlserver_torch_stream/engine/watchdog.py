@@ -68,7 +68,7 @@ class WatchdogState:
         self._queue_limits = queue_limits
         self._deadlines = Deadlines()
         self._asked: list[EndRequest] = []
-        self._overdue: list[Work] = []
+        self._logged: list[tuple[float, int]] = []  # overdue work: a ``Work`` would keep the sequences of its step
 
     def watch(self, requests: Sequence[RequestState]) -> None:
         """Adds the requests' timeouts, and for whole requests the settings' limit of the time in the queue."""
@@ -99,8 +99,8 @@ class WatchdogState:
         unanswered = [end for end in self._asked if end.asked_at + PATIENCE <= now]
         self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
         overdue = [work for work in works if is_overdue(work, self._queue_limits, now)]
-        logged, self._overdue = self._overdue, overdue
-        fresh = [work for work in overdue if work not in logged]
+        fresh = [work for work in overdue if (work.since, work.tokens) not in self._logged]
+        self._logged = [(work.since, work.tokens) for work in overdue]
         return Decision(
             ask, unanswered, fresh, self._lost(now, works, pending_death), self._seconds(now, works, pending_death)
         )

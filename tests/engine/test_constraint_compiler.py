@@ -180,6 +180,27 @@ def test_a_slow_compilation_does_not_hold_up_the_others(monkeypatch: pytest.Monk
     assert [each.result(20) for each in (slow, second, third)] == [1, 1, 1]
 
 
+def test_a_compilation_waits_where_the_spare_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one starts the spare thread. Without any thread it is refused."""
+    monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 0.05)
+    threads: CompileThreads[int] = CompileThreads(1)
+    held = threading.Event()
+    slow = threads.submit(lambda: int(held.wait(30)))
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        quick = [threads.submit(lambda: 2)]
+        with pytest.raises(RuntimeError, match="new thread"):
+            CompileThreads[int](1).submit(lambda: 1)
+    quick.append(threads.submit(lambda: 3))
+    assert [each.result(20) for each in quick] == [2, 3] and not slow.done()
+    held.set()
+    assert slow.result(20) == 1
+
+
 def test_the_spare_thread_compiles_nothing_while_the_others_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 5.0)
     threads: CompileThreads[int] = CompileThreads(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -12,10 +14,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching import continuous
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
@@ -105,23 +110,86 @@ def test_a_request_is_freed_when_it_has_ended_in_a_pipeline() -> None:
             check(engine, scenario)
 
 
+def fails(ids: Any) -> Exception:
+    return RuntimeError("no memory")
+
+
+def fails_for_a_cause(ids: Any) -> Exception:
+    try:
+        raise RuntimeError("no memory")
+    except RuntimeError as error:
+        raise MemoryError("no memory for a pool") from error
+
+
+def fails_without_its_cause(ids: Any) -> Exception:
+    try:
+        raise RuntimeError("no memory")
+    except RuntimeError:
+        raise MemoryError("no memory for a pool") from None
+
+
+@pytest.mark.parametrize("fail", [fails, fails_for_a_cause, fails_without_its_cause])
 def test_requests_whose_step_fails_are_freed(
-    model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[Any], Exception], model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of a forward has a traceback, whose frames have the sequences of the step. pytest keeps logged ones."""
+    """The error of a forward has a traceback, whose frames have the sequences of the step. So has each error before it.
+
+    pytest keeps logged errors.
+    """
     monkeypatch.setattr(continuous.logger, "disabled", True)
 
-    async def fails(engine: EngineCore) -> Refs:
-        watch.fail = lambda ids: RuntimeError("no memory")
+    async def scenario(engine: EngineCore) -> Refs:
+        watch.fail = fail
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(9), index) for index in range(2)])
         refs = refs_of(engine, stream)
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR] * 2
         return refs
 
     with running(model) as engine:
-        check(engine, fails)
+        check(engine, scenario)
         watch.fail = lambda ids: None
         assert len(run(tokens_of(engine, prompt_of(4), greedy(3)))) == 3
+
+
+def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipeline, where both are in flight at the same time."""
+    monkeypatch.setattr(continuous.logger, "disabled", True)
+    prompt, gate = prompt_of(24), threading.Event()
+
+    def failing(forward: Forward) -> Forward:
+        def fail(batch: Batch, cache: PagedCache) -> Logits:
+            if any(each.count == len(prompt) for each in batch.sequences):
+                assert gate.wait(30)
+                raise RuntimeError("no memory")
+            time.sleep(0.005)
+            return forward(batch, cache)
+
+        return fail
+
+    async def scenario(engine: EngineCore) -> Refs:
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
+        for each in beside:
+            await anext(each)
+        first = engine.submit([EngineRequest(prompt, greedy(4))])
+        await until(lambda: engine.stats().prefilling_requests == 1, "the first prompt in flight")
+        second = engine.submit([EngineRequest((*prompt, 5, 6), greedy(4))])
+        await until(lambda: engine.stats().prefilling_requests == 2, "both prompts in flight")
+        refs = [*refs_of(engine, first), *refs_of(engine, second)]
+        gate.set()
+        assert [event async for event in first][-1].finish_reason is FinishReason.ERROR
+        assert [event async for event in second][-1].finish_reason is FinishReason.LENGTH
+        for each in beside:
+            each.close()
+        return refs
+
+    model = laid_out(tiny_model("llama"), 3)
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
+        assert isinstance(engine._batcher, continuous.ContinuousBatcher)
+        engine._batcher._forward = failing(engine._batcher._forward)
+        try:
+            check(engine, scenario)
+        finally:
+            gate.set()
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["ends", "is cancelled"])

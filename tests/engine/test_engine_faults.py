@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.batch import Batch
@@ -20,11 +20,13 @@ from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     VOCAB,
     Watch,
+    byte_tokenizer,
     collect,
     greedy,
     idle,
@@ -39,6 +41,7 @@ from tests.engine.tiny import (
     until,
     watched,
 )
+from tests.engine.tiny_tokenizers import fused_byte_level
 
 POISON = 251  # no prompt of ``prompt_of`` holds it
 
@@ -373,19 +376,32 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> Non
     run_with_engine(scenario, model)
 
 
-def test_text_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
-    """A tokenizer is somebody's program: one that cannot spell a token costs that answer only."""
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer, fused_byte_level])
+def test_text_that_raises_fails_its_row_alone(
+    tokenizer: Callable[[], PreTrainedTokenizerFast], model: PreTrainedModel
+) -> None:
+    """A tokenizer is somebody's program: one that cannot spell a token costs that answer only.
+
+    The text is that of the bytes of the tokens, or that of ``decode``.
+    """
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
-        token_bytes = engine._codec.token_bytes
+        codec = engine._codec = TextCodec(tokenizer())
+        token_bytes, decode = codec.token_bytes, codec.decode
 
-        def picky(token_id: int) -> bytes:
+        def picky_bytes(token_id: int) -> bytes:
             if token_id == POISON:
                 raise ValueError("cannot spell that")
             return token_bytes(token_id)
 
-        engine._codec.token_bytes = picky  # type: ignore[method-assign]
+        def picky_decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+            if POISON in ids:
+                raise ValueError("cannot spell that")
+            return decode(ids, skip_special_tokens)
+
+        codec.token_bytes = picky_bytes  # type: ignore[method-assign]
+        codec.decode = picky_decode  # type: ignore[method-assign]
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await until(lambda: engine.stats().running_sequences == 1, "a row")
         event = await failed(engine, prompt_of(5), forced(5, POISON))

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
-from mlserver_torch_stream.engine.native import verify_native
+from mlserver_torch_stream.engine.native import native_forward, verify_native
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from tests.engine.kernels import kernels_of
@@ -132,6 +134,36 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
         found = book.step(forward, {"a": [1], "b": [9], "c": [2], "d": [8, 9, 8], "e": [8, 8, 8]})
     assert [bool(logits.isnan().any()) for logits in found.values()] == [False, True, False, True, False]
     assert not found["b"].isfinite().any()
+
+
+@pytest.mark.parametrize("lacks", ["pages", "logits"])
+def test_a_step_without_memory_leaves_the_forward_as_it_was(
+    lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none for another cache, whose pages have another size, or for more rows of logits."""
+    model = tiny_model()
+    other = PagedCache(CacheLayout(model.config), 8, [2**44], 0)
+
+    def answers_of(fail: Callable[[NativeForward, PageBook], object]) -> dict[str, torch.Tensor]:
+        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        book.step(forward, {name: prompt_of(12, number) for number, name in enumerate("abc")})
+        fail(forward, book)
+        return book.step(forward, {"a": [7], "b": [8]})
+
+    def no_memory(*given: object) -> None:
+        raise MemoryError
+
+    def fail(forward: NativeForward, book: PageBook) -> None:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            if lacks == "pages":
+                forward(PageBook(model, 8).batch({"d": [1]}), other)
+            else:
+                patch.setattr(native_forward, "array", no_memory)
+                forward(book.batch({name: [1] for name in "defgh"}), book.cache)
+
+    with torch.inference_mode():
+        found, expected = answers_of(fail), answers_of(lambda forward, book: None)
+    assert all(torch.equal(found[name], expected[name]) for name in "ab")
 
 
 @pytest.mark.parametrize("family", ELSEWHERE)

@@ -13,6 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
@@ -22,7 +23,7 @@ from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, SamplingParameters
 from tests.engine.argmax_check import check_argmax, give_ties_and_infinities
-from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, run, running
+from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, run, running, tokens_of
 from tests.engine.tiny_models import tiny_model
 
 
@@ -91,6 +92,24 @@ def test_all_sequences_get_the_tokens_that_they_get_without_an_argmax(folder: Pa
     assert answers(lambda forward: forward) == answers(Bare)
 
 
+@pytest.mark.parametrize("beyond", ["large", "NaN"])
+def test_logits_beyond_the_tokenizer_change_no_token(beyond: str, folder: Path) -> None:
+    """The kernels compare the logits of all 288 rows of the head; the tokenizer has 200 ids."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    with torch.inference_mode():
+        findings = check_batching(model)
+        table = model.get_output_embeddings().weight
+        table[250:252] = torch.nan if beyond == "NaN" else torch.stack([table[5], -table[5]]) * 1e3
+        forward = NativeForward(model, 2, folder)
+
+    def tokens(forward: Forward) -> list[int]:
+        with running(model, forward=forward, findings=findings, vocab_size=200) as engine:
+            return run(tokens_of(engine, prompt_of(9), greedy(20)))  # type: ignore[no-any-return]
+
+    expected = tokens(Bare(forward))
+    assert tokens(forward) == expected and max(expected) < 200
+
+
 def test_only_greedy_rows_without_edits_or_logprobs_take_the_argmax() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     plain = [{}, {}, {"logprobs": True}, {"presence_penalty": 0.1}, {"min_tokens": 2}, {"temperature": 1.0, "top_k": 1}]
@@ -103,5 +122,6 @@ def test_only_greedy_rows_without_edits_or_logprobs_take_the_argmax() -> None:
     known = sample(logits, rows, indices, [40 + row for row in range(6)])
     ids = [choice.token_id for choice in known if isinstance(choice, SampledToken)]
     assert ids == [44, 40, *logits[indices[2:]].argmax(-1).tolist()]
+    logits[4] = torch.nan
     failed, *others = sample(logits, rows, indices, [0, 0, 0, 0, -1, 0])
     assert "not finite" in str(failed) and all(isinstance(choice, SampledToken) for choice in others)

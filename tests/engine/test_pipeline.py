@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
@@ -214,7 +215,11 @@ def test_prompts_with_the_same_beginning_compute_it_once() -> None:
         run(scenario(engine))
 
 
-def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_request_that_shares_them() -> None:
+@pytest.mark.parametrize("spoiled", [False, True], ids=["written", "full of NaN"])
+def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_request_that_shares_them(
+    spoiled: bool,
+) -> None:
+    """If its logits are NaN, its pages may be, too: then the other request computes all of its prompt."""
     model = laid_out(tiny_model("llama"), 3)
     first, second = prompt_of(24), (*prompt_of(24), 5, 6)
     expected = reference(model, second, 12)
@@ -227,7 +232,14 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
             if any(each.count == len(first) for each in batch.sequences):
                 assert gate.wait(30)
             time.sleep(0.005)
-            return forward(batch, cache)
+            logits = forward(batch, cache)
+            for row, each in enumerate(batch.sequences if spoiled else ()):
+                if each.count == len(first):
+                    logits.tensor[row] = torch.nan
+                    for layer in cache.layers.values():
+                        assert layer.values is not None
+                        layer.values[list(each.tables[layer.group])] = torch.nan
+            return logits
 
         return held
 
@@ -243,7 +255,8 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
         await until(lambda: engine.stats().cancelled_sequences == 1, "the end of the first")
         gate.set()
         assert await shares == expected
-        assert engine.stats().prefix_cache_hit_tokens == len(first), "the second request did not begin anew"
+        hits = engine.stats().prefix_cache_hit_tokens
+        assert hits == (0 if spoiled else len(first)), "the second request begins anew only if it has to"
         for each in beside:
             each.close()
 
@@ -257,6 +270,50 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
             gate.set()
 
 
+def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> None:
+    """Such a chunk has no row of logits."""
+    model = laid_out(tiny_model("llama"), 3)
+    expected = reference(model, prompt_of(24), 12)
+    gate = threading.Event()
+
+    def hold(forward: Forward) -> Forward:
+        def held(batch: Batch, cache: PagedCache) -> Logits:
+            assert all(each.count == 1 for each in batch.sequences) or gate.wait(30)
+            return forward(batch, cache)
+
+        return held
+
+    async def scenario(engine: EngineCore) -> None:
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
+        for each in beside:
+            await anext(each)
+        assert isinstance(engine._batcher, ContinuousBatcher)
+        engine._batcher._forward = hold(engine._batcher._forward)
+        stream = engine.submit([EngineRequest(prompt_of(24), greedy(12))])
+        await until(lambda: engine.stats().prefilling_requests == 1, "a chunk in flight")
+        stream.close()
+        await until(lambda: engine.stats().cancelled_sequences == 1, "its end")
+        gate.set()
+        assert await tokens_of(engine, prompt_of(24), greedy(12)) == expected
+        for each in beside:
+            each.close()
+
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=8) as (engine, _):
+        try:
+            run(scenario(engine))
+        finally:
+            gate.set()
+
+
+def bytes_of_36_pages(model: PreTrainedModel) -> int:
+    """Of four tokens each, and of the states of eight sequences."""
+    with torch.inference_mode():
+        spec = check_batching(model).spec
+    assert spec is not None
+    page = 4 * next(group.token_bytes for group in spec.groups if group.span is None)
+    return 36 * page + 8 * spec.state_bytes
+
+
 @pytest.mark.parametrize(
     "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "lfm2"))]
 )
@@ -265,16 +322,22 @@ def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family
     model = laid_out(tiny_model(family), 3)
     prompts = [prompt_of(20, i) for i in range(4)]
     expected = [reference(model, prompt, 40) for prompt in prompts]
-    with torch.inference_mode():
-        spec = check_batching(model).spec
-    assert spec is not None
-    page = 4 * next(group.token_bytes for group in spec.groups if group.span is None)
-    in_order = InLaunchOrder(3, 1, 4)
-    with pipelined(model, cache_bytes=36 * page + 8 * spec.state_bytes, flights=in_order) as (engine, _):
+    with pipelined(model, cache_bytes=bytes_of_36_pages(model), flights=InLaunchOrder(3, 1, 4)) as (engine, _):
         requests = [EngineRequest(prompt, greedy(40), index) for index, prompt in enumerate(prompts)]
         events = run(collect(engine, requests))
         assert [list(events[index].token_ids) for index in range(4)] == expected
         assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "llama", "lfm2"])
+def test_few_pages_change_no_token_in_whatever_order_steps_come_back(family: str) -> None:
+    """Whether pages run out is left to chance."""
+    model = laid_out(tiny_model(family), 3)
+    requests = [(prompt_of(20, i), 40) for i in range(4)]
+    expected = [reference(model, prompt, count) for prompt, count in requests]
+    with pipelined(model, cache_bytes=bytes_of_36_pages(model)) as (engine, _):
+        assert run(together(engine, requests)) == expected
 
 
 @pytest.mark.parametrize(("whole", "others"), [("The end", 2), ("The ca", 2), ("The ca", 1)])

@@ -481,7 +481,7 @@ def test_an_open_prompt_is_computed_as_it_comes_and_takes_no_place() -> None:
     engine = engine_of(max_num_seqs=1, token_budget=100)
     request = opened(engine, prompt_of(30))
     assert computed(engine) == 29
-    assert engine.scheduler.open_prompts == 1
+    assert len(engine.scheduler.open_prompts) == 1
     engine.add(request_of(prompt_of(10, 1), 2))
     assert computed(engine) == 10
     request.grow(prompt_of(30), True)

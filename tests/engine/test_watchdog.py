@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+import weakref
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -102,6 +103,18 @@ class TestWhatIsDecided:
         lost = state.decide(160.0, [work]).lost
         assert isinstance(lost, StepTimeout)
         assert str(lost) == "the decode step of 3 sequences has not come back for 60 s (step_timeout)"
+
+    def test_work_that_was_logged_is_not_kept(self) -> None:
+        """It has the sequences of its step."""
+
+        class Step:
+            pass
+
+        state, step = WatchdogState(BOUNDS), Step()
+        freed = weakref.ref(step)
+        overdue = len(state.decide(130.0, [Work(step, 1, since=100.0)]).overdue)
+        del step
+        assert overdue == 1 and freed() is None
 
     def test_work_that_begins_later_is_looked_at_before_it_can_be_overdue(self) -> None:
         assert WatchdogState(BOUNDS).decide(0.0, []).seconds <= 30.0

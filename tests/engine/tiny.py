@@ -64,6 +64,7 @@ def batcher_over(
     max_num_seqs: int = 8,
     page_size: int = 4,
     rules: GenerationRules | None = None,
+    vocab_size: int = VOCAB,
     **more: Any,
 ) -> ContinuousBatcher:
     """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``.
@@ -85,7 +86,7 @@ def batcher_over(
         whole_prompts=prefill_tokens is None or not findings.chunked,
     )
     cache = PagedCache(CacheLayout(model.config), page_size, pages, max_num_seqs)
-    samplers = SamplerFactory(TextCodec(byte_tokenizer()), VOCAB, rules)
+    samplers = SamplerFactory(TextCodec(byte_tokenizer()), vocab_size, rules)
     forward = more.pop("forward", None) or Shown(ModelForward(model, findings.way), model)
     over = more.pop("forward_over", None)
     forward = forward if over is None else over(cache)

@@ -17,9 +17,15 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching.batcher import Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
-from mlserver_torch_stream.engine.batching.step_results import NO_RESULT, StepResult, each_alone, whole_result
+from mlserver_torch_stream.engine.batching.step_results import (
+    NO_RESULT,
+    ComputedPart,
+    StepResult,
+    each_alone,
+    whole_result,
+)
 from mlserver_torch_stream.engine.batching.token_choice import ChosenTokens, TokenChoice
-from mlserver_torch_stream.engine.client_messages import in_short
+from mlserver_torch_stream.engine.client_messages import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
@@ -30,7 +36,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
 from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.scheduling.step_plan import StepPlan
 from mlserver_torch_stream.engine.speculation.drafter import Drafter
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.errors import GenerationFailed
@@ -162,8 +168,8 @@ class ContinuousBatcher(Batcher):
         self.progress.at("a step")
         self._busy -= step.sequences
         result = self._fresh(step.plan, self._result(step.plan, forward))
-        result = result.without([each.part.sequence for each in result.computed if not self._advance(each.part)])
         with self._aside(result.logits.tensor.device):
+            result = result.without([each.part.sequence for each in result.computed if not self._advance(each, result)])
             chosen = self._choice.choose(result)
         for part, tokens in chosen.verified.items():
             self._scheduler.advance(part, tokens)
@@ -216,14 +222,20 @@ class ContinuousBatcher(Batcher):
                 forced += right
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
-    def _advance(self, part: ScheduledSequence) -> bool:
+    def _advance(self, computed: ComputedPart, result: StepResult) -> bool:
         """Counts a part as computed, unless its drafts are to be verified first.
 
         Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
-        pages of an ended sequence are written all the same, so that the sequences that share them go on.
+        pages of an ended sequence are written all the same, so that the sequences that share them go on. But if its
+        logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again. A
+        chunk before the end of a prompt has no logits, and counts as written.
         """
+        part = computed.part
         if part.sequence.finish_reason is not None:
-            self._scheduler.advance(part, part.count - len(part.drafts))
+            if not part.samples or result.logits.is_finite(computed.first_row):
+                self._scheduler.advance(part, part.count - len(part.drafts))
+            else:
+                self._release([part.sequence], forget=True)
             return False
         if part.drafts:
             return not self._scheduler.is_void(part)
@@ -233,12 +245,13 @@ class ContinuousBatcher(Batcher):
         """Returns the result of a step's forward, and ends the sequences that failed."""
         try:
             return whole_result(plan, forward())
-        except BatchAheadFailed:
+        except BatchAheadFailed as error:
+            drop_tracebacks(error)
             self._scheduler.recompute([part.sequence for part in plan.scheduled])
             return NO_RESULT
         except Exception as error:
             logger.error("%s failed", plan, exc_info=error)
-            error.__traceback__ = None  # its frames hold the sequences
+            drop_tracebacks(error)
             self._check_devices()
             void = self._scheduler.isolate(plan.scheduled)
             result = each_alone(plan, void, self._run_alone, error)
@@ -265,7 +278,7 @@ class ContinuousBatcher(Batcher):
 
     def _drop_closed(self) -> None:
         """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
-        requests = [account.request for account in self._scheduler.admitted]
+        requests = [*(account.request for account in self._scheduler.admitted), *self._scheduler.open_prompts]
         if closed := [request for request in requests if request.mailbox.closed_at is not None]:
             self.evict(closed)
 
@@ -296,7 +309,7 @@ class ContinuousBatcher(Batcher):
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             prefilling_requests=scheduler.admitted.prefilling_requests,
-            open_prompts=scheduler.open_prompts,
+            open_prompts=len(scheduler.open_prompts),
             kv_cache_bytes=scheduler.used_bytes,
             kv_cache_budget=scheduler.limits.cache_bytes,
             prefix_cache_bytes=scheduler.cached_bytes,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.client_messages import drop_tracebacks
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -76,7 +77,8 @@ def each_alone(plan: StepPlan, void: Collection[SequenceState], run: Run, error:
             logits.append(run(Batch((each,))).tensor.clone())  # the next call may overwrite them
             computed.append((part, each))
         except Exception as failure:
-            failures[part] = failure.with_traceback(None)  # whose frames hold the sequences
+            drop_tracebacks(failure)
+            failures[part] = failure
     result = _result(computed, Logits(torch.cat(logits))) if logits else NO_RESULT
     return replace(result, failures=failures)
 

@@ -31,7 +31,10 @@ class Compilation(Future[_T]):
 
 
 def threads_for(cores: int) -> int:
-    """Returns how many constraints are compiled at a time. A core is left to the streams, if there are several."""
+    """Returns how many constraints are compiled at a time.
+
+    If there are several cores, one is left to the streams, except while the spare thread compiles.
+    """
     return max(1, min(_MOST_THREADS, cores - 1))
 
 
@@ -50,7 +53,10 @@ class CompileThreads(Generic[_T]):
         self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
-        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins."""
+        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins.
+
+        Raises RuntimeError if no thread runs and the system has no further one.
+        """
         compilation: Compilation[_T] = Compilation()
         with self._lock:
             self._waiting[compilation] = work
@@ -58,11 +64,13 @@ class CompileThreads(Generic[_T]):
             if not (spare and self._has_spare):
                 try:
                     self._start_thread(spare)
-                except RuntimeError:  # the system has no further thread
-                    del self._waiting[compilation]
-                    raise
-                self._has_spare |= spare
-                self._running += not spare
+                except RuntimeError:
+                    if not self._running:
+                        del self._waiting[compilation]
+                        raise
+                else:
+                    self._has_spare |= spare
+                    self._running += not spare
         compilation.add_done_callback(self._forget)
         return compilation
 

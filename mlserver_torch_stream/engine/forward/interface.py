@@ -19,11 +19,16 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
-    ``argmax`` is the id of each row's first largest logit, or -1 where that is NaN or infinite; None: not computed.
+    ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 where that is NaN or
+    infinite; None: not computed. It may be longer than ``tensor`` has rows.
     """
 
     tensor: torch.Tensor
     argmax: Sequence[int] | None = None
+
+    def is_finite(self, row: int) -> bool:
+        """Whether the largest logit of a row is neither NaN nor infinite."""
+        return self.argmax[row] >= 0 if self.argmax is not None else bool(self.tensor[row].max().isfinite())
 
 
 class Forward(Protocol):

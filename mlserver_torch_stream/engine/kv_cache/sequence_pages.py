@@ -149,7 +149,8 @@ class SequencePages:
     def has_room(self) -> bool:
         """Whether the next token needs no new page and no copy: it goes to pages that no other sequence holds.
 
-        False where it fills them, as they are named then, and in groups with a window, which may pass a page.
+        False if the token is the last of its page, as a full page is added to the prefix cache; and for models with
+        sliding windows, as the step may give a page back.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
         if self._slides or not 0 < offset < self._spec.page_size - 1:

@@ -93,13 +93,14 @@ class NativeForward:
 
     def _make_room(self, rows: int) -> None:
         """Allocates so many rows of logits. The results of earlier steps keep their memory."""
-        self._logits = torch.empty(rows, self._width)
-        self._argmax = array("q", bytes(8 * rows))
+        logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
+        self._logits, self._argmax = logits, argmax  # both or none, if there is no memory
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""
+        self._cache = None  # if a pool cannot be reserved, the next step names all of them anew
         self._step.page_size = cache.page_size
         for index, entry in enumerate(self._pages):
             layer = cache.layers[index]

@@ -90,7 +90,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids:
         head = values > values[:, -1:]  # values tied with the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
-    # All tokens beyond the candidates take part as if they were one token, which has the last noise.
+    # All tokens beyond the candidates take part as one token; the last column of ``noise`` is for it.
     counters = columns if ids is None else ids.gather(1, columns)
     tail = torch.full((len(rows), 1), _TAIL_COUNTER, device=work.device)
     noise = gumbel([row.noise_key for row in rows], torch.cat([counters, tail], dim=1))

@@ -38,17 +38,18 @@ def sample(
     ``logits``, [B, V], have any float dtype and device, and stay as they are. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None: all, in order. V is at least the ``vocab_size`` of the rows, which is that of one
     model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone. ``argmax`` is
-    that of ``Logits``: rows that take their largest logit need no tensor then.
+    that of ``Logits``: a row that takes its largest logit needs no tensor, unless that is NaN, infinite or padding.
     """
     indices = range(len(rows)) if indices is None else indices
     if argmax is None:
         return _sampled(logits, rows, indices)
-    others = [i for i, row in enumerate(rows) if not row.takes_argmax]
-    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others]) if others else ())
-    return [
-        _choice(row, argmax[index], None) if row.takes_argmax else next(sampled)
+    known = [
+        argmax[index] if row.takes_argmax and 0 <= argmax[index] < row.vocab_size else None
         for row, index in zip(rows, indices, strict=True)
     ]
+    others = [i for i, token_id in enumerate(known) if token_id is None]
+    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others]))
+    return [next(sampled) if token_id is None else SampledToken(token_id) for token_id in known]
 
 
 def _sampled(

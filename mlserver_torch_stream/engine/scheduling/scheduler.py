@@ -51,12 +51,7 @@ class Scheduler(CachedSequences):
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
         self._drafts = drafts if goes_on else None
-        self._open: list[RequestState] = []
-
-    @property
-    def open_prompts(self) -> int:
-        """The number of requests whose prompts are not whole yet."""
-        return len(self._open)
+        self.open_prompts: list[RequestState] = []  # requests whose prompts are not whole yet
 
     # --- arrival and departure ---
 
@@ -76,7 +71,7 @@ class Scheduler(CachedSequences):
         if request.sealed:
             self.waiting.add(request)
         else:
-            self._open.append(request)
+            self.open_prompts.append(request)
 
     def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
@@ -100,8 +95,8 @@ class Scheduler(CachedSequences):
             self.admitted.remove(account)
         elif request in self.waiting:
             self.waiting.remove(request)
-        elif request in self._open:
-            self._open.remove(request)
+        elif request in self.open_prompts:
+            self.open_prompts.remove(request)
 
     # --- the plan of a step ---
 
@@ -126,8 +121,8 @@ class Scheduler(CachedSequences):
 
     def _queue_sealed(self, busy: Busy) -> None:
         """Lets the open prompts that are sealed now wait for admission."""
-        for request in [each for each in self._open if each.sealed and each.sequences[0] not in busy]:
-            self._open.remove(request)
+        for request in [each for each in self.open_prompts if each.sealed and each.sequences[0] not in busy]:
+            self.open_prompts.remove(request)
             self._accounts[request.sequences[0]].cut(request.kept)
             self.waiting.add(request)
 
@@ -262,7 +257,7 @@ class Scheduler(CachedSequences):
         """Adds chunks of prompts that are not whole yet, in pages that no admitted sequence needs."""
         if self.limits.whole_prompts:
             return
-        for request in self._open:
+        for request in self.open_prompts:
             account = self._accounts[request.sequences[0]]
             if account.sequence in busy or account in self._given_up or account.left <= 0 or not draft.takes_prompts:
                 continue
@@ -287,9 +282,9 @@ class Scheduler(CachedSequences):
         Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
         there.
         """
-        account = self._accounts.get(part.sequence)
-        if account is None or account.part is not part:
+        if self.is_void(part):
             return False
+        account = self._accounts[part.sequence]
         account.advance(part, tokens)
         if part.samples and not account.sequence.tokens:
             account.request.cached_tokens = account.found

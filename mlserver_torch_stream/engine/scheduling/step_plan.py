@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
+@dataclass(eq=False, slots=True)  # a frozen dataclass takes three times as long to create
 class ScheduledSequence:
     """A sequence's part of a step, in the same place as its ``BatchSequence``.
 

@@ -30,7 +30,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """Joins the bytes of tokens, for tokenizers whose text is just that."""
+    """For tokenizers whose only decoder is ByteLevel: concatenates the bytes of tokens, and decodes them as UTF-8."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
         """``silent``: tokens that are skipped."""

@@ -1,6 +1,7 @@
 """Finds the bytes of each token of a tokenizer, which replies with log-probabilities show.
 
-Knows nothing of texts: a token may be a part of a character, and text that joins tokens may drop a leading space.
+Where ``TokenBytes.join_to_text`` is set, the text of an answer is made of these bytes. Other tokenizers may drop a
+leading space or replace bytes when they decode several tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 class TokenBytes:
     """Looks each token up once. An id that has no token has no bytes.
 
-    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: its decoder only reads them, so that
-    the text of ids is that of their joined bytes, as UTF-8.
+    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: the tokenizer's only decoder is
+    ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

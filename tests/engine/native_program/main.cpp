@@ -2,6 +2,7 @@
 #include "library.cpp"
 #include "check_attention.h"
 #include "check_decoder.h"
+#include "check_exp2.h"
 
 void* operator new(size_t size) { return allocate(size, 16); }
 void* operator new(size_t size, std::align_val_t alignment) { return allocate(size, (size_t)alignment); }
@@ -19,6 +20,7 @@ void operator delete(void* memory, size_t, std::align_val_t) noexcept { release(
 void operator delete(void* memory, const std::nothrow_t&) noexcept { release(memory); }
 
 int main() {
+    check_exp2();
     check_argmax();
     check_products();
     check_attention();

@@ -91,7 +91,7 @@ template <class S, class Q, class T> class AttendPages {
 
     void begin(const AttendTask<S, Q>& task) {
         task_ = task;
-        task_.scale *= kLog2e, task_.cap *= kLog2e;  // scores are powers of 2
+        task_.scale *= kLog2e, task_.cap *= kLog2e;  // so e^score is exp2 of the result
         set_sizes(task.group * task.count, task.key_dim, task.value_dim);
         for (int64_t row = 0; row < rows_; row++) begin_row(row);
     }

@@ -77,7 +77,8 @@ inline F16 soft_cap(F16 x, float cap) {
     return (e - 1.0f) / (e + 1.0f) * cap;
 }
 
-// Scores, in powers of 2, to unnormalised probabilities in T: returns their sum. `most` is at or above every score.
+// Scores to unnormalised probabilities in T; returns their sum. Scores are multiplied by log2(e), so that e^score is
+// exp2 of the result. `most` is at or above every score.
 template <class T>
 __attribute__((noinline)) float exponentials(const float* scores, int64_t count, float most, T* to) {
     F16 total{};

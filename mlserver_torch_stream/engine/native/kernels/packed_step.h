@@ -2,8 +2,8 @@
 // pieces of the attention. One thread makes it for all threads.
 //
 // The tokens whose logits are wanted take the first rows: after the keys and values of the last layer no other row is
-// computed. Such a token attends alone; the other tokens of a prompt attend in blocks. So neither the way of a token nor
-// any bit of its logits depends on how a scheduler cuts prompts.
+// computed. Such a token attends alone; the other tokens of a prompt attend in blocks. So neither which of
+// the two a token takes nor any bit of its logits depends on how a scheduler cuts prompts.
 #pragma once
 #include <algorithm>
 #include <vector>

@@ -152,7 +152,7 @@ inline float to_float(Bf16 x) {
 inline void assign(float* to, float x) { *to = x; }
 inline void assign(Bf16* to, float x) { to->bits = round_bf16(x); }
 
-// 2^x with a relative error under 2e-7; 0 below -126. x is below 128.
+// 2^x with a relative error under 2e-7; 0 below -126. x is at most 127.5.
 inline F16 exp2(F16 x) {
     const F16 shifted = x + 12583039.0f;  // 1.5 * 2^23 + 127: the low bits are x as an integer, and an exponent's bias
     const F16 r = x - (shifted - 12583039.0f);
@@ -164,7 +164,7 @@ inline F16 exp2(F16 x) {
     return select(x < -126.0f, F16{}, p * (F16)((U16)shifted << 23));
 }
 constexpr float kLog2e = 1.44269504f;
-// e^x; e^88 above 88.
+// e^x with a relative error of 6e-7 for |x| < 10 and up to 4e-6 near 88; e^88 above 88.
 inline F16 exp(F16 x) { return exp2(smaller(broadcast_f(88.0f), x) * kLog2e); }
 
 // a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
