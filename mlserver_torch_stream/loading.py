@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
-# The code of engines, and transformers' code of models, which packed weights need in no server.
+# The code of engines, and transformers' modeling code, which packed weights need in no server.
 _CODE = ("mlserver_torch_stream.engine.factory", "mlserver_torch_stream.engine.loading.model_code")
 _CHECK = ("mlserver_torch_stream.engine.loading.packed_check", _CODE[1])  # what the process of packed weights imports
 
@@ -42,8 +42,11 @@ def resolve(settings: ModelSettings) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
+    settings = resolved.settings
+    # transformers imports its modeling code to find the class of a tokenizer that the settings name.
+    model_code = settings.weights != "packed" or settings.tokenizer is not None
     with process_ahead(resolved):
-        built = _engine_builder(model_code=resolved.settings.weights != "packed")(resolved, owner, on_death)
+        built = _engine_builder(model_code)(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -66,7 +69,7 @@ def process_ahead(resolved: ResolvedSettings) -> AbstractContextManager[None]:
 def _engine_builder(model_code: bool = True) -> Callable[..., BuiltEngine]:
     """Imports torch and transformers, the first time, and freezes their objects in the garbage collector.
 
-    ``model_code``: whether transformers' code of models is imported too.
+    ``model_code``: whether transformers' modeling code is imported too.
 
     Their half a million objects are never freed. Walking them delayed every stream by 0.3 s about once in a thousand
     requests, and took a second of the import. Measured on 2026-11-21: a full collection takes 230 ms before, 5 after.

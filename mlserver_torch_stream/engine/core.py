@@ -175,6 +175,8 @@ class EngineCore:
         self._thread.join()
         self._watchdog.stop()
         self._watchdog.join()
+        # This object and its watchdog refer to each other. The weights and the KV cache do not wait for a collection.
+        self._batcher, self._replacement = DeadBatcher(self._batcher.stats()), BatcherReplacement(None)
 
     def _closed(self, mailbox: Mailbox) -> None:
         self._inbox.post(lambda: self._cancel(mailbox))

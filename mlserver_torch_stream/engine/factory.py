@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batcher_choice import choose_batcher
 from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.loading.code_pages import unmap_code
+from mlserver_torch_stream.engine.loading.code_pages import drop_code
 from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
@@ -96,9 +96,13 @@ def build_engine(
 
     def load() -> RunningEngine:
         running = run(resolved, threads, on_death, resources)
-        gc.collect()  # frees what the load left in cycles
-        unmap_code()
-        trim_heap()
+        try:
+            gc.collect()  # frees what the load left in cycles
+            drop_code()
+            trim_heap()
+        except BaseException:
+            running.stop(resources)
+            raise
         return running
 
     return BuiltEngine(resources.engines.lease(key, load), resources)
@@ -144,7 +148,7 @@ def _run(
     def make() -> PreparedModel:
         return prepare(files, resolved, threads, resources)
 
-    # Packed weights are checked in another process: this one multiplies nothing with MKL.
+    # Packed weights are checked in another process, so MKL allocates no per-thread buffers in this process.
     lease: Lease[PreparedModel] = resources.weights.lease(
         key, make if files.packed else lambda: _in_thread_that_ends(threads, make)
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -33,8 +34,10 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
@@ -117,15 +120,17 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
 def _prepare_packed(
     files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
 ) -> PreparedModel:
-    """The only way of a load that leaves transformers' code of models out of this process. Raises LoadFailed."""
+    """The only way of a load that leaves transformers' modeling code out of this process. Raises LoadFailed."""
     folder, name, cache_dir = Path(files.location), resolved.source.name, resolved.cache_dir
     try:
         checked = in_process(check_packed, folder, name, threads, cache_dir)
-    except NotPacked as error:
+        with torch.inference_mode():
+            decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
+            forward = NativeForward(decoder, threads, cache_dir)
+    except (NotPacked, NoKernels, UnsupportedLayout, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
-    with torch.inference_mode():
-        decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
-        forward = NativeForward(decoder, threads, cache_dir)
+    if forward.variant != checked.variant:
+        raise no_packed_weights(f"the kernels ({checked.variant}) were checked, these run here: {forward.variant}")
     del decoder  # with the blocks, of which the kernels have a copy
     trim_heap()
     logger.info("Loaded the weights of %s", name)

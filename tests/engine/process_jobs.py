@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,43 @@ def check_with_wrong_kernels(*args: Any) -> Any:
 
     verify_native.NativeForward = Wrong  # type: ignore[misc]
     return check_packed(*args)
+
+
+def log_badly() -> str:
+    logger = logging.getLogger("mlserver_torch_stream.engine.loading")
+    logger.warning("bad %d args", "x")
+    try:
+        raise KeyError("the cause")
+    except KeyError:
+        logger.exception("it failed")
+    return "done"
+
+
+def look_up() -> None:
+    raise KeyError("missing")
+
+
+def send_no_message() -> None:
+    os.write(int(sys.argv[1]), b"no pickle")
+    time.sleep(600)
+
+
+def ended_by_signals() -> str:
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), each)
+    return "none"
+
+
+def check_and_remove_the_file(folder: Path, *args: Any) -> Any:
+    from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
+    from mlserver_torch_stream.engine.loading.packed_check import check_packed
+
+    checked = check_packed(folder, *args)
+    (folder / WEIGHTS).unlink()
+    return checked
+
+
+def check_other_kernels(*args: Any) -> Any:
+    from mlserver_torch_stream.engine.loading.packed_check import check_packed
+
+    return replace(check_packed(*args), variant="of another CPU")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
+import shutil
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
-from mlserver_torch_stream.engine import prepared_model
+from mlserver_torch_stream.engine import factory, prepared_model
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
@@ -26,13 +30,14 @@ from mlserver_torch_stream.engine.loading.model_files import locate_packed
 from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
-from mlserver_torch_stream.engine.native.verify_native import take_packed
+from mlserver_torch_stream.engine.native.structure import read_decoder
+from mlserver_torch_stream.engine.native.verify_native import verify_packed
 from mlserver_torch_stream.engine.prepared_model import prepare
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
-from tests.engine.process_jobs import check_with_wrong_kernels, die
+from tests.engine.process_jobs import check_and_remove_the_file, check_other_kernels, check_with_wrong_kernels, die
 from tests.engine.tiny_gguf import write_tiny_gguf
 
 PROMPT = [5, 6, 7, 100, 31, 77]
@@ -61,20 +66,19 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     with torch.inference_mode():
         exact = expected(ids).logits[0]
         assert torch.allclose(packed.model(ids).logits[0], exact, atol=1e-3 * exact.std().item())
-        forward, findings = take_packed(packed.model, 2, folder)
+        forward, findings = verify_packed(packed.model, read_decoder(packed.model), 2, folder)
         got, _ = prefilled(forward, expected, PROMPT, chunk=4)
     assert findings.problem is None and findings.chunked
     assert (got - exact[-1]).pow(2).mean().sqrt() < 0.1 * exact.std()
-    assert all(parameter.is_meta for parameter in packed.model.parameters() if parameter.dim() == 2)
+
+
+def built_of(file: Path, cache: Path, **extra: Any) -> BuiltEngine:
+    given = {"cache_dir": str(cache), "weights": "packed", **extra}
+    return build_engine(parse_settings(str(file), given, environ={}), "m", resources=ProcessResources())
 
 
 def summary(file: Path, cache: Path, **extra: Any) -> str:
-    resources = ProcessResources()
-    built: BuiltEngine = build_engine(
-        parse_settings(str(file), {"cache_dir": str(cache), "weights": "packed", **extra}, environ={}),
-        "m",
-        resources=resources,
-    )
+    built = built_of(file, cache, **extra)
     try:
         return built.summary
     finally:
@@ -124,6 +128,51 @@ def test_a_killed_process_of_the_check_fails_the_load(
         summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
 
 
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (check_and_remove_the_file, r"No such file .*packed\.safetensors"),
+        (check_other_kernels, r"the kernels \(of another CPU\) were checked"),
+    ],
+)
+def test_a_file_or_kernels_other_than_the_checked_ones_fail_the_load(
+    check: Any, said: str, tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_model, "check_packed", check)
+    cache = shutil.copytree(kernel_cache, tmp_path / "cache")  # of this test alone: a file in it is removed
+    with pytest.raises(LoadFailed, match=rf"extra\.weights: packed cannot be used here: .*{said}"):
+        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), cache)
+
+
+def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_walk(
+    tmp_path: Path, kernel_cache: Path
+) -> None:
+    """``loading`` freezes what exists once more when a later model needs transformers' modeling code."""
+    built = built_of(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+    choice = built.lease.value.weights.value.choice
+    assert choice is not None
+    forward = weakref.ref(choice.forward)
+    gc.freeze()
+    assert built.give_back()
+    built.shutdown()
+    del built, choice
+    assert forward() is None
+
+
+def test_a_load_that_fails_after_the_engine_has_started_stops_it(
+    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory() -> None:
+        assert set(threading.enumerate()) > before
+        raise MemoryError
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(factory, "drop_code", no_memory)
+    with pytest.raises(MemoryError):
+        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+    assert set(threading.enumerate()) <= before
+
+
 def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says_what_was_done(
     tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,12 +206,15 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.native.verify_native import take_packed
+from mlserver_torch_stream.engine.native.verify_native import verify_packed
+from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 with torch.inference_mode():
     for place in sys.argv[1:3]:
-        forward, _ = take_packed(load_packed(Path(place)).model, 1, Path(sys.argv[3]))
+        model = load_packed(Path(place)).model
+        forward, _ = verify_packed(model, read_decoder(model), 1, Path(sys.argv[3]))
+        del model
         print(peak(), forward._weights.size)
 """
 
@@ -193,7 +245,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
     monkeypatch.setattr(grouped_matrix, "BLOCK", 32)
     model = load_packed(tmp_path).model
     with torch.inference_mode(), LargestFloats() as floats:
-        forward, _ = take_packed(model, 1, folder)
+        forward, _ = verify_packed(model, read_decoder(model), 1, folder)
     assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
     assert forward._weights.size < 0.25 * 4 * 2 * 10 * 256 * 256
 

@@ -27,12 +27,13 @@ def anonymous():
 before = anonymous()
 built = build(parse_settings(sys.argv[1], json.loads(sys.argv[2]), environ=json.loads(sys.argv[3])), "owner", print)
 weights = built.lease.value.weights.value.choice.forward._weights.size
-print(json.dumps({"grown": anonymous() - before, "weights": weights, "modules": sorted(sys.modules)}))
+grown, mapped = anonymous() - before, "packed.safetensors" in open("/proc/self/maps").read()
+print(json.dumps({"grown": grown, "mapped": mapped, "weights": weights, "modules": sorted(sys.modules)}))
 built.give_back()
 built.shutdown()
 """
-# Tokenizer, vocabulary of structured output, rotary tables: 37 MB here. The file's blocks (92), a second tokenizer for
-# structured output (17), or a heap that is not trimmed (100) go beyond.
+# Tokenizer, vocabulary of structured output, rotary tables: 37 MB here. A second tokenizer for structured output (17)
+# or a heap that is not trimmed (100) go beyond. The file's blocks (92) would be mapped, and not anonymous memory.
 _BESIDE_WEIGHTS = 47 * 2**20
 _UNUSED = {"bitsandbytes", "gguf", "httpx", "obstore", "ray", "scipy", "torchao"}
 # What transformers imports with the code of any model.
@@ -49,4 +50,5 @@ def test_a_process_holds_the_packed_weights_once_and_nothing_that_only_the_load_
     run = [sys.executable, "-c", _LOADED, _MODEL, json.dumps(extra), "{}"]
     told = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, timeout=180).stdout)
     assert told["grown"] < told["weights"] + _BESIDE_WEIGHTS
+    assert not told["mapped"]
     assert not (_UNUSED | _MODEL_CODE).intersection(told["modules"])

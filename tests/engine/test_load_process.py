@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -16,7 +17,18 @@ from mlserver_torch_stream.engine.loading.load_process import in_process, starte
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.loading import process_ahead
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.process_jobs import children, die, doubled, fail, fail_oddly, pid_with
+from tests.engine.process_jobs import (
+    children,
+    die,
+    doubled,
+    ended_by_signals,
+    fail,
+    fail_oddly,
+    log_badly,
+    look_up,
+    pid_with,
+    send_no_message,
+)
 
 _EMBEDDED = "embedded://smollm2-135m-instruct"
 _ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -70,19 +82,68 @@ def test_an_error_is_raised_here_as_it_was_there() -> None:
         in_process(fail)
 
 
+def test_an_error_other_than_loadfailed_brings_its_traceback() -> None:
+    with pytest.raises(KeyError, match="missing") as raised:
+        in_process(look_up)
+    assert "in look_up" in str(raised.value.__cause__)
+
+
+def test_a_log_call_that_fails_does_not_fail_the_load_and_tracebacks_are_logged_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert in_process(log_badly) == "done"
+    (text,) = (record.getMessage() for record in caplog.records)
+    assert text.startswith("it failed\nTraceback") and "KeyError: 'the cause'" in text
+
+
+def test_what_is_printed_at_the_start_of_python_does_not_disturb_the_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('noise', flush=True)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert in_process(doubled, [1]) == [2]
+
+
+def test_a_process_that_sends_something_else_is_killed_and_fails_the_load() -> None:
+    with pytest.raises(LoadFailed, match=r"^the process that loads the model sent something that is no message"):
+        in_process(send_no_message)
+
+
+def test_the_process_imports_from_the_folders_of_its_parent_and_not_from_its_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base64.py").write_text("raise ImportError('of the working folder')")
+    (folder := tmp_path / "added").mkdir()
+    (folder / "jobs_in_an_added_folder.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    assert in_process(importlib.import_module("jobs_in_an_added_folder").answer) == 42
+
+
+def test_signals_that_reach_the_whole_process_group_end_the_parent_alone() -> None:
+    assert in_process(ended_by_signals) == "none"
+
+
 def test_an_error_that_cannot_be_pickled_keeps_its_name_and_message() -> None:
     with pytest.raises(RuntimeError, match=r"^TwoParts: one and two$"):
         in_process(fail_oddly)
 
 
 def test_a_killed_process_fails_the_load_with_the_signal() -> None:
-    with pytest.raises(LoadFailed, match=r"^the process that loads the model was killed by SIGKILL$"):
+    said = r"^the process that loads the model was killed by SIGKILL \(usually a lack of memory\)$"
+    with pytest.raises(LoadFailed, match=said):
         in_process(die)
 
 
 def test_a_process_that_cannot_be_started_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_process.sys, "executable", "/no/such/python")
     with pytest.raises(LoadFailed, match=r"^cannot start a process that loads the model: .*No such file"):
+        in_process(fail)
+
+
+def test_a_python_without_a_known_interpreter_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_process.sys, "executable", None)
+    with pytest.raises(LoadFailed, match=r"sys\.executable names no interpreter"):
         in_process(fail)
 
 

@@ -123,10 +123,16 @@ def _sections() -> dict[str, bytes]:
     return {name.decode(): said for name, said in named}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _emptied() -> None:
+    if _WRITES:
+        _BYTES.write_bytes(b"")
+
+
 @pytest.mark.parametrize("case", _CASES)
 @pytest.mark.parametrize("spelling", _SPELLINGS)
 def test_a_stream_has_the_recorded_bytes(spelling: str, case: str) -> None:
-    sent = asyncio.run(_sent(_SPELLINGS[spelling], case))
+    sent = asyncio.run(asyncio.wait_for(_sent(_SPELLINGS[spelling], case), 60))
     if _WRITES:
         with _BYTES.open("ab") as file:
             file.write(b"=== %b\n%b" % (f"{spelling} {case}".encode(), sent))

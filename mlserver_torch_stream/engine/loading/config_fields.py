@@ -32,7 +32,7 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 
 
 def plain_config(given: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns these fields as a config of no family, whose class would import transformers' code of models."""
+    """Returns these fields as a config of no family, whose class would import transformers' modeling code."""
     config = PreTrainedConfig()
     vars(config).update(given)
     return config

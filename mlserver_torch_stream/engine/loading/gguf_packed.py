@@ -70,13 +70,6 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
-def release_packed(model: nn.Module) -> None:
-    """Frees the blocks, of which the kernels have a copy."""
-    for module in model.modules():
-        if isinstance(module, PackedLinear | PackedEmbedding):
-            del module.rows
-
-
 def empty_model(config: Any) -> Any:
     """Returns a model whose parameters have no memory; its buffers have values."""
     from accelerate import init_empty_weights

@@ -1,6 +1,6 @@
 """Runs a function of a load in a process of its own, whose imports and memory end with it.
 
-Knows nothing of models. transformers' code of models takes 105 MB, which a server that computes with our kernels alone
+Knows nothing of models. transformers' modeling code takes 105 MB, which a server that computes with our kernels alone
 needs only while it loads. ``started_ahead`` starts the process before the function is known.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -51,30 +52,45 @@ def in_process(function: Callable[..., T], *args: object) -> T:
     The process is the one that was ``started_ahead``, else a new one. It runs one function, and ends.
 
     The function, its arguments and its result can be pickled. The package's log lines of that process are logged here.
-    Raises LoadFailed if the process cannot be started or ends early, for example because it is killed.
+    An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the process
+    cannot be started or ends early, for example because it is killed.
     """
     waiting = _AHEAD.get([])
     process = waiting.pop() if waiting else _start(())
     with process:
         try:
             _send(process, pickle.dumps((function, args)))
-            kind, value = _last_message(process)
+            kind, value, *told = _last_message(process)
         except BaseException:
             process.kill()
             raise
     if kind == RAISED:
-        raise value
+        raise value from (RemoteTraceback(*told) if told else None)
     result: T = value
     return result
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an error in another process, as text."""
+
+
 def _start(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Starts Python with this process's ``sys.path``. Its messages have a pipe of their own, here as ``stdout``."""
+    if not sys.executable:
+        raise LoadFailed("cannot start a process that loads the model: sys.executable names no interpreter")
     level = logging.getLogger(PACKAGE).getEffectiveLevel()
-    command = [sys.executable, "-m", MODULE, str(os.getpid()), str(level), *modules]
+    run = f"import sys; sys.path[:] = {[str(path) for path in sys.path]}; from {MODULE} import main; main(sys.argv[1:])"
+    reads, writes = os.pipe()
+    command = [sys.executable, "-c", run, str(writes), str(os.getpid()), str(level), *modules]
     try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writes,))
     except OSError as error:
+        os.close(reads)
         raise LoadFailed(f"cannot start a process that loads the model: {error}") from error
+    finally:
+        os.close(writes)
+    process.stdout = os.fdopen(reads, "rb")
+    return process
 
 
 def _send(process: subprocess.Popen[bytes], job: bytes) -> None:
@@ -83,14 +99,21 @@ def _send(process: subprocess.Popen[bytes], job: bytes) -> None:
         os.write(process.stdin.fileno(), job)
 
 
-def _last_message(process: subprocess.Popen[bytes]) -> tuple[int, Any]:
+def _last_message(process: subprocess.Popen[bytes]) -> tuple[Any, ...]:
     assert process.stdout is not None
     while True:
         try:
             kind, *message = pickle.load(process.stdout)
-        except (EOFError, pickle.UnpicklingError):
-            raise LoadFailed(f"the process that loads the model {how_it_ended(process.wait())}") from None
+        except EOFError:
+            raise LoadFailed(f"the process that loads the model {_how_it_ended(process.wait())}") from None
+        except Exception as error:
+            process.kill()
+            raise LoadFailed(f"the process that loads the model sent something that is no message: {error}") from error
         if kind != LOG:
-            return kind, message[0]
+            return kind, *message
         name, level, text = message
         logging.getLogger(name).log(level, "%s", text)
+
+
+def _how_it_ended(status: int) -> str:
+    return how_it_ended(status) + (" (usually a lack of memory)" if status == -signal.SIGKILL else "")

@@ -1,4 +1,4 @@
-"""Imports transformers' code of models, and with it torch's compiler and sympy: 105 MB.
+"""Imports transformers' modeling code, and with it torch's compiler and sympy: 105 MB.
 
 Knows nothing else. Loads of weights that our kernels alone compute with do without it.
 """

@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_pla
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
-from mlserver_torch_stream.engine.native.verify_native import take_packed
+from mlserver_torch_stream.engine.native.verify_native import verify_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,17 @@ class ModelOutline:
 
 @dataclass(frozen=True, slots=True)
 class CheckedWeights:
-    """What a process without transformers' code of models needs to run packed weights that were checked.
+    """What a process without transformers' modeling code needs to run packed weights that were checked.
 
-    ``decoder`` is that of ``pickle_decoder``. The ``model`` of ``weights`` is a ``ModelOutline``.
+    ``decoder`` is that of ``pickle_decoder``. The ``model`` of ``weights`` is a ``ModelOutline``. ``variant``: of the
+    kernels.
     """
 
     decoder: bytes
     weights: LoadedWeights
     findings: SelfCheckResult
     placement: tuple[DeviceShare, ...]
+    variant: str
 
 
 def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> CheckedWeights:
@@ -57,12 +59,13 @@ def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> Chec
         except UnsupportedLayout as error:
             raise NotPacked(str(error)) from None
         outline = ModelOutline(plain_config(vars(model.config)))
-        if any(read(outline) != read(model) for read in (_cache_groups, comparable_context)):
+        if any(part(outline) != part(model) for part in (_cache_groups, comparable_context)):
             raise NotPacked(f"its cache or its context needs {type(model.config).__name__}")
         # What is checked is what the other process runs: the decoder as it is read from the pickle and the file.
-        _, findings = take_packed(model, threads, cache_dir, unpickle_decoder(decoder, packed.tensors.__getitem__))
+        read = unpickle_decoder(decoder, packed.tensors.__getitem__)
+        forward, findings = verify_packed(model, read, threads, cache_dir)
     weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
-    return CheckedWeights(decoder, weights, findings, placement)
+    return CheckedWeights(decoder, weights, findings, placement, forward.variant)
 
 
 def _cache_groups(model: Any) -> object:

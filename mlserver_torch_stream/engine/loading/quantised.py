@@ -52,7 +52,7 @@ def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: tor
 
 
 def _configs() -> Mapping[str, Any]:
-    """Returns transformers' config classes by method. Their import brings in transformers' code of models."""
+    """Returns transformers' config classes by method. Their import brings in transformers' modeling code."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     configs: Mapping[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING

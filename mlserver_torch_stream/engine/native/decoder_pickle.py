@@ -42,7 +42,7 @@ class _Pickler(pickle.Pickler):
         self._tensors = tensors
 
     def persistent_id(self, thing: Any) -> Any:
-        """Returns a name with the first row and the count, or the numbers themselves; None if it is no tensor."""
+        """Returns the tensor's name, first row and number of rows, or its values as a numpy array; None: no tensor."""
         if not isinstance(thing, Tensor):
             return None
         for name, whole in self._tensors.items():

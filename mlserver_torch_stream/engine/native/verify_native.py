@@ -16,7 +16,7 @@ from torch import nn
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, release_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward, check_kernels
 from mlserver_torch_stream.engine.loading.stage_log import stage
@@ -57,16 +57,13 @@ def take_rounded(
     return taken
 
 
-def take_packed(
-    model: Any, threads: int, cache_dir: Path, decoder: Decoder | None = None
-) -> tuple[NativeForward, SelfCheckResult]:
-    """Returns the verified forward of a model that ``gguf_packed`` has loaded, and frees the blocks.
+def verify_packed(model: Any, decoder: Decoder, threads: int, cache_dir: Path) -> tuple[NativeForward, SelfCheckResult]:
+    """Returns the forward of ``decoder``, whose logits are those of ``model``, which ``gguf_packed`` has loaded.
 
-    ``decoder``: what the kernels run; None: it is read from the model. Raises NotPacked, or LoadFailed as
-    ``take_fast_path`` does.
+    Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
     """
     try:
-        forward = NativeForward(decoder or model, threads, cache_dir)
+        forward = NativeForward(decoder, threads, cache_dir)
         trim_heap()  # packing frees 13 MB
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             # transformers computes in float32, so the difference is the rounding of activations to int8.
@@ -75,8 +72,6 @@ def take_packed(
         raise NotPacked(str(error)) from None
     if findings.problem is not None:
         raise NotPacked(findings.problem)
-    release_packed(model)
-    release_weights(model)
     return forward, findings
 
 

@@ -33,7 +33,8 @@ def die_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if (actual := os.getppid()) != parent:
+        print(f"process {os.getpid()} ends: its parent is {actual}, not {parent}", file=sys.stderr, flush=True)
         os._exit(1)
     threading.Thread(target=_end_with_stdin, name="parent-death", daemon=True).start()
 

@@ -6,7 +6,7 @@ Knows nothing of what an event says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Send
@@ -56,10 +56,10 @@ class EventStream(ChunkStream):
             self._pings.cancel()
             await asyncio.wait((self._pings,))
 
-    def send(self, data: bytes, name: str | None = None) -> Awaitable[None]:
+    async def send(self, data: bytes, name: str | None = None) -> None:
         """One event; ``data`` has no line break, and neither has its ``name``."""
         event = b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
-        return self._after_ping(event) if self._pinging.locked() else self.write(event)
+        await (self._after_ping(event) if self._pinging.locked() else self.write(event))
 
     async def end(self) -> None:
         await self._after_ping(b"", more=False)

@@ -31,10 +31,10 @@ class MessageReply(Protocol[Body_co]):
 class ConcurrentReplies(Generic[Message, Body, Response]):
     """Reads messages, opens at most ``most_open`` replies at a time, and yields the bodies of all, converted.
 
-    One task reads and one task per message answers; each is held here until it has ended. Each of them has at most one
-    item in the outbox, in the order in which they came, and waits until its item is the first. So they wait for a
-    reader that lags, and token streams merge their events meanwhile. ``close`` is synchronous because clean-up may run
-    in a task that cannot wait.
+    One task reads and one task per message answers; each is held here until it has ended. A task waits while its last
+    item is not the first in the outbox, so it has at most two items there. So the tasks wait for a reader that lags,
+    and token streams merge their events meanwhile. ``close`` is synchronous because clean-up may run in a task that
+    cannot wait.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
         self._loop = asyncio.get_running_loop()
-        # With each item the future for which its task waits; None: the item was the first at once.
+        # Items, each with the future that its task awaits; None if the outbox was empty.
         self._outbox: deque[tuple[Response | Exception | None, asyncio.Future[None] | None]] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # while the outbox is empty and read
+        self._arrival: asyncio.Future[None] | None = None  # of the reader that waits for an item
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
@@ -76,6 +76,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
 
     def close(self) -> None:
         self._closed = True
+        self._outbox.clear()
         self._reader.cancel()
         for task, answer in tuple(self._open.items()):
             answer.close()
