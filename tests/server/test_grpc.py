@@ -16,7 +16,7 @@ from tests.server import v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
-_ENOUGH = 150  # tokens that take long enough for more than two responses, however much they are merged
+_ENOUGH = 600  # tokens that take long enough for more than two responses, however much they are merged
 
 
 def _stream(stub: Stub, *requests: pb.ModelInferRequest) -> list[v2.Reply]:

@@ -15,7 +15,7 @@ from tests.server import v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
-_ENOUGH = 150  # tokens that take long enough for more than two responses, however much they are merged
+_ENOUGH = 600  # tokens that take long enough for more than two responses, however much they are merged
 _TINY = ("/v2/models/tiny", "/v2/models/tiny/versions/v1", "/v2/models/other")
 
 
