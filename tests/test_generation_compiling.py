@@ -61,7 +61,9 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
         await _start(generator, "fourth")
 
     asyncio.run(run())
-    assert codec.begun == ["first", "second", "fourth"] and len(engine.submitted) == 1
+    # The first two begin in two threads at once.
+    assert sorted(codec.begun[:2]) == ["first", "second"] and codec.begun[2:] == ["fourth"]
+    assert len(engine.submitted) == 1
 
 
 def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +101,4 @@ def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(m
         await _start(generator, "later")
 
     asyncio.run(run())
-    assert codec.begun == ["0", "1", "later"] and len(engine.submitted) == 1
+    assert sorted(codec.begun[:2]) == ["0", "1"] and codec.begun[2:] == ["later"] and len(engine.submitted) == 1

@@ -128,6 +128,7 @@ def test_a_killed_process_of_the_check_fails_the_load(
         summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "said"),
     [
@@ -159,6 +160,7 @@ def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_wa
     assert forward() is None
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_after_the_engine_has_started_stops_it(
     tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
