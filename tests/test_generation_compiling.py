@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from tests.test_generation_threads import Engine
 
 
 class Codec:
-    """Compiles for so many seconds, or until ``held`` is set; keeps which constraints it has begun with."""
+    """Compiles two at a time for so many seconds, or until ``held`` is set; keeps which constraints it has begun."""
 
     def __init__(self, held_s: float = 30) -> None:
         self._held_s = held_s
         self.held = threading.Event()
         self.begun: list[str] = []
+        self._num_submitted = 0
         self._threads: CompileThreads[Any] = CompileThreads(2)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
@@ -34,7 +36,15 @@ class Codec:
             self.begun.append(constraint.source)
             self.held.wait(self._held_s)
 
-        return self._threads.submit(work)
+        compilation = self._threads.submit(work)
+        self._num_submitted += 1
+        end = time.monotonic() + 30
+        # The first two begin in two threads. The second is submitted when the first has begun, so that their order is
+        # known.
+        while self._num_submitted <= 2 and constraint.source not in self.begun:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return compilation
 
 
 def _start(generator: Generator, name: str) -> Any:
@@ -61,9 +71,7 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
         await _start(generator, "fourth")
 
     asyncio.run(run())
-    # The first two begin in two threads at once.
-    assert sorted(codec.begun[:2]) == ["first", "second"] and codec.begun[2:] == ["fourth"]
-    assert len(engine.submitted) == 1
+    assert codec.begun == ["first", "second", "fourth"] and len(engine.submitted) == 1
 
 
 def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,4 +109,4 @@ def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(m
         await _start(generator, "later")
 
     asyncio.run(run())
-    assert sorted(codec.begun[:2]) == ["0", "1"] and codec.begun[2:] == ["later"] and len(engine.submitted) == 1
+    assert codec.begun == ["0", "1", "later"] and len(engine.submitted) == 1

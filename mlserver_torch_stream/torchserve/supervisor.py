@@ -189,18 +189,24 @@ class WorkerSupervisor:
                 slot.worker.kill()
             await asyncio.wait_for(slot.starting, self._config.startupTimeout)
         except asyncio.TimeoutError:
-            self.kill(slot, "was not ready in time")
+            await self._end_process(slot, "was not ready in time")
             raise LoadFailed(f"{name} was not ready within {self._config.startupTimeout} s (startupTimeout)") from None
         except LoadFailed as error:
             if slot.removed:
                 raise removed from None
-            self.kill(slot, str(error))
+            await self._end_process(slot, str(error))
             raise
         except OSError as error:
             slot.lost = True
             raise LoadFailed(f"{name} cannot be started: {error}") from None
         finally:
             slot.starting = None
+
+    async def _end_process(self, slot: WorkerSlot, why: str) -> None:
+        """The next start finds the memory and the ports of this process free."""
+        if slot.worker is not None:
+            slot.worker.kill(why)
+            await asyncio.to_thread(slot.worker.wait)
 
     def _received(self, slot: WorkerSlot, start: int, header: dict[str, Any], body: bytes) -> None:
         if start != slot.starts or slot.removed:

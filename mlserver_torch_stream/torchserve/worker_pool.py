@@ -65,6 +65,7 @@ class WorkerPool:
             await self.supervisor.add(self.scaling.least)
         except BaseException:
             self.supervisor.end()
+            await asyncio.to_thread(self.supervisor.wait)
             raise
         self.metrics.gauges = self.gauges
 

@@ -134,6 +134,7 @@ def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = set(threading.enumerate())
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(LeftBehind):
@@ -142,6 +143,8 @@ def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that
         release.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+        for thread in set(threading.enumerate()) - threads:  # else the next command would find it at work
+            thread.join(60)
 
 
 def test_a_load_that_fails_leaves_no_thread_behind() -> None:
