@@ -1,82 +1,52 @@
 """The messages of V2 over gRPC that the client needs, built without MLServer, whose import loads a whole server.
 
-They lie in a descriptor pool of their own, so they stand beside MLServer's and Triton's in one process. Their fields
-have MLServer's numbers and types; nested messages and maps are spelled flat, which are the same bytes.
+Their fields have MLServer's numbers and types; nested messages and maps are spelled flat, which are the same bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from mlserver_torch_stream.message_pool import Fields, message_classes
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-_PACKAGE = "mlserver_torch_stream.client"
-_Field = descriptor_pb2.FieldDescriptorProto
-
-# Message -> its fields, numbered from 1.
-_MESSAGES = {
-    "InferParameter": ("bool bool_param", "int64 int64_param", "string string_param"),
-    "ParameterEntry": ("string key", "InferParameter value"),
-    "InferTensorContents": (
-        "repeated bool bool_contents",
-        "repeated int32 int_contents",
-        "repeated int64 int64_contents",
-        "repeated uint32 uint_contents",
-        "repeated uint64 uint64_contents",
-        "repeated float fp32_contents",
-        "repeated double fp64_contents",
-        "repeated bytes bytes_contents",
-    ),
-    "InferTensor": (
-        "string name",
-        "string datatype",
-        "repeated int64 shape",
-        "repeated ParameterEntry parameters",
-        "InferTensorContents contents",
-    ),
-    "ModelInferRequest": (
-        "string model_name",
-        "string model_version",
-        "string id",
-        "repeated ParameterEntry parameters",
-        "repeated InferTensor inputs",
-    ),
-    "ModelInferResponse": (
-        "string model_name",
-        "string model_version",
-        "string id",
-        "repeated ParameterEntry parameters",
-        "repeated InferTensor outputs",
-    ),
-    "RepositoryIndexRequest": ("string repository_name", "bool ready"),
-    "ModelIndex": ("string name", "string version", "string state", "string reason"),
-    "RepositoryIndexResponse": ("repeated ModelIndex models",),
+_FIELDS: Fields = {
+    "InferParameter": {"bool_param": (1, "bool"), "int64_param": (2, "int64"), "string_param": (3, "string")},
+    "ParameterEntry": {"key": (1, "string"), "value": (2, "InferParameter")},
+    "InferTensorContents": {
+        "bool_contents": (1, "bool*"),
+        "int_contents": (2, "int32*"),
+        "int64_contents": (3, "int64*"),
+        "uint_contents": (4, "uint32*"),
+        "uint64_contents": (5, "uint64*"),
+        "fp32_contents": (6, "float*"),
+        "fp64_contents": (7, "double*"),
+        "bytes_contents": (8, "bytes*"),
+    },
+    "InferTensor": {
+        "name": (1, "string"),
+        "datatype": (2, "string"),
+        "shape": (3, "int64*"),
+        "parameters": (4, "ParameterEntry*"),
+        "contents": (5, "InferTensorContents"),
+    },
+    "ModelInferRequest": {
+        "model_name": (1, "string"),
+        "model_version": (2, "string"),
+        "id": (3, "string"),
+        "parameters": (4, "ParameterEntry*"),
+        "inputs": (5, "InferTensor*"),
+    },
+    "ModelInferResponse": {
+        "model_name": (1, "string"),
+        "model_version": (2, "string"),
+        "id": (3, "string"),
+        "parameters": (4, "ParameterEntry*"),
+        "outputs": (5, "InferTensor*"),
+    },
+    "RepositoryIndexRequest": {"repository_name": (1, "string"), "ready": (2, "bool")},
+    "ModelIndex": {"name": (1, "string"), "version": (2, "string"), "state": (3, "string"), "reason": (4, "string")},
+    "RepositoryIndexResponse": {"models": (1, "ModelIndex*")},
 }
 
-
-def _file() -> Any:
-    """In proto2's syntax, whose fields know whether they were sent."""
-    file = descriptor_pb2.FileDescriptorProto(name="v2_client.proto", package=_PACKAGE, syntax="proto2")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for number, text in enumerate(fields, 1):
-            *repeated, kind, field_name = text.split()
-            label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
-            field = message.field.add(name=field_name, number=number, label=label)
-            if kind in _MESSAGES:
-                field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
-            else:
-                field.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
-    return file
-
-
-_POOL = descriptor_pool.DescriptorPool()
-_POOL.Add(_file())
-
-
-def _message(name: str) -> Any:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
+_message = message_classes("mlserver_torch_stream.client", _FIELDS, {}, syntax="proto2")
 
 ModelInferRequest = _message("ModelInferRequest")
 ModelInferResponse = _message("ModelInferResponse")

@@ -5,7 +5,7 @@ Knows nothing of the server's own descriptions.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.server.message_pool import Fields, message_classes
+from mlserver_torch_stream.message_pool import Fields, message_classes
 
 SERVICE = "org.pytorch.serve.grpc.management.ManagementAPIsService"
 _NAMED = {"model_name": (1, "string"), "model_version": (2, "string")}

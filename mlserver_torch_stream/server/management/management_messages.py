@@ -5,7 +5,7 @@ Knows nothing of what they are for. Field names, numbers and types are those of 
 
 from __future__ import annotations
 
-from mlserver_torch_stream.server.message_pool import Fields, message_classes
+from mlserver_torch_stream.message_pool import Fields, message_classes
 
 _FIELDS: Fields = {
     "ManagementResponse": {"msg": (1, "string")},

@@ -7,7 +7,7 @@ entries.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.server.message_pool import Fields, message_classes
+from mlserver_torch_stream.message_pool import Fields, message_classes
 
 _FIELDS: Fields = {
     "PredictionsRequest": {

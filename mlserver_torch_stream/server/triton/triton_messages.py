@@ -8,7 +8,7 @@ server never fills are left out.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.server.message_pool import Enums, Fields, message_classes
+from mlserver_torch_stream.message_pool import Enums, Fields, message_classes
 
 _DURATIONS = (
     *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),

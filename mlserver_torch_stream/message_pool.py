@@ -17,10 +17,15 @@ Enums = Mapping[str, Sequence[str]]
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
-def message_classes(package: str, fields: Fields, enums: Enums) -> Callable[[str], type[Message]]:
-    """Finds a class by the name of its message. The values of an enum are numbered from 0."""
+def message_classes(
+    package: str, fields: Fields, enums: Enums, *, syntax: str = "proto3"
+) -> Callable[[str], type[Message]]:
+    """Finds a class by the name of its message. The values of an enum are numbered from 0.
+
+    ``syntax``: in "proto2" a field that has its type's zero is told from one that was not sent.
+    """
     pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(_file(package, fields, enums).SerializeToString())
+    pool.AddSerializedFile(_file(package, fields, enums, syntax).SerializeToString())
 
     def find(name: str) -> type[Message]:
         found: type[Message] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
@@ -29,8 +34,8 @@ def message_classes(package: str, fields: Fields, enums: Enums) -> Callable[[str
     return find
 
 
-def _file(package: str, fields: Fields, enums: Enums) -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(name="messages.proto", package=package, syntax="proto3")
+def _file(package: str, fields: Fields, enums: Enums, syntax: str) -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto(name="messages.proto", package=package, syntax=syntax)
     for name, values in enums.items():
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
