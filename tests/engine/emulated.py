@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +14,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from tests.engine.tiny import greedy, running, tokens_of
+from tests.engine.tiny import greedy, prompt_of, running, tokens_of
 
 
 def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
@@ -77,3 +82,29 @@ def pipelined(
 
 async def together(engine: EngineCore, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests)))
+
+
+def before_each_forward(engine: EngineCore, act: Callable[[Batch], None]) -> None:
+    """Calls ``act`` with the batch before each forward of a continuous batcher, in the thread of the forward."""
+    batcher = engine._batcher
+    assert isinstance(batcher, ContinuousBatcher)
+    forward: Forward = batcher._forward
+
+    def acted(batch: Batch, cache: PagedCache) -> Logits:
+        act(batch)
+        return forward(batch, cache)
+
+    batcher._forward = acted
+
+
+def decodes_alone(batch: Batch) -> bool:
+    """True if each sequence of the batch has one token: the batch has no part of a prompt."""
+    return all(each.count == 1 for each in batch.sequences)
+
+
+async def decoding(engine: EngineCore, count: int) -> list[TokenStream]:
+    """Streams of 240 tokens each, which have their first token."""
+    streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(count)]
+    for each in streams:
+        await anext(each)
+    return streams

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
@@ -23,6 +21,7 @@ from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.emulated import laid_out, pipelined
+from tests.engine.noted_matchers import note_matchers
 from tests.engine.tiny import (
     EOS,
     byte_tokenizer,
@@ -267,15 +266,7 @@ def test_the_matchers_of_ended_answers_are_freed_without_a_garbage_collection(
     model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of answers that end by themselves, and of one whose client leaves."""
-    matchers: list[weakref.ref[TokenMatcher]] = []
-    make = CompiledConstraint.matcher
-
-    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
-        matcher = make(self, end_ids)
-        matchers.append(weakref.ref(matcher))
-        return matcher
-
-    monkeypatch.setattr(CompiledConstraint, "matcher", noted)
+    matchers = note_matchers(monkeypatch)
     constraint = _compiled(codec, "json_schema", _SCHEMA)
 
     async def leaves(engine: EngineCore) -> None:

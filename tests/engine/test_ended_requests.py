@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,15 +16,12 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching import continuous
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.interface import Forward, Logits
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
-from tests.engine.emulated import laid_out, pipelined
+from tests.engine.emulated import before_each_forward, decoding, laid_out, pipelined
+from tests.engine.noted_matchers import note_matchers
 from tests.engine.tiny import Watch, greedy, one_by_one, prompt_of, run, running, tiny_model, tokens_of, until
 
 Refs = Sequence[weakref.ref[Any]]
@@ -156,20 +153,14 @@ def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypa
     monkeypatch.setattr(continuous.logger, "disabled", True)
     prompt, gate = prompt_of(24), threading.Event()
 
-    def failing(forward: Forward) -> Forward:
-        def fail(batch: Batch, cache: PagedCache) -> Logits:
-            if any(each.count == len(prompt) for each in batch.sequences):
-                assert gate.wait(30)
-                raise RuntimeError("no memory")
-            time.sleep(0.005)
-            return forward(batch, cache)
-
-        return fail
+    def fail(batch: Batch) -> None:
+        if any(each.count == len(prompt) for each in batch.sequences):
+            assert gate.wait(30)
+            raise RuntimeError("no memory")
+        time.sleep(0.005)
 
     async def scenario(engine: EngineCore) -> Refs:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
-        for each in beside:
-            await anext(each)
+        beside = await decoding(engine, 3)
         first = engine.submit([EngineRequest(prompt, greedy(4))])
         await until(lambda: engine.stats().prefilling_requests == 1, "the first prompt in flight")
         second = engine.submit([EngineRequest((*prompt, 5, 6), greedy(4))])
@@ -184,8 +175,7 @@ def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypa
 
     model = laid_out(tiny_model("llama"), 3)
     with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
-        assert isinstance(engine._batcher, continuous.ContinuousBatcher)
-        engine._batcher._forward = failing(engine._batcher._forward)
+        before_each_forward(engine, fail)
         try:
             check(engine, scenario)
         finally:
@@ -197,15 +187,7 @@ def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypa
 def test_a_request_with_a_constraint_is_freed_with_its_matchers(
     model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, serial: bool, leaves: bool
 ) -> None:
-    matchers: list[weakref.ref[Any]] = []
-    make = CompiledConstraint.matcher
-
-    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
-        matcher = make(self, end_ids)
-        matchers.append(weakref.ref(matcher))
-        return matcher
-
-    monkeypatch.setattr(CompiledConstraint, "matcher", noted)
+    matchers = note_matchers(monkeypatch)
     constraint = codec.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(_NAME), "field"))
 
     async def scenario(engine: EngineCore) -> Refs:

@@ -27,7 +27,16 @@ from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
 from mlserver_torch_stream.engine.pipeline.stages import read_stages
 from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.types import FinishReason, TokenEvent
-from tests.engine.emulated import Busy, InLaunchOrder, laid_out, pipelined, together
+from tests.engine.emulated import (
+    Busy,
+    InLaunchOrder,
+    before_each_forward,
+    decodes_alone,
+    decoding,
+    laid_out,
+    pipelined,
+    together,
+)
 from tests.engine.tiny import (
     VOCAB,
     Watch,
@@ -244,9 +253,7 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
         return held
 
     async def scenario(engine: EngineCore) -> None:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
-        for each in beside:
-            await anext(each)
+        beside = await decoding(engine, 3)
         cancelled = engine.submit([EngineRequest(first, greedy(12))])
         await until(lambda: engine.stats().prefilling_requests == 1, "the first prompt in flight")
         shares = asyncio.create_task(tokens_of(engine, second, greedy(12)))
@@ -276,19 +283,12 @@ def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> Non
     expected = reference(model, prompt_of(24), 12)
     gate = threading.Event()
 
-    def hold(forward: Forward) -> Forward:
-        def held(batch: Batch, cache: PagedCache) -> Logits:
-            assert all(each.count == 1 for each in batch.sequences) or gate.wait(30)
-            return forward(batch, cache)
-
-        return held
+    def hold(batch: Batch) -> None:
+        assert decodes_alone(batch) or gate.wait(30)
 
     async def scenario(engine: EngineCore) -> None:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(3)]
-        for each in beside:
-            await anext(each)
-        assert isinstance(engine._batcher, ContinuousBatcher)
-        engine._batcher._forward = hold(engine._batcher._forward)
+        beside = await decoding(engine, 3)
+        before_each_forward(engine, hold)
         stream = engine.submit([EngineRequest(prompt_of(24), greedy(12))])
         await until(lambda: engine.stats().prefilling_requests == 1, "a chunk in flight")
         stream.close()
@@ -486,21 +486,14 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
     model = laid_out(tiny_model("llama"), 2)
     gate = threading.Event()
 
-    def hang(forward: Forward) -> Forward:
-        def hung(batch: Batch, cache: PagedCache) -> Logits:
-            if all(each.count == 1 for each in batch.sequences):
-                return forward(batch, cache)
+    def hang(batch: Batch) -> None:
+        if not decodes_alone(batch):
             assert gate.wait(60)
             raise RuntimeError("too late")
 
-        return hung
-
     async def scenario(engine: EngineCore) -> None:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(2)]
-        for each in beside:
-            await anext(each)
-        assert isinstance(engine._batcher, ContinuousBatcher)
-        engine._batcher._forward = hang(engine._batcher._forward)
+        beside = await decoding(engine, 2)
+        before_each_forward(engine, hang)
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(lambda: "the prefill of 5 tokens" in str(engine.trouble), "trouble")
         assert "has not come back" in str(engine.trouble)

@@ -1,0 +1,25 @@
+"""The token matchers of constraints, as they are made: weakly, so that a test sees when they are freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+
+import pytest
+
+from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
+
+
+def note_matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[TokenMatcher]]:
+    """A list that gets each matcher from here on."""
+    matchers: list[weakref.ref[TokenMatcher]] = []
+    make = CompiledConstraint.matcher
+
+    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
+        matcher = make(self, end_ids)
+        matchers.append(weakref.ref(matcher))
+        return matcher
+
+    monkeypatch.setattr(CompiledConstraint, "matcher", noted)
+    return matchers
