@@ -26,7 +26,8 @@ LOG, RETURNED, RAISED = range(3)  # the kinds of messages that the process sends
 
 T = TypeVar("T")
 
-_AHEAD: ContextVar[list[subprocess.Popen[bytes]]] = ContextVar("started ahead")  # processes that wait for a function
+# Holds the process that ``started_ahead`` has started, until ``in_process`` takes it.
+_AHEAD: ContextVar[list[subprocess.Popen[bytes]]] = ContextVar("started ahead")
 
 
 @contextlib.contextmanager
@@ -49,7 +50,8 @@ def started_ahead(*modules: str) -> Iterator[None]:
 def in_process(function: Callable[..., T], *args: object) -> T:
     """Returns what ``function(*args)`` returns in another process, or raises what it raises there. Blocks.
 
-    The process is the one that was ``started_ahead``, else a new one. It runs one function, and ends.
+    Within a block of ``started_ahead``, the first call uses the process that waits there. Every other call starts a
+    process. Each process runs one function and then ends.
 
     The function, its arguments and its result can be pickled. The package's log lines of that process are logged here.
     An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the process
