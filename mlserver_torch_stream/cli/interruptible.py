@@ -13,9 +13,10 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from mlserver_torch_stream.cloud.store import settle
+from mlserver_torch_stream.work_threads import at_work, in_thread
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def run_to_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             raise Interrupted from None
         finally:
-            left = _left_behind()
+            left = at_work()
             for number in signals:
                 loop.remove_signal_handler(number)
                 if left:
@@ -56,39 +57,10 @@ def run_to_end(work: Awaitable[T]) -> T:
     return asyncio.run(guarded())
 
 
-class _Unstoppable(threading.Thread):
-    """A thread that the command does not wait for."""
-
-    at_work = True
-
-
-def _left_behind() -> bool:
-    return any(isinstance(thread, _Unstoppable) and thread.at_work for thread in threading.enumerate())
-
-
 async def in_a_thread(call: Callable[[], T]) -> T:
     """Does what asyncio.to_thread does, except that a cancellation raises LeftBehind without a wait for the thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(setter: Callable[[Any], None], value: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(lambda: None if future.done() else setter(value))
-
-    def work() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            thread.at_work = False
-            deliver(future.set_exception, error)
-        else:
-            thread.at_work = False
-            deliver(future.set_result, result)
-
-    thread = _Unstoppable(target=work, daemon=True)
-    thread.start()
     try:
-        return await future
+        return await in_thread(call)
     except asyncio.CancelledError:
         raise LeftBehind from None
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mlserver.logging import logger
 
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.threads import in_thread
+from mlserver_torch_stream.work_threads import in_thread
 
 # Seconds after the aborts: for the step that runs and the last responses, and for the engines' threads.
 _ABORT_TIMEOUT = 2.0

@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable, Member
-from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.work_threads import in_thread
 
 OnDeath = Callable[[BaseException], None]
 

@@ -17,8 +17,8 @@ from mlserver.logging import logger
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
-from mlserver_torch_stream.server.lifecycle.threads import exit_now
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+from mlserver_torch_stream.work_threads import exit_now
 
 # Of ServerOptions: those of MLServer's host, and those of the management API's address.
 _OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")

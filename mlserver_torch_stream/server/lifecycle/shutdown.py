@@ -22,11 +22,11 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.lifecycle.threads import exit_from_work
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.work_threads import exit_from_work
 
 _WHY = "the server is shutting down"
 # Seconds after the aborts for clients that do not read their last response, if the server has our models only.

@@ -1,4 +1,4 @@
-"""The models of MLServer's registry as TorchServe's management API sees them: listed, described, scaled, and so on.
+"""Finds, describes, registers, scales and unregisters models in MLServer's registry, for TorchServe's management API.
 
 Knows nothing of HTTP. A load and an unload of one name are ordered by the registry's lock.
 """
@@ -16,7 +16,6 @@ from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.lifecycle.threads import in_thread
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
@@ -24,6 +23,7 @@ from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusa
 from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
 from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
+from mlserver_torch_stream.work_threads import in_thread
 
 ACCEPTED = (202, "Processing worker updates...")
 Answer = tuple[int, str]  # the status and the message of a reply

@@ -17,7 +17,6 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
-_NAME = "mlserver-torch-stream work"
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -31,11 +30,22 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
             settle = partial(future.set_result, context.run(work))
         except BaseException as error:
             settle = partial(future.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        thread.at_work = False  # before anything that awaits the future can look
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
             loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
-    threading.Thread(target=run, name=_NAME, daemon=True).start()
+    thread = _WorkThread(target=run, name="mlserver-torch-stream work", daemon=True)
+    thread.start()
     return future
+
+
+class _WorkThread(threading.Thread):
+    at_work = True  # until its result is known
+
+
+def at_work() -> bool:
+    """True while such a thread has no result yet."""
+    return any(isinstance(thread, _WorkThread) and thread.at_work for thread in threading.enumerate())
 
 
 def exit_from_work(status: int) -> None:
@@ -43,7 +53,7 @@ def exit_from_work(status: int) -> None:
 
     A thread that returns from torch while the interpreter shuts down aborts the whole process (SIGABRT).
     """
-    if any(thread.name == _NAME for thread in threading.enumerate()):
+    if any(isinstance(thread, _WorkThread) for thread in threading.enumerate()):
         exit_now(status)
 
 
