@@ -14,7 +14,7 @@ import sys
 import httpx
 
 from benchmarks.cloud_moto import moto
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 
 _COUNT = 200
 _SUBJECTS = (
@@ -45,7 +45,7 @@ async def _upload() -> None:
     store = Store.open("s3://demo/prompts")
     prompts = [f"{_SUBJECTS[i % len(_SUBJECTS)]} number {i} is" for i in range(_COUNT)]
     await asyncio.gather(*(store.put(f"{i:03}.txt", prompt.encode()) for i, prompt in enumerate(prompts)))
-    await store.aclose()
+    await settle()
 
 
 async def _show() -> None:
@@ -57,7 +57,7 @@ async def _show() -> None:
             body = (row["response"] or {"body": row})["body"]
             answer = body.get("error") or body["choices"][0]["text"]
             print(f"{row['index']:3} {row['key']}  {answer!r}")
-    await store.aclose()
+    await settle()
 
 
 if __name__ == "__main__":

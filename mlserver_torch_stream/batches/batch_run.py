@@ -27,7 +27,7 @@ from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.cloud.run import CloudRun, plan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +102,13 @@ class BatchRun:
             retry=self._places.retry,
             created=record.created_at,
         )
-        planned = await plan(run)
         try:
+            planned = await plan(run)
             async with self._stoppable(record) as inference:
                 await self._written(planned.done.rows, planned.done.failed)
                 await write(planned, inference, RunMetrics(), written=self._written)
         finally:
-            await planned.aclose()
+            await settle()
 
     @asynccontextmanager
     async def _stoppable(self, record: BatchRecord) -> AsyncIterator[RowInference]:

@@ -29,8 +29,7 @@ def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from mlserver_torch_stream.cli.interruptible import run_to_end
 
     async def check() -> None:
-        planned = await plan(options.make_run(arguments, await model_name(arguments)))
-        await planned.aclose()
+        await plan(options.make_run(arguments, await model_name(arguments)))
 
     async def held() -> Done:
         output = Store.open(arguments.output, dict(arguments.storage), arguments.stall, make=False)

@@ -87,21 +87,18 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_run(arguments, name))
-    try:
-        check_objects(arguments, (each.info.key for each in planned.objects))
-        if arguments.dry_run:
-            print(_described(planned))
-            return 0
-        async with open_model(arguments, name, metrics) as (infer, weigh, limits):
-            planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
-            stopwatch.start()
-            shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
-            async with Progress(metrics, _total(planned), sys.stderr, shown):
-                if planned.output is not None:
-                    return await write(planned, infer, metrics, say)
-                return await _print(planned, infer, metrics)
-    finally:
-        await planned.aclose()
+    check_objects(arguments, (each.info.key for each in planned.objects))
+    if arguments.dry_run:
+        print(_described(planned))
+        return 0
+    async with open_model(arguments, name, metrics) as (infer, weigh, limits):
+        planned = replace(planned, run=replace(planned.run, weigh=weigh, limits=limits))
+        stopwatch.start()
+        shown = arguments.progress == "on" or (arguments.progress == "auto" and sys.stderr.isatty())
+        async with Progress(metrics, _total(planned), sys.stderr, shown):
+            if planned.output is not None:
+                return await write(planned, infer, metrics, say)
+            return await _print(planned, infer, metrics)
 
 
 async def model_name(arguments: argparse.Namespace) -> str:

@@ -60,13 +60,10 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
         output = Store.open(arguments.output, storage, arguments.stall)
         stopwatch.start()
         say("watching")
-        try:
-            if arguments.kafka is not None:
-                await _consume(arguments, name, output, model, metrics)
-            else:
-                await _objects(arguments, name, output, model, metrics)
-        finally:
-            await output.aclose()
+        if arguments.kafka is not None:
+            await _consume(arguments, name, output, model, metrics)
+        else:
+            await _objects(arguments, name, output, model, metrics)
     return metrics.failed
 
 

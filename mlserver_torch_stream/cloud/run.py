@@ -113,23 +113,13 @@ class RunPlan:
     done: Done
     known: bool = False
 
-    async def aclose(self) -> None:
-        await self.source.store.aclose()
-
 
 async def plan(run: CloudRun) -> RunPlan:
     """Lists the input, or reads the list that is stored with the output. Writes nothing.
 
-    Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it.
+    Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it. The
+    caller awaits ``settle`` before its event loop ends.
     """
-    try:
-        return await _plan(run)
-    except BaseException:
-        await settle()
-        raise
-
-
-async def _plan(run: CloudRun) -> RunPlan:
     place = await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
     identity = identify(run.config(), int(time.time()) if run.created is None else run.created)
     if run.output is None:
@@ -233,13 +223,12 @@ async def stream(run: CloudRun, infer: Infer, metrics: RunMetrics | None = None)
     """Yields the results of a run without an output, in order, while objects are still being fetched."""
     if run.output is not None:
         raise RunRefused("--output: stream gives results to its caller; use write for an output")
-    planned = await plan(run)
     try:
-        async with aclosing(results(planned, infer, metrics or RunMetrics())) as found:
+        async with aclosing(results(await plan(run), infer, metrics or RunMetrics())) as found:
             async for result in found:
                 yield result
     finally:
-        await planned.aclose()
+        await settle()
 
 
 async def write(

@@ -207,9 +207,6 @@ class Store:
         """Raises ObjectMissing where a key is not there and the store tells of it."""
         await self._call(next(iter(keys), ""), lambda: self._library.delete_async(self._backend, keys))
 
-    async def aclose(self) -> None:
-        await settle()
-
     async def _call(self, key: str, call: Callable[[], Any]) -> Any:
         try:
             return await within(call(), self._stall_s)

@@ -20,7 +20,7 @@ from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
-from mlserver_torch_stream.cloud.store import Store, within
+from mlserver_torch_stream.cloud.store import Store, settle, within
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests import plain_http
 from tests.cloud.azure import azure_server
@@ -182,7 +182,7 @@ def test_azures_etags_are_listed_without_the_quotes_that_they_are_asked_for_with
         (listed,) = [info async for info in store.list()]
         assert listed == await store.head("a.txt")
         data = await fetch_range(store, listed, 0, listed.size, Retry(1), lambda error: None)
-        await store.aclose()
+        await settle()
         return data
 
     with azure_server({"a.txt": b"hello"}) as url:

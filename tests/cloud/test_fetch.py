@@ -18,7 +18,7 @@ from mlserver_torch_stream.cloud.cloud_errors import (
 )
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.faulty import Fault, FaultyServer, faulty_server
 
 _BODY = random.Random(5).randbytes(300_000)
@@ -51,7 +51,7 @@ def _fetch(server: FaultyServer, kind: str = "s3", stall_s: float = 5.0) -> tupl
         try:
             return await fetch_range(store, info, 0, info.size, _QUICK, retried.append)
         finally:
-            await store.aclose()
+            await settle()
 
     return asyncio.run(fetch()), retried
 
@@ -116,7 +116,7 @@ def test_large_objects_come_in_pinned_ranges_side_by_side(server: FaultyServer) 
         store = _store(server, "s3")
         source = Source(store, [Listed(await store.head(_KEY))], retry=_QUICK, block=65_536)
         rows = [row async for row in source.rows()]
-        await store.aclose()
+        await settle()
         return [row.data for row in rows]
 
     assert asyncio.run(read()) == [_BODY]

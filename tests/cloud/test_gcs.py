@@ -11,7 +11,7 @@ import pytest
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, ObjectExists
 from mlserver_torch_stream.cloud.sink import create
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud
 from tests.cloud.gcs import Bucket, gcs_bucket
 from tests.cloud.models import ModelServer
@@ -58,6 +58,6 @@ def test_writes_ask_for_what_is_there(gcs: Bucket) -> None:
         with pytest.raises(ObjectChanged):
             await store.replace("a", b"three", marks)
         assert [info.key async for info in store.list()] == ["a"] and await store.get("a") == b"two"
-        await store.aclose()
+        await settle()
 
     asyncio.run(act())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.models import ModelServer
 from tests.waiting import wait_until
@@ -165,7 +165,7 @@ def _kill_between_parts(run: tuple[Any, ...], out: Path, parts: int, seconds: fl
 
 _READER = """
 import asyncio, sys
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 
 async def read(store, info):
     return [chunk async for chunk in store.read(info, 0, info.size)]
@@ -173,20 +173,20 @@ async def read(store, info):
 async def main():
     store = Store.open(sys.argv[1])
     await asyncio.gather(*[read(store, info) async for info in store.list()])
-    await store.aclose()
+    await settle()
 
 asyncio.run(main())
 """
 
 
 def _exits(bucket: str, server: ModelServer, count: int) -> None:
-    """The object-store library aborts many processes that end on one of its calls, 7 of 25 readers without aclose."""
+    """The object-store library aborts many processes that end on one of its calls, 7 of 25 without ``settle``."""
 
     async def upload() -> None:
         store = Store.open(f"s3://{bucket}/in")
         for number in range(8):
             await store.put(f"{number}.txt", b"text" * 50_000)
-        await store.aclose()
+        await settle()
 
     asyncio.run(upload())
     for number in range(count):

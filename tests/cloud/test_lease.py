@@ -14,7 +14,7 @@ import pytest
 
 from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.jobs import QUICK
 from tests.cloud.models import ModelServer
@@ -43,7 +43,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(
                 await _lease(store).check()
         async with _lease(store):
             pass
-        await store.aclose()
+        await settle()
 
     asyncio.run(act())
 

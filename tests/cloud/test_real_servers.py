@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests import plain_http
 from tests.cloud.command import cloud
 from tests.cloud.models import ModelServer
@@ -66,13 +66,13 @@ def _a_run_that_resumes(place: str, storage: dict[str, str], server: ModelServer
         lines = [json.dumps({"custom_id": f"r{i}", "prompt": f"row {i}"}) for i in range(20)]
         await store.put("a.jsonl", "\n".join(lines).encode())
         await store.put("b.txt", b"x" * 20_000_000)
-        await store.aclose()
+        await settle()
 
     async def rows() -> list[dict[str, Any]]:
         store = Store.open(f"{place}/out", storage)
         names = sorted([info.key async for info in store.list() if info.key.startswith("part-")])
         found = [json.loads(line) for name in names for line in (await store.get(name)).splitlines()]
-        await store.aclose()
+        await settle()
         return found
 
     asyncio.run(upload())

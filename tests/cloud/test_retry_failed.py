@@ -15,7 +15,7 @@ from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.retry_failed import FailedRow, FailedRowRetry
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result
 from mlserver_torch_stream.cloud.source import Listed, Source
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests import plain_http
 from tests.cloud.command import cloud
 from tests.cloud.faulty import FaultyServer, faulty_server
@@ -217,7 +217,7 @@ def test_what_is_written_over_is_the_version_that_was_read(place: str, tmp_path:
         with pytest.raises(ObjectChanged):
             await store.replace("a", b"third", marks)
         assert await store.get("a") == b"second"
-        await store.aclose()
+        await settle()
 
     url = str(tmp_path) if place != "s3" else f"s3://{request.getfixturevalue('bucket')}"
     asyncio.run(act())
@@ -231,7 +231,7 @@ def test_only_the_lines_that_are_wanted_are_rows_and_nothing_behind_them_is_fetc
         objects = [Listed(await store.head("a.jsonl"))]
         source = Source(store, objects, block=10_000, ahead=PrefetchedRange(2, 20_000), lines={"a.jsonl": {3, 1200}})
         lines = [row.line async for row in source.rows()]
-        await store.aclose()
+        await settle()
         return lines
 
     with faulty_server({"/bucket/a.jsonl": body}) as server:

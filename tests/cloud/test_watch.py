@@ -17,7 +17,7 @@ import pytest
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.faulty import FaultyServer, faulty_server
@@ -54,7 +54,7 @@ def _put(bucket: str, objects: dict[str, bytes]) -> None:
         store = Store.open(f"s3://{bucket}")
         for key, data in objects.items():
             await store.put(key, data)
-        await store.aclose()
+        await settle()
 
     asyncio.run(put())
 
@@ -64,7 +64,7 @@ def _results(url: str) -> list[dict[str, Any]]:
         store = Store.open(url)
         names = [info.key async for info in store.list() if info.key.startswith(("result-", "part-"))]
         lines = [line for name in sorted(names) for line in (await store.get(name)).splitlines()]
-        await store.aclose()
+        await settle()
         return [json.loads(line) for line in lines]
 
     return asyncio.run(get())
@@ -180,7 +180,7 @@ def test_an_object_that_cannot_be_looked_at_has_one_result_until_it_can(key: str
         if key == "denied.txt":
             objects.denied.clear()
             await Watcher(store, output, infer, {}, report=told.append).watch(announcements(key))
-        await store.aclose()
+        await settle()
         return [json.loads(await output.get(info.key)) async for info in output.list()]
 
     with faulty_server({"/bucket/denied.txt": b"now"}) as objects:

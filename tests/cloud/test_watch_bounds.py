@@ -11,7 +11,7 @@ import pytest
 from mlserver_torch_stream.cloud.chunking import Chunking
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Row
-from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store, settle
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 
 
@@ -49,7 +49,7 @@ def test_a_watcher_fetches_as_many_ranges_ahead_as_it_is_told(tmp_path: Path, ah
         chunks, bound = Chunking(3 * 2**20), PrefetchedRange(ahead)
         watcher = Watcher(store, output, infer, {}, Kind.BYTES, chunking=chunks, ahead=bound)
         await watcher.watch(announcements())
-        await output.aclose()
+        await settle()
         return store.most
 
     assert (asyncio.run(watched()) == 1) is (ahead == 1)
