@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
@@ -47,12 +47,31 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCompletion:
+class CompletionBuilder:
     """The values that all objects of one request have in common. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str
     created: int
+    id_prefix: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
+        """The chunk with the usage, after all choices of a stream."""
+        return {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(usage)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class ChatCompletion(CompletionBuilder):
+    id_prefix = "chatcmpl"
+    chunk_kind = "chat.completion.chunk"
 
     def whole(self, choices: Sequence[ChatChoice], tally: TokenCounts) -> dict[str, Any]:
         return {
@@ -69,20 +88,8 @@ class ChatCompletion:
             delta["content"] = choice.text
         if choice.tool_calls:
             delta["tool_calls"] = call_deltas(choice.tool_calls)
-        head = {**self._head("chat.completion.chunk"), "choices": [_choice(choice, "delta", delta)]}
+        head = {**self._head(self.chunk_kind), "choices": [_choice(choice, "delta", delta)]}
         return head if usage is None else {**head, "usage": usage_of(usage)}
-
-    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """The chunk with the usage, after all choices of a stream."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(usage)}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{self.request_id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
 
 
 def _message(choice: ChatChoice) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mlserver_torch_stream.protocol.spelling import (
     WholeEncoder,
 )
 from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY, refuse_left_over
+from mlserver_torch_stream.protocol.v2_outputs import head
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt, TokenEvent
 
 _ID = "id"
@@ -68,7 +69,7 @@ class FlatStreamReply:
     """One object for each event of a streamed request."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
-        self._head = _head(request, context)
+        self._head = head(context, request.request_id)
         self._progress = StreamProgress(request, context.request_index)
         self._shown = shown_values(request.reply)
         self._details = request.reply.details
@@ -98,18 +99,13 @@ class FlatUnaryReply(WholeReply):
     """One object for a whole request: a value of one element is that element, any other a list."""
 
     def body(self) -> JsonObject:
-        reply = _head(self._request, self._context)
+        reply = head(self._context, self._request.request_id)
         for name, data in self.values(shown_values(self._request.reply)).items():
             reply[name] = data[0] if len(data) == 1 and name not in _ALWAYS_LISTS else data
         if self._request.reply.details:
             details = [whole_details(sequence) for sequence in self.sequences]
             reply[_DETAILS] = details[0] if len(details) == 1 else details
         return {**reply, "chunk_index": 0, "triton_final_response": True, **totals(self.usage)}
-
-
-def _head(request: GenerationRequest, context: ReplyContext) -> JsonObject:
-    head = {"model_name": context.model_name, "model_version": context.model_version, "id": request.request_id}
-    return {name: value for name, value in head.items() if value is not None}
 
 
 def _texts(value: Any, most: int) -> list[str]:

@@ -6,13 +6,13 @@ Knows nothing of transports or tokenizers: a token whose bytes are unknown is na
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from mlserver_torch_stream.protocol.chat_completion import (
     ChatChoice,
     ChatCompletion,
+    CompletionBuilder,
     TokenCounts,
     alternatives,
     finite,
@@ -30,32 +30,17 @@ def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: To
     return whole
 
 
-@dataclass(frozen=True, slots=True)
-class TextCompletion:
-    """The values that all objects of one request have in common. ``created`` is in seconds since the epoch."""
-
-    request_id: str
-    model: str
-    created: int
+class TextCompletion(CompletionBuilder):
+    id_prefix = "cmpl"
+    chunk_kind = "text_completion"  # also of the whole answer
 
     def whole(self, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-        return {**self._head(), "choices": [_choice(choice, 0) for choice in choices], "usage": usage_of(counts)}
+        answers = [_choice(choice, 0) for choice in choices]
+        return {**self._head(self.chunk_kind), "choices": answers, "usage": usage_of(counts)}
 
     def chunk(self, choice: ChatChoice, offset: int) -> dict[str, Any]:
         """``offset``: characters of the tokens that earlier chunks of the choice have shown."""
-        return {**self._head(), "choices": [_choice(choice, offset)]}
-
-    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """The chunk with the usage, after all choices of a stream."""
-        return {**self._head(), "choices": [], "usage": usage_of(usage)}
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-        }
+        return {**self._head(self.chunk_kind), "choices": [_choice(choice, offset)]}
 
 
 def shown_length(entries: Sequence[TokenLogprob]) -> int:

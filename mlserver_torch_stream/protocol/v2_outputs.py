@@ -6,13 +6,12 @@ nothing of when a response is due.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 
 _DATATYPES = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
 
@@ -22,21 +21,10 @@ def output(name: str, data: list[Any], shape: list[int] | None = None) -> JsonOb
     return {"name": name, "shape": shape or [len(data)], "datatype": _DATATYPES[name], "data": data}
 
 
-def response(
-    model_name: str,
-    model_version: str | None,
-    request_id: str,
-    parameters: Mapping[str, Any],
-    outputs: list[JsonObject],
-) -> JsonObject:
-    """One response; gRPC drops parameters that are no string, integer or boolean."""
-    return {**head(model_name, model_version, request_id), "parameters": parameters, "outputs": outputs}
-
-
-def head(model_name: str, model_version: str | None, request_id: str) -> JsonObject:
+def head(context: ReplyContext, request_id: str) -> JsonObject:
     """The beginning of every response to one request."""
-    version = {} if model_version is None else {"model_version": model_version}
-    return {"model_name": model_name, **version, "id": request_id}
+    version = {} if context.model_version is None else {"model_version": context.model_version}
+    return {"model_name": context.model_name, **version, "id": request_id}
 
 
 def as_response(body: JsonObject) -> InferenceResponse:

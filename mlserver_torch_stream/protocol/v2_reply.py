@@ -14,7 +14,7 @@ import orjson
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.v2_outputs import head, output, response
+from mlserver_torch_stream.protocol.v2_outputs import head, output
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
 _AS_JSON = frozenset({names.LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
@@ -25,7 +25,7 @@ class StreamReply:
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._request_id = request.request_id
-        self._head = head(context.model_name, context.model_version, request.request_id)
+        self._head = head(context, request.request_id)
         self._progress = StreamProgress(request, context.request_index)
         self._shown = shown_values(request.reply)
         self._headers = dict(context.headers)  # until the first response has taken them
@@ -70,7 +70,7 @@ class UnaryReply(WholeReply):
             parameters["request_index"] = context.request_index
         if context.headers:
             parameters["headers"] = dict(context.headers)
-        return response(context.model_name, context.model_version, request_id, parameters, self._tensors())
+        return {**head(context, request_id), "parameters": parameters, "outputs": self._tensors()}
 
     def _tensors(self) -> list[JsonObject]:
         tensors = []

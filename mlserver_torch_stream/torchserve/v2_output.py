@@ -14,7 +14,7 @@ import orjson
 
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs
-from mlserver_torch_stream.protocol.v2_outputs import response
+from mlserver_torch_stream.protocol.v2_outputs import head
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, ResponsePiece
 
 OUTPUT = "output"
@@ -77,7 +77,7 @@ class Reply:
             parameters["headers"], self._headers = self._headers, {}
         self._count += 1
         self.final_sent |= final
-        return response(self._context.model_name, self._context.model_version, request.request_id, parameters, outputs)
+        return {**head(self._context, request.request_id), "parameters": parameters, "outputs": outputs}
 
 
 def as_rest(body: JsonObject, binary: BinaryOutputs = _NO_BINARY) -> JsonObject:
