@@ -11,7 +11,8 @@ from typing import Any
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import STRING, ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.responses_parameters import INPUT, LOGPROBS
-from mlserver_torch_stream.protocol.values import parse_json, shown
+from mlserver_torch_stream.protocol.tools import parsed_arguments
+from mlserver_torch_stream.protocol.values import shown
 
 _OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
 _PARTS: Schema = {"type": ["string", "array"], "items": {"type": "object"}}
@@ -176,16 +177,6 @@ def _part(place: str, part: Mapping[str, Any], kinds: Sequence[str]) -> str:
 
 
 def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a chat's message. The arguments become an object, as templates read them."""
-    place = f"{place}.arguments"
-    try:
-        arguments = parse_json(item["arguments"] or "{}")
-    except ValueError as error:
-        raise InvalidInput(place, f"is not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise InvalidInput(place, f"must be a JSON object, got {shown(arguments)}")
-    return {
-        "id": item["call_id"],
-        "type": "function",
-        "function": {"name": item["name"], "arguments": arguments},
-    }
+    """The item as a call in a chat's message, whose arguments are an object, as templates read them."""
+    arguments = parsed_arguments(f"{place}.arguments", "is", item["arguments"])
+    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}

@@ -111,13 +111,19 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = parse_json(function["arguments"] or "{}")
-    except ValueError as error:
-        raise InvalidInput(field, f"the arguments of {place} are not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise InvalidInput(field, f"the arguments of {place} must be a JSON object, got {shown(arguments)}")
+    arguments = parsed_arguments(field, f"the arguments of {place} are", function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_arguments(field: str, they_are: str, text: str) -> dict[str, Any]:
+    """The arguments of a call as an object. ``they_are`` begins the error's sentence."""
+    try:
+        arguments = parse_json(text or "{}")
+    except ValueError as error:
+        raise InvalidInput(field, f"{they_are} not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise InvalidInput(field, f"{they_are} no JSON object: {shown(arguments)}")
+    return arguments
 
 
 def _named(choice: Any, functions: Sequence[Mapping[str, Any]], given: Merged) -> str | None:

@@ -36,6 +36,12 @@ _FORMATS = {
 }
 
 
+def has_tensors(body: Mapping[str, Any]) -> bool:
+    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
+    inputs = body.get("inputs")
+    return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
+
+
 def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str, Any]:
     """The request's object with the elements of its binary tensors, which follow each other in ``raw``.
 
@@ -75,8 +81,7 @@ class BinaryOutputs:
     @classmethod
     def wanted_by(cls, body: Any) -> BinaryOutputs:
         """Reads a request. A body that is no V2 request wants no binary outputs. Raises InvalidInput."""
-        inputs = body.get("inputs") if isinstance(body, Mapping) else None
-        if not isinstance(inputs, list) or not all(isinstance(each, dict) and "datatype" in each for each in inputs):
+        if not isinstance(body, Mapping) or not has_tensors(body):
             return cls()
         outputs = body.get("outputs")
         chosen = {}

@@ -65,12 +65,6 @@ def read_parts(
     )
 
 
-def is_v2(body: Mapping[str, Any]) -> bool:
-    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
-    inputs = body.get("inputs")
-    return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
-
-
 def _is_for_envelope(payload: Any, envelope: str) -> bool:
     """True if KServe's envelope reads the whole request; under ``kserve`` the tensor ``body`` may hold V1's JSON."""
     return envelope == "kservev2" or (envelope == "kserve" and {each.name for each in payload.inputs} != {"body"})

@@ -9,9 +9,10 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.v2_binary import has_tensors
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
-from mlserver_torch_stream.torchserve.v2_input import is_v2, read_request
+from mlserver_torch_stream.torchserve.v2_input import read_request
 
 
 def _read(parameters: dict[str, Any], **config: Any) -> HandlerRequest:
@@ -63,8 +64,8 @@ def test_a_time_limit_that_is_none_is_refused(timeout: Any) -> None:
 
 
 def test_only_a_list_of_tensors_makes_a_body_v2() -> None:
-    assert is_v2({"inputs": [{"name": "x", "datatype": "BYTES"}]}) and is_v2({"inputs": []})
-    assert not any(map(is_v2, ({}, {"inputs": "text"}, {"inputs": [1, 2]}, {"inputs": [{"a": 1}]})))
+    assert has_tensors({"inputs": [{"name": "x", "datatype": "BYTES"}]}) and has_tensors({"inputs": []})
+    assert not any(map(has_tensors, ({}, {"inputs": "text"}, {"inputs": [1, 2]}, {"inputs": [{"a": 1}]})))
 
 
 def test_a_matrix_is_given_as_deep_as_its_shape_however_it_was_sent() -> None:

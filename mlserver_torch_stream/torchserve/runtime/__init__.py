@@ -17,7 +17,7 @@ from mlserver.logging import logger
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, refuse_left_over
+from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, has_tensors, refuse_left_over
 from mlserver_torch_stream.protocol.v2_spelling import read_posted_request
 from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
@@ -35,7 +35,7 @@ from mlserver_torch_stream.torchserve.runtime.handler_opener import HandlerOpene
 from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
 from mlserver_torch_stream.torchserve.runtime.posted_body import read_posted
 from mlserver_torch_stream.torchserve.runtime.prediction_reply import PredictionReply
-from mlserver_torch_stream.torchserve.v2_input import is_v2, read_body, read_parts
+from mlserver_torch_stream.torchserve.v2_input import read_body, read_parts
 
 
 class TorchServeRuntime(BaseRuntime):
@@ -65,7 +65,7 @@ class TorchServeRuntime(BaseRuntime):
     ) -> HandlerReply:
         """For the REST endpoints: a V2 request or, where flat JSON is taken, the handler's own body."""
         body = posted.json
-        own = isinstance(body, RequestPart) or (FLAT in route.spellings and not is_v2(body))
+        own = isinstance(body, RequestPart) or (FLAT in route.spellings and not has_tensors(body))
         request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
         opener = self.opener(endpoint)
         if own:
