@@ -10,8 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import quote
+from typing import Any, cast
 
 import httpx
 
@@ -27,8 +26,10 @@ from mlserver_torch_stream.cli.openai_key import authorization, without_key
 from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
 from mlserver_torch_stream.client import AsyncClient, ClientError, EventParser
 from mlserver_torch_stream.client.address import Api
+from mlserver_torch_stream.client.generation_call import GenerationCall
 from mlserver_torch_stream.client.http_transport import retry_after_s
 from mlserver_torch_stream.client.openai_json import error_message
+from mlserver_torch_stream.client.v2_json import V2Json
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
     AccessDenied,
@@ -57,6 +58,10 @@ class RowFailed(CloudError, retriable=True):
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.failure = row_failure("server_error", message, status, error)
+
+
+def unreadable_answer(error: Exception) -> RowFailed:
+    return RowFailed(f"the server's answer cannot be read: {type(error).__name__}: {error}", _UNREADABLE)
 
 
 class RowRejected(CloudError):
@@ -145,13 +150,8 @@ class HttpInfer:
             return "/v1/completions", {**body, "prompt": ask.prompt}
         # Parameters that change nothing in OpenAI's API are left out in V2.
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
-        name, text = ("messages", json.dumps(ask.messages)) if ask.chat else ("text_input", ask.prompt)
-        inputs = [{"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}]
-        if "tools" in parameters:
-            tools = json.dumps(parameters.pop("tools"))
-            inputs.append({"name": "tools", "shape": [1], "datatype": "BYTES", "data": [tools]})
-        end = "generate_stream" if self.stream else "infer"
-        return f"/v2/models/{quote(self.model, safe='')}/{end}", {"inputs": inputs, "parameters": parameters}
+        prompts = (cast(str, ask.prompt),)  # None in a row without a prompt, which the server refuses
+        return V2Json(self.stream).request(GenerationCall(self.model, prompts, ask.messages, parameters))
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         answer = OpenAIAnswer() if self.api == "openai" else V2ServerAnswer(self.name or self.model, ask.chat)
@@ -193,8 +193,7 @@ class HttpInfer:
         except GenerationBroke as error:
             raise RowFailed(f"the generation failed: {error}", _BROKEN, error.error) from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            text = f"the server's answer cannot be read: {type(error).__name__}: {error}"
-            raise RowFailed(text, _UNREADABLE) from None
+            raise unreadable_answer(error) from None
         raise StoreUnavailable(f"{self.url}: the stream ended before its last event")
 
     def _refusal(self, response: httpx.Response, body: bytes) -> CloudError:
@@ -203,13 +202,20 @@ class HttpInfer:
         text = f"{self.url} answered {status}: {reason}"
         if status in _LATER:
             return StoreUnavailable(text, retry_after_s(response.headers))
-        if status in (401, 403):
-            return AccessDenied(text)
-        if status == 404:
-            return ObjectMissing(text)
-        if status >= 500:
-            return RowFailed(text, status, error)
-        return RowRejected(row_failure("invalid_request", text, status, error))
+        return lasting_refusal(text, status, missing=status == 404, error=error)
+
+
+def lasting_refusal(
+    text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
+) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
+    """The error of a refusal that does not pass by itself. ``missing``: the server has no such model."""
+    if status in (401, 403):
+        return AccessDenied(text)
+    if missing:
+        return ObjectMissing(text)
+    if status >= 500:
+        return RowFailed(text, status, error)
+    return RowRejected(row_failure("invalid_request", text, status, error))
 
 
 def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:

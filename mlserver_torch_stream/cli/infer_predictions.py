@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from mlserver_torch_stream.cli.answers_http import parse
-from mlserver_torch_stream.cli.infer_http import MOST_ERROR_CHARACTERS, HttpInfer, RowFailed, RowRejected, row_failure
+from mlserver_torch_stream.cli.infer_http import MOST_ERROR_CHARACTERS, HttpInfer, RowFailed, lasting_refusal
 from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector, answer_too_large
 from mlserver_torch_stream.cli.openai_key import authorization, without_key
 from mlserver_torch_stream.cli.posted_pieces import ConnectionBroke, PostedPiece, PostForPieces
 from mlserver_torch_stream.client.http_transport import retry_after_s
-from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
+from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 _OK = range(200, 300)
@@ -73,13 +73,7 @@ class PredictionInfer(HttpInfer):
         if status == 429 or kind in _SLOWER:
             self.gate.concurrency.refused(started)
             return StoreUnavailable(text, retry_after_s(answer.headers))
-        if status in (401, 403):
-            return AccessDenied(text)
-        if kind in _UNKNOWN:
-            return ObjectMissing(text)
-        if status >= 500:
-            return RowFailed(text, status)
-        return RowRejected(row_failure("invalid_request", text, status, None))
+        return lasting_refusal(text, status, missing=kind in _UNKNOWN)
 
 
 def _error(body: bytes) -> Mapping[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 from mlserver_torch_stream.cli.answers_http import parse
-from mlserver_torch_stream.cli.infer_http import HttpInfer, RowFailed
+from mlserver_torch_stream.cli.infer_http import HttpInfer, unreadable_answer
 from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector, answer_too_large
 from mlserver_torch_stream.cloud.chunk_join import PREDICTIONS
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 
-_UNREADABLE = 502
 _JSON_BYTES = "Inference-Header-Content-Length"
 
 
@@ -59,5 +58,4 @@ def _outputs(answer: bytes) -> list[dict[str, Any]]:
             for tensor in parse(answer)["outputs"]
         ]
     except (ValueError, KeyError, TypeError) as error:
-        text = f"the server's answer cannot be read: {type(error).__name__}: {error}"
-        raise RowFailed(text, _UNREADABLE) from None
+        raise unreadable_answer(error) from None

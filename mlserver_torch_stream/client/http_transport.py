@@ -166,14 +166,12 @@ def _opened(
     except httpx.InvalidURL as error:
         raise ValueError(f"url: {error}, got {without_credentials(url)!r}") from None
     try:
-        verify = _environments_tls() if authorities is None else tls_context(authorities)
-        return library(base_url=url, headers=headers, timeout=_timeouts(timeout), verify=verify)
+        environment = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+        verify = _tls_context(*environment) if authorities is None else tls_context(authorities)
+        timeouts = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT_S))
+        return library(base_url=url, headers=headers, timeout=timeouts, verify=verify)
     except (ValueError, httpx.InvalidURL, ImportError, OSError) as error:
         raise ValueError(f"a proxy or a certificate of the environment cannot be used: {error}") from error
-
-
-def _environments_tls() -> ssl.SSLContext:
-    return _tls_context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
 @lru_cache(maxsize=1)
@@ -181,10 +179,6 @@ def _tls_context(cert_file: str | None, cert_folder: str | None) -> ssl.SSLConte
     """The context that all clients share, because reading the certificates takes 25 ms. httpx takes the arguments from
     the environment itself; with other ones there is a new context."""
     return httpx.create_ssl_context()
-
-
-def _timeouts(silence: float) -> httpx.Timeout:
-    return httpx.Timeout(silence, connect=min(silence, _CONNECT_TIMEOUT_S))
 
 
 def _reason(error: httpx.HTTPError) -> str:
