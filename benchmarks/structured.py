@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     built = build_engine(parse_settings(options.model, {"max_num_seqs": options.streams}))
     try:
-        kinds = {_FREE: None, **{name: built.codec.compile(form) for name, form in _FORMS.items()}}
+        kinds = {_FREE: None, **{name: built.codec.submit(form).result() for name, form in _FORMS.items()}}
         figures: dict[str, list[_Figures]] = {kind: [] for kind in kinds}
         for number in range(options.rounds + 1):  # the first warms up
             for kind, constraint in kinds.items():

@@ -32,19 +32,19 @@ def _regex(source: str, field: str = "structured_outputs.regex") -> Constraint:
 
 def _refused(compiler: ConstraintCompiler, constraint: Constraint) -> InvalidInput:
     with pytest.raises(InvalidInput) as caught:
-        compiler.compile(constraint)
+        compiler.submit(constraint).result()
     assert caught.value.field == constraint.field
     return caught.value
 
 
 def test_a_constraint_is_compiled_once_and_the_oldest_are_given_up() -> None:
     compiler = ConstraintCompiler(byte_tokenizer())
-    first = compiler.compile(_regex("a+"))
-    assert compiler.compile(_regex("a+")) is first
-    assert compiler.compile(_regex("a+"), ReasoningMarks("</t>")) is not first
+    first = compiler.submit(_regex("a+")).result()
+    assert compiler.submit(_regex("a+")).result() is first
+    assert compiler.submit(_regex("a+"), ReasoningMarks("</t>")).result() is not first
     for number in range(40):
-        compiler.compile(_regex(f"b{{{number + 1}}}"))
-    assert compiler.compile(_regex("a+")) is not first
+        compiler.submit(_regex(f"b{{{number + 1}}}")).result()
+    assert compiler.submit(_regex("a+")).result() is not first
 
 
 def test_what_is_asked_for_at_the_same_time_is_compiled_once() -> None:
@@ -59,7 +59,7 @@ def test_what_is_asked_for_at_the_same_time_is_compiled_once() -> None:
 
 
 def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
-    compiled = ConstraintCompiler(byte_tokenizer()).compile(_regex("(ab|cd){2}"))
+    compiled = ConstraintCompiler(byte_tokenizer()).submit(_regex("(ab|cd){2}")).result()
     one, other = compiled.matcher([EOS]), compiled.matcher([EOS])
     letters = byte_tokenizer().convert_tokens_to_ids(list("abcd"))
     one.accept(letters[0])
@@ -73,7 +73,7 @@ def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
     """The library gives a mask of 288 bits another word, where it writes none."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(added)])
-    matcher = ConstraintCompiler(tokenizer).compile(_regex("[ab]{9}")).matcher([EOS])
+    matcher = ConstraintCompiler(tokenizer).submit(_regex("[ab]{9}")).result().matcher([EOS])
     first = matcher.mask()
     matcher.accept(tokenizer.convert_tokens_to_ids("a"))
     assert len(tokenizer) == 259 + added and len(matcher.mask()) == len(first) == 36
@@ -82,7 +82,7 @@ def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
 def test_thousands_of_choices_are_kept_to() -> None:
     tokenizer = byte_tokenizer()
     source = "[" + ", ".join(f'"choice {number} of \\"many\\""' for number in range(3000)) + "]"
-    compiled = ConstraintCompiler(tokenizer).compile(Constraint(ConstraintKind.CHOICE, source, "f"))
+    compiled = ConstraintCompiler(tokenizer).submit(Constraint(ConstraintKind.CHOICE, source, "f")).result()
     for seed in range(5):
         tokens = random_answer(compiled, EOS, seed)
         assert tokens is not None and f'"{tokenizer.decode(tokens)}"'.replace('of "many"', 'of \\"many\\"') in source
@@ -116,14 +116,15 @@ def test_what_is_wrong_or_too_much_is_refused_with_a_short_reason(kind: str, sou
 
 def test_multiples_that_people_write_are_kept_to() -> None:
     schema = {"enum": [1], "anyOf": [{"multipleOf": each} for each in (0.01, 2.5, 12, 60, 86_400, 1e9, -7, 0.25)]}
-    assert ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), "f"))
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), "f")
+    assert ConstraintCompiler(byte_tokenizer()).submit(constraint).result()
 
 
 @pytest.mark.parametrize("char", ["\x00", "\n", "\x7f", "\u2028", '"', "\\", "/", "é", "🙂"], ids=ascii)
 def test_a_choice_may_hold_any_character(char: str) -> None:
     tokenizer = byte_tokenizer()
     source = json.dumps([f"x{char}"], ensure_ascii=False)
-    compiled = ConstraintCompiler(tokenizer).compile(Constraint(ConstraintKind.CHOICE, source, "f"))
+    compiled = ConstraintCompiler(tokenizer).submit(Constraint(ConstraintKind.CHOICE, source, "f")).result()
     tokens = random_answer(compiled, EOS, 0)
     assert tokens is not None and tokenizer.decode(tokens) == f"x{char}"
 
@@ -148,7 +149,7 @@ def _chain(link: str, end: str, count: int) -> str:
 )
 def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind: str, source: str) -> None:
     """The library needs up to 64 MB of stack for them."""
-    compiled = ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind(kind), source, "f"))
+    compiled = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind(kind), source, "f")).result()
     assert compiled.matcher([EOS]).mask().any()
 
 

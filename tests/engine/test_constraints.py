@@ -49,7 +49,7 @@ _WRITTEN = r'\{"name": ?"([^"\\]|\\.)*", ?"size": ?"(small|large)"\}'
 
 def _compiled(codec: TextCodec, kind: str, source: Any, behind: ReasoningMarks | None = None) -> CompiledConstraint:
     text = source if isinstance(source, str) else json.dumps(source)
-    return codec.compile(Constraint(ConstraintKind(kind), text, "field"), behind)
+    return codec.submit(Constraint(ConstraintKind(kind), text, "field"), behind).result()
 
 
 def _asked(constraint: CompiledConstraint | None, seeds: int = 6, **changes: Any) -> list[EngineRequest]:

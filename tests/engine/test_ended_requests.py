@@ -188,7 +188,7 @@ def test_a_request_with_a_constraint_is_freed_with_its_matchers(
     model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, serial: bool, leaves: bool
 ) -> None:
     matchers = note_matchers(monkeypatch)
-    constraint = codec.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(_NAME), "field"))
+    constraint = codec.submit(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(_NAME), "field")).result()
 
     async def scenario(engine: EngineCore) -> Refs:
         params = greedy(60, n=2, temperature=1.0, seed=3)
@@ -212,7 +212,7 @@ def test_a_request_whose_constraint_becomes_too_complex_is_freed(
 ) -> None:
     """The error is raised, and has a traceback, whose frames have the sequence."""
     many = " | ".join(f'"a" "{number:04}"' for number in range(2500))  # at most 2,000 may be open at a time
-    constraint = codec.compile(Constraint(ConstraintKind.GRAMMAR, f"start: /[bc]/ ({many})", "field"))
+    constraint = codec.submit(Constraint(ConstraintKind.GRAMMAR, f"start: /[bc]/ ({many})", "field")).result()
 
     async def fails(engine: EngineCore) -> Refs:
         stream = engine.submit([EngineRequest(prompt_of(4), greedy(9), constraint=constraint)])

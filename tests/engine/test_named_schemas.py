@@ -42,7 +42,7 @@ def _built(uri: str, **extra: str) -> Iterator[BuiltEngine]:
 
 def _answers(built: BuiltEngine, name: str, count: int, seed: int = 0) -> list[tuple[str, FinishReason | None]]:
     schema = SCHEMAS[name]
-    constraint = built.codec.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), "field"))
+    constraint = built.codec.submit(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), "field")).result()
     asked = f"Write a short example of JSON that matches this schema: {json.dumps(schema, ensure_ascii=False)}"
     prompt = built.codec.encode(ChatPrompt(({"role": "user", "content": asked},)))
     requests = [

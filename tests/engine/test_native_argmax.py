@@ -66,7 +66,8 @@ class Bare:
 def test_all_sequences_get_the_tokens_that_they_get_without_an_argmax(folder: Path) -> None:
     """Greedy rows beside sampled, edited, constrained and drafted ones, and beside a prompt in chunks."""
     model = tiny_model("llama")
-    constraint = TextCodec(byte_tokenizer()).compile(Constraint(ConstraintKind.REGEX, "hello [a-e]{9}", "field"))
+    constraint = Constraint(ConstraintKind.REGEX, "hello [a-e]{9}", "field")
+    compiled = TextCodec(byte_tokenizer()).submit(constraint).result()
     repeated = [5, 6, 7, 8] * 6
     requests = [
         *(EngineRequest(prompt_of(length, length), greedy(20)) for length in (3, 40, 9)),
@@ -76,7 +77,7 @@ def test_all_sequences_get_the_tokens_that_they_get_without_an_argmax(folder: Pa
         EngineRequest(prompt_of(6), greedy(20, min_tokens=4, stop_token_ids=tuple(range(60)))),
         EngineRequest(prompt_of(6), greedy(20, logit_bias={7: 30.0})),
         EngineRequest(prompt_of(7), SamplingParameters(max_tokens=20, temperature=1.0, seed=4, n=2)),
-        EngineRequest(prompt_of(8), greedy(20), constraint=constraint),
+        EngineRequest(prompt_of(8), greedy(20), constraint=compiled),
     ]
 
     def answers(wrap: Any) -> list[dict[int, tuple[int, ...]]]:

@@ -310,7 +310,7 @@ def _allowing(ids: torch.Tensor, vocab_size: int, start: Any) -> TokenMatcher:
 def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() -> None:
     """Few of them have a table of their own: the tokens are those of a whole row whose other logits are -inf."""
     vocab_size = 1500
-    start = ConstraintCompiler(byte_tokenizer()).compile(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).start
+    start = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).result().start
     settings = [*_SETTINGS, {"temperature": 0.0}]
     counts = [1, 2, 60, 127, 128, 129, 500, 1400] * len(settings)
     logits, expected_logits = _logits(len(counts), vocab_size), torch.full((len(counts), vocab_size), -torch.inf)

@@ -80,7 +80,7 @@ def _answers(codec: TextCodec, schema: dict[str, Any]) -> Iterator[str]:
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     constraint = response_format(asked, _INFO)
     assert constraint is not None
-    compiled = codec.compile(constraint)
+    compiled = codec.submit(constraint).result()
     for seed in range(_ANSWERS):
         tokens = random_answer(compiled, EOS, seed)
         if tokens is not None:

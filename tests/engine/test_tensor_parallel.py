@@ -177,7 +177,7 @@ def test_a_schema_is_kept_to_with_the_tokens_of_one_process(ranks: BuiltEngine, 
     answers = []
     try:
         for built in (ranks, several):
-            request = EngineRequest(prompt_of(9), greedy(40, n=3), constraint=built.codec.compile(constraint))
+            request = EngineRequest(prompt_of(9), greedy(40, n=3), constraint=built.codec.submit(constraint).result())
             events = run(collect(built.engine, [request]))
             answers.append([(events[index].text, events[index].finish_reason) for index in range(3)])
             assert built.engine.stats().forced_tokens > 0

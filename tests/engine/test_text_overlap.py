@@ -159,7 +159,9 @@ def _requests(codec: TextCodec, answers: Sequence[TokenEvent], dice: random.Rand
             {"temperature": 0.0, "stop": stop},
             {"max_tokens": 60},
         ][kind]
-        constraint = codec.compile(Constraint(ConstraintKind.REGEX, "[a-e]{4,12}", "field")) if kind == 6 else None
+        constraint = (
+            codec.submit(Constraint(ConstraintKind.REGEX, "[a-e]{4,12}", "field")).result() if kind == 6 else None
+        )
         asked.append(EngineRequest(prompt, replace(params, **changes), 3 * seed, constraint=constraint))
     return asked
 

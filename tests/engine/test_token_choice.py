@@ -48,7 +48,7 @@ class BrokenId(int):
 
 
 def compiled(expression: str) -> CompiledConstraint:
-    return TextCodec(byte_tokenizer()).compile(Constraint(ConstraintKind.REGEX, expression, "field"))
+    return TextCodec(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, expression, "field")).result()
 
 
 def both(engine: EngineCore, constraint: CompiledConstraint) -> tuple[TokenEvent, TokenEvent]:

@@ -87,7 +87,7 @@ def _takes(constraint: Constraint | None, special: bool | None, text: str) -> bo
     """Whether the whole text is an answer."""
     assert constraint is not None and (constraint.kind, constraint.field) == (ConstraintKind.GRAMMAR, "tools")
     tokenizer = _tokenizer(special)
-    matcher: LLMatcher = TextCodec(tokenizer).compile(constraint).start.deep_copy()
+    matcher: LLMatcher = TextCodec(tokenizer).submit(constraint).result().start.deep_copy()
     return all(matcher.consume_token(token_id) for token_id in tokenizer(text)["input_ids"]) and matcher.is_accepting()
 
 

@@ -86,10 +86,6 @@ class ConstraintCompiler:
         known.set_result(kept)
         return known
 
-    def compile(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> CompiledConstraint:
-        """Blocks until it is compiled. Raises InvalidInput."""
-        return self.submit(constraint, reasoning).result()
-
     def _compiled_once(self, key: _Key) -> CompiledConstraint:
         """Compiles a constraint, or waits for the thread that compiles it already."""
         with self._lock:

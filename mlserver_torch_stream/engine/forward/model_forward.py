@@ -48,7 +48,7 @@ class ModelForward:
         else:
             take_attention(model)
         self.way = way
-        self._attention = attention
+        self.attention = attention
         self._write = write
         self._forward = plain_forward(model)
         names = inspect.signature(model.forward).parameters
@@ -68,17 +68,13 @@ class ModelForward:
         return {parameter.device for parameter in self._model.parameters()}
 
     @property
-    def attention(self) -> PagedAttention:
-        return self._attention
-
-    @property
     def has_latents(self) -> bool:
         return any(map(has_latents, self._model.modules()))
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
-        steps = [ModelStep(part, cache, self.way, self._attention, self._write) for part in parts]
+        steps = [ModelStep(part, cache, self.way, self.attention, self._write) for part in parts]
         logits = [self._run(step) for step in steps]
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
@@ -90,7 +86,7 @@ class ModelForward:
         It copies nothing from the host, and makes no copies of pages, so that a device can record it.
         """
         return self._call(
-            ids[None], ModelStep(on(self.device).batch, cache, self.way, self._attention, self._write, on)
+            ids[None], ModelStep(on(self.device).batch, cache, self.way, self.attention, self._write, on)
         )[0]
 
     def _run(self, step: ModelStep) -> torch.Tensor:

@@ -111,10 +111,6 @@ class TextCodec:
         """
         return self._constraints.submit(constraint, reasoning)
 
-    def compile(self, constraint: Constraint, reasoning: ReasoningMarks | None = None) -> CompiledConstraint:
-        """Blocks until it is compiled. Raises InvalidInput."""
-        return self._constraints.compile(constraint, reasoning)
-
     def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
         """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
 
