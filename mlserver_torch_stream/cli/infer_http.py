@@ -151,7 +151,7 @@ class HttpInfer:
         # Parameters that change nothing in OpenAI's API are left out in V2.
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         prompts = (cast(str, ask.prompt),)  # None in a row without a prompt, which the server refuses
-        return V2Json(self.stream).request(GenerationCall(self.model, prompts, ask.messages, parameters))
+        return V2Json().request(GenerationCall(self.model, prompts, ask.messages, parameters), self.stream)
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         answer = OpenAIAnswer() if self.api == "openai" else V2ServerAnswer(self.name or self.model, ask.chat)

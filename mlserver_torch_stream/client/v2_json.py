@@ -70,19 +70,18 @@ def _logprob(entry: TokenLogprob) -> Logprob:
 
 
 class V2Json:
-    """The V2 protocol over HTTP. ``stream`` false: the request asks for one whole reply."""
+    """The V2 protocol over HTTP."""
 
     models_request: ModelsRequest = "POST", "/v2/repository/index", {"ready": True}
 
-    def __init__(self, stream: bool = True) -> None:
-        self._endpoint = "generate_stream" if stream else "infer"
-
-    def request(self, call: GenerationCall) -> tuple[str, dict[str, Any]]:
+    def request(self, call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
+        """``stream`` false: the request asks for one whole reply."""
         tensors = [
             {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
             for name, texts in input_tensors(call).items()
         ]
-        path = f"/v2/models/{quote(call.model, safe='')}/{self._endpoint}"
+        endpoint = "generate_stream" if stream else "infer"
+        path = f"/v2/models/{quote(call.model, safe='')}/{endpoint}"
         return path, {"inputs": tensors, "parameters": plain_parameters(call)}
 
     def reader(self) -> V2EventReader:
