@@ -24,7 +24,7 @@ from mlserver_torch_stream.cloud.run import CloudRun
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
 _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
-_ASKING = {"concurrency": 32, "timeout": 300.0}  # what stands for options of requests that are not given
+_URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,10 +80,14 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--unary", action="store_true", help="ask --url for whole answers instead of streams")
     command.add_argument(
-        "--concurrency", type=positive, help=f"most requests in flight at --url (default: {_ASKING['concurrency']})"
+        "--concurrency",
+        type=positive,
+        help=f"most requests in flight at --url (default: {_URL_DEFAULTS['concurrency']})",
     )
     command.add_argument(
-        "--timeout", type=seconds, help=f"seconds to wait while --url sends nothing (default: {_ASKING['timeout']:g})"
+        "--timeout",
+        type=seconds,
+        help=f"seconds to wait while --url sends nothing (default: {_URL_DEFAULTS['timeout']:g})",
     )
     command.add_argument("--extra", type=_object, default={}, help="settings of the engine or of --handler, as JSON")
     command.add_argument(
@@ -208,7 +212,7 @@ def created() -> int | None:
 
 
 def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int = 8) -> PipelineLimits:
-    """``batch_rows``, ``batches``: what a model in this process takes where no option says so."""
+    """``batch_rows``, ``batches``: the defaults for a model in this process."""
     remote = arguments.url is not None
     rows = arguments.batch_rows or (1 if remote else batch_rows)
     batches = arguments.batches or (arguments.concurrency if remote else batches)
@@ -245,16 +249,16 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
-    handed = {} if arguments.tensor is None else {"tensor": arguments.tensor}
+    of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
     if arguments.rows == "piece":
-        handed["rows"] = arguments.rows
-    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name, **handed}
+        of_objects["rows"] = arguments.rows
+    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name, **of_objects}
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises RunRefused for options that contradict each other. It names the option."""
     check_object_options(arguments)
-    for name, default in _ASKING.items():
+    for name, default in _URL_DEFAULTS.items():
         if arguments.url is None and getattr(arguments, name) is not None:
             raise RunRefused(f"--{name}: is for requests to a server; give its --url")
         if arguments.url is not None and getattr(arguments, name) is None:

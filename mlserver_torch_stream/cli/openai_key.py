@@ -33,8 +33,10 @@ def key_in_file(path: str) -> str:
 
 
 def without_key(text: str) -> str:
-    """The text without the key, which a server may have repeated in its error. A shorter one, such as EMPTY, is no
-    secret."""
+    """The text without the key, which a server may repeat in its error.
+
+    A key too short to be a secret, such as EMPTY, stays.
+    """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 

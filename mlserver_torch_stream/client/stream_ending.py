@@ -19,7 +19,7 @@ class StreamEnding:
         self._final = False
 
     def note(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
-        """The deltas of one event."""
+        """Yields the deltas of one event, and remembers whether one of them is the final one."""
         self.started = True
         for delta in deltas:
             self._final = self._final or delta.final

@@ -1,6 +1,7 @@
-"""Writes one object in pieces: it exists as a whole once ``close`` has returned, and not at all without that.
+"""Writes one object in pieces: the object exists once ``close`` has returned, and not before.
 
-Knows nothing of the store's library: it is given an open file of it, and the call that bounds and translates.
+Knows nothing of the store's library: it is given a file that the library has opened, and a function that calls the
+library with a time limit and turns its exceptions into CloudErrors.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class _OpenFile(Protocol):
 class ObjectUpload:
     """``size``: the bytes that were written so far. Both methods raise CloudError.
 
-    What a store got of an upload that was dropped is its own to clean up: in buckets, by a rule for incomplete
-    multipart uploads.
+    An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
+    lifecycle rule for incomplete multipart uploads does.
     """
 
     def __init__(self, file: _OpenFile, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:

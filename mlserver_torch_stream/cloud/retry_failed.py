@@ -76,20 +76,20 @@ class FailedRowRetry:
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1
-        coming = deque(failed)
+        left = deque(failed)
         async with aclosing((await self._source(failed)).rows()) as found:
             async for row in found:
                 chunk = row.chunk if row.chunk is not None and not row.chunk.joined else None
                 place = (row.line, None if chunk is None else chunk.index)
                 lost = row.failure is not None and place == (None, None)
-                while coming and coming[0].key == row.key and (lost or (coming[0].line, coming[0].chunk) == place):
-                    was = coming[0]
+                while left and left[0].key == row.key and (lost or (left[0].line, left[0].chunk) == place):
+                    was = left[0]
                     yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
                     if row.chunk is not None and row.chunk.joined and not row.chunk.last:
                         break  # the object's row takes the answers to all its chunks
-                    coming.popleft()
-        if coming:
-            where = coming[0]
+                    left.popleft()
+        if left:
+            where = left[0]
             raise RunRefused(
                 f"--output: {part_name(where.index // self.part_rows)} has row {where.line} of {where.key}, which is "
                 "not an object of this run's input"

@@ -79,9 +79,8 @@ class Row:
 class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
-    ``pieces``: the bodies of the pieces of an answer that was streamed, each of which is an output line of its own,
-    instead of a ``response``. ``span``: start and end of the row's inference, by the monotonic clock; None: the span of
-    its batch.
+    ``pieces``: an answer in pieces has their bodies here instead of a ``response``; each becomes an output line.
+    ``span``: start and end of the row's inference, by the monotonic clock; None: those of its batch.
     """
 
     response: Mapping[str, Any] | None = None

@@ -70,22 +70,24 @@ class Watcher:
         """Runs until ``announcements`` end or ``most`` objects are done. Raises CloudError where results cannot be
         written."""
         running: set[asyncio.Task[None]] = set()
-        coming: asyncio.Task[Announced | None] | None = None
+        next_object: asyncio.Task[Announced | None] | None = None
         ended = False
         try:
             while running or not ended:
-                if coming is None and not ended and len(running) < self.objects:
-                    coming = asyncio.create_task(_next(announcements))
-                await asyncio.wait({*running, *([coming] if coming else [])}, return_when=asyncio.FIRST_COMPLETED)
+                if next_object is None and not ended and len(running) < self.objects:
+                    next_object = asyncio.create_task(_next(announcements))
+                await asyncio.wait(
+                    {*running, *([next_object] if next_object else [])}, return_when=asyncio.FIRST_COMPLETED
+                )
                 running = {task for task in running if not _ended(task)}
-                if coming is not None and coming.done():
-                    announced, coming = coming.result(), None
+                if next_object is not None and next_object.done():
+                    announced, next_object = next_object.result(), None
                     if announced is not None:
                         running.add(asyncio.create_task(self._object(announced)))
                         self.seen += 1
                     ended = announced is None or self.seen == most
         finally:
-            left = [*running, *([coming] if coming else [])]
+            left = [*running, *([next_object] if next_object else [])]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -105,8 +107,11 @@ class Watcher:
         await announced.done()
 
     async def _listed(self, key: str) -> Listed:
-        """The object as it is now. An object that may not be read gets a result that says so, under a name without a
-        version: announced again once it may be read, it is inferred."""
+        """The object's current version.
+
+        An object without permission to read gets a result that says so. The name of that result has no version, so that
+        the object is inferred if it is announced again when it can be read.
+        """
         try:
             return Listed(await self.retry.run(self.store.head, key))
         except (AccessDenied, RunRefused) as error:

@@ -12,18 +12,18 @@ from itertools import accumulate
 
 @dataclass(slots=True)  # a frozen dataclass takes three times as long to create
 class BatchSequence:
-    """The new tokens of one sequence: a chunk of its prompt, its newest token, or that and drafts after it.
+    """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
 
-    ``start`` tokens are in the cache already. ``tables`` holds a block table for each group of layers: the page of
-    tokens ``i * page_size`` and after is entry ``i``, or -1 once a window has passed it. ``wanted`` is the number of
-    its last new tokens whose logits are needed.
+    ``start`` tokens are in the cache already. ``tables`` holds a block table for each group of layers: entry ``i`` is
+    the page that holds the tokens from ``i * page_size`` on, or -1 once a sliding window has moved past that page. The
+    forward returns logits for the last ``wanted`` of the new tokens.
     """
 
     token_ids: Sequence[int]
     start: int
     tables: tuple[Sequence[int], ...]
     wanted: int = 1
-    state_slot: int = -1  # of models that keep states; -1: none
+    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1: the model has none
 
     @property
     def count(self) -> int:

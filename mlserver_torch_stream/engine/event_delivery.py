@@ -30,7 +30,10 @@ def post_events(sequences: Sequence[SequenceState]) -> None:
 
 
 def end_for_readers(requests: Sequence[RequestState], reason: FinishReason, error: Exception) -> None:
-    """Gives readers their last events, as the engine's thread does not. Sequences that have ended stay as they are."""
+    """Sends readers their last events without the engine's thread, which hangs.
+
+    A sequence that has ended already gets no further event.
+    """
     for request in requests:
         _run_on(request.mailbox.loop, partial(request.end_for_reader, reason, error))
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from mlserver_torch_stream.errors import InvalidInput
 
 _MOST_VISITS = 20_000  # of parts of a schema: some 20 ms
-_MOST_DEPTH = 150  # parts within each other; each takes up to three calls of Python's
+_MOST_DEPTH = 150  # of nested parts; each takes up to three nested Python calls
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 

@@ -91,7 +91,7 @@ class OpenAISpelling(Spelling):
             raise InvalidInput(own, error.reason) from None
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """An engine knows a prompt under its V2 name."""
+        """The engine's errors name the prompt as V2 does; the answer has the name of this endpoint's parameter."""
         message, field = error.message, error.field
         if field == names.TEXT_INPUT:
             message, field = message.replace(names.TEXT_INPUT, self.prompt, 1), self.prompt

@@ -1,7 +1,7 @@
 """Logs the standard output and error of a worker line by line, at a limited rate.
 
-Knows nothing of what is written. It reads the pipe as fast as a worker writes, so that printing never blocks a handler;
-lines above the limit of a second are counted and dropped, so that a handler cannot flood the log.
+Knows nothing of what is written. It reads the pipe as fast as a worker writes, so that printing never blocks a handler.
+Of more than 100 lines in a second it counts the rest and drops them, so that a handler cannot flood the log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns what a TorchServe's configuration says of its management API into environment variables of this package.
 
-Knows nothing of the API, which is opened where the configuration names its address and a token is there or none needed.
+Knows nothing of the API. It is opened only if the configuration names its address, and a token is set or not needed.
 """
 
 from __future__ import annotations

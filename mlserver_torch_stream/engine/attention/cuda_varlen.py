@@ -1,6 +1,6 @@
 """Attends to pages with torch's varlen attention, which is FlashAttention 2: one call for all sequences of a step.
 
-Knows nothing of models. Only a GPU can prove the kernel; the arguments of the call are tested everywhere.
+Knows nothing of models. The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class SerialBatcher(Batcher):
         """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
         super().__init__(EngineStats())
         self._model = model
-        # Requests have its defaults in their parameters; here they would apply a second time.
+        # A request's parameters include the defaults of the model's own: ``generate`` must not apply them again.
         model.generation_config = GenerationConfig(pad_token_id=0)
         self._device = input_device(model)
         self._samplers = samplers
@@ -160,7 +160,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Polls the engine after each token, and lets other engines use the device."""
+    """After each token: polls the engine, lets other engines use the device, and stops ``generate`` at the end."""
 
     def __init__(self, sequence: SequenceState, poll: Poll, yield_device: YieldDevice) -> None:
         self._sequence = sequence

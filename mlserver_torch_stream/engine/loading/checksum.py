@@ -14,10 +14,11 @@ _SAMPLE_BYTES = 4096
 
 
 def checksum(path: Path) -> str:
-    """Returns the checksum of the size and of evenly spaced samples; these are all bytes up to 1 MiB. Raises OSError.
+    """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
 
-    Reading every byte of 40 GB takes a minute. Samples detect a file that was cut or that ends in zeros after a power
-    cut, and fine-tunes, which differ everywhere. They miss a single wrong byte of a large file.
+    The samples of a file of up to 1 MiB are all its bytes. Reading every byte of 40 GB takes a minute. Samples detect a
+    file that was cut or that ends in zeros after a power cut, and fine-tunes, which differ everywhere. They miss a
+    single wrong byte of a large file.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)

@@ -1,7 +1,7 @@
 """Copies tensors from one GPU to the next, and out of the last one, on streams of their own.
 
-Knows nothing of stages. A copy between GPUs runs in order with all work that is queued on its stream. While the tensors
-of one batch are copied, the device that they leave computes the next batch: on the default streams a copy waits for it.
+Knows nothing of stages. CUDA runs the work of one stream in order. On the default stream of the source GPU, the copy
+of a batch would wait until that GPU has computed the next batch. On a stream of its own, both run at the same time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Transfers:
         return value
 
     def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The source is complete: its stage was left only when its device was done."""
+        """Needs no wait for the source: a batch leaves a stage only after the stage's GPU has computed it."""
         source, target = self._streams[value.device], self._streams[device]
         with torch.cuda.stream(source), torch.cuda.stream(target):
             copied = value.to(device, non_blocking=True)

@@ -15,9 +15,10 @@ from mlserver_torch_stream.engine.request_state import SequenceState
 class ScheduledSequence:
     """A sequence's part of a step, in the same place as its ``BatchSequence``.
 
-    ``samples`` are the sequences that get a token from the logits of this part: none before the end of a prompt, all
-    ``n`` of a request at its end, afterwards ``sequence`` itself. ``drafts`` are its last tokens, to be verified.
-    ``prefills``: it computes a chunk of a prompt, or of a sequence that resumes, and does not decode.
+    ``samples`` are the sequences that get a token from the logits of this part. A chunk before the end of a prompt has
+    none, the last chunk has all ``n`` of the request, and a decoding sequence has itself. ``drafts`` are the guessed
+    tokens at the end of the part, which the step verifies. ``prefills``: the part is a chunk of a prompt, or of a
+    sequence that resumes after preemption.
     """
 
     sequence: SequenceState

@@ -1,6 +1,6 @@
 """Reads one JSON value character by character, and says at once where it ends and where it is none.
 
-Knows nothing of the meaning of a value. Nothing marks the end of a number, so the value is anything but a number.
+Knows nothing of the meaning of a value. A number outside brackets is refused, because no character ends it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBER_ENDS = "0ifx"
 
 
 class JsonScanner:
-    """``push`` takes the next character and returns False if no JSON value goes on with it.
+    """``push`` takes the next character, and returns False if the text so far begins no JSON value.
 
     ``complete``: the value has ended.
     """

@@ -48,7 +48,7 @@ def _read(place: Path) -> PageFile:
     content = place.read_bytes()
     headers = {
         "content-type": _MEDIA_TYPES[place.suffix],
-        "cache-control": "no-cache",  # kept, and asked for again: an upgrade counts at the next visit
+        "cache-control": "no-cache",  # browsers keep it, and ask at each visit whether an upgrade has changed it
         "etag": f'"{sha256(content).hexdigest()[:32]}"',
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",

@@ -20,8 +20,8 @@ Self = TypeVar("Self", bound="ChunkStream")
 class ChunkStream:
     """``write`` chunks inside ``async with``; the status line goes out with the first one.
 
-    ``stalled_after``: seconds that a write may wait for the reader before ``stalled`` is called, which has to make it
-    return; 0 for ever.
+    If a write has waited ``stalled_after`` seconds for the reader, ``stalled`` is called, which must make the write
+    return. With 0, a write waits without limit.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ChunkStream:
             self._timer.cancel()
 
     async def write(self, chunk: bytes, more: bool = True) -> None:
-        """One chunk; ``more`` False: it is the last one. The next call is made when this one has returned."""
+        """Sends one chunk; ``more`` False: the last one. Calls must not overlap."""
         self._sending_since = self._loop.time()
         try:
             if not self.started:

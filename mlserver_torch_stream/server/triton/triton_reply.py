@@ -42,8 +42,10 @@ class OpensReplies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """One response and, where the request has failed, the error in Triton's own field. ``status``: REST's, of the
-    error."""
+    """One response and, where the request has failed, the error in Triton's own field.
+
+    ``status``: the HTTP status that REST has for the error.
+    """
 
     response: pb.ModelInferResponse
     error: str = ""
@@ -84,7 +86,9 @@ class TritonReply:
         if self._begun and self._reply is not None:
             return [self._framed(body) for body in self._reply.failure(error)]
         if not self._recorded:
-            logger.info(f"A request on Triton's port was refused: {refusal.message!r}")  # a name may have lines
+            logger.info(
+                f"A request on Triton's port was refused: {refusal.message!r}"
+            )  # with !r, as a model's name may hold line breaks
         request = self._request
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version)
         response.id = request.id
@@ -122,7 +126,7 @@ class TritonReply:
         return Framed(response, self._named(error), GenerationFailed.status) if error else Framed(response)
 
     def _named(self, message: str) -> str:
-        """Triton's clients hand on nothing but this text, so the id stands in it, as Triton itself writes it."""
+        """The message with the request's id, in Triton's form: of an error, Triton's clients show this text alone."""
         return f"[request id: {self._request.id[:_MOST_ID_CHARACTERS] or '<id_unknown>'}] {message}"
 
 

@@ -64,7 +64,7 @@ class Channel:
         self._send({"t": kind, **fields})
 
     def hold(self) -> None:
-        """What is sent from now on leaves with the next pieces."""
+        """Keeps what is sent from now on until the next pieces, and sends all of it with them."""
         with self._sending:
             self._held = self._held or []
 
@@ -77,9 +77,9 @@ class Channel:
     ) -> set[str]:
         """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
 
-        The handler did not get those of them that were ``skipped``, and took so many seconds for the others. The ids of
-        ended requests may be used again. Returns the requests that have failed because their piece does not fit into a
-        message.
+        ``skipped`` are those of the ended requests that the handler did not get; ``took`` is how many seconds it needed
+        for the others. The ids of ended requests may be used again. Returns the requests that have failed because their
+        piece does not fit into a message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []

@@ -26,7 +26,7 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         self._channel = channel
         super().__init__(config_file_path="")
         self.initialize_cache()
-        # For metrics while the handler loads: TorchServe takes a metric without ids for one of errors.
+        # While the handler loads there is no request, and TorchServe counts a metric without ids among errors.
         self.set_request_ids(model_name)
         self.model_name = model_name
 
