@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -53,13 +53,11 @@ BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 
 
 @pytest.fixture
-def waiting(codec: TextCodec) -> Iterator[RequestState]:
-    loop = asyncio.new_event_loop()
+def waiting(codec: TextCodec, loop: asyncio.AbstractEventLoop) -> RequestState:
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
     made.submitted_at = 0.0
-    yield made
-    loop.close()
+    return made
 
 
 class TestWhatIsDecided:
