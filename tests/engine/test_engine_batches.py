@@ -12,6 +12,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from tests.engine.tiny import (
     Watch,
+    decodes,
     greedy,
     idle,
     prompt_of,
@@ -49,10 +50,12 @@ def test_long_and_short_sequences_decode_in_one_forward_and_pay_for_their_own_to
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 4))
         sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_sequences == 4, "four sequences")
+        await watch.stopped()
         live = sum(len(prompt) for prompt, _ in requests)
         assert live < engine.stats().kv_cache_bytes / TOKEN_BYTES < 1.1 * live + 4 * 60
+        watch.let_go()
         assert [await sequence for sequence in sequences] == expected
         await until(lambda: idle(engine), "an idle engine")
 
@@ -108,9 +111,9 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
     ends = 16, 32, 512
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         stream = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
-        await until(lambda: engine.stats().running_sequences == 1, "a stream")
-        await watch.hold()
+        await watch.stopped()
         watch.calls.clear()
         length, count, _ = ends
         seeds = range(1, count + 1)

@@ -28,7 +28,6 @@ from tests.engine.tiny import (
     until,
 )
 
-
 LONG = 20_000  # tokens, which take many seconds: no answer of them ends while a test waits for something else
 
 
@@ -40,7 +39,7 @@ def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrained
     expected = reference(model, prompt_of(9, 1), 60)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(2))
+        watch.stop_at(decodes(engine, 2))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(60)))
         stream = engine.submit([endless(engine)])
         await anext(stream)
@@ -61,7 +60,7 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
     """Seen from inside the model, not from a counter of the engine."""
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(2))
+        watch.stop_at(decodes(engine, 2))
         survivor = engine.submit([endless(engine, 1)])
         leaver = engine.submit([endless(engine, 2)])
         await watch.stopped()
@@ -112,7 +111,7 @@ def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: W
 def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
         params = greedy(200, n=2)
-        watch.stop_at(decodes(8))
+        watch.stop_at(decodes(engine, 8))
         stream = engine.submit([EngineRequest(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
         await watch.stopped()
         stream.close()
@@ -144,11 +143,10 @@ def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> N
 
 def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
-        holding = asyncio.create_task(watch.hold())
-        await asyncio.sleep(0)  # the gate is shut before there is anything to do: no event can come
+        watch.stop_at()  # no event can come
         stream = engine.submit([endless(engine)])
         reader = asyncio.create_task(anext(stream, None))
-        await holding
+        await watch.stopped()
         stream.close()
         assert await reader is None
         watch.let_go()
@@ -160,7 +158,7 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, n=2))])
         await anext(stream)
         await watch.stopped()

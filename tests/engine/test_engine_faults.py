@@ -145,7 +145,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(poison)
-        watch.stop_at(decodes(len(requests)))
+        watch.stop_at(decodes(engine, len(requests)))
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
         await watch.stopped()
         prompts = requests[0][0][:2], requests[3][0]
@@ -194,7 +194,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(4))
+        watch.stop_at(decodes(engine, 4))
         streams = [
             asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
         ]
@@ -215,7 +215,7 @@ def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTraine
     expected = [reference(model, prompt_of(5, i), 60) for i in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(4))
+        watch.stop_at(decodes(engine, 4))
         streams = [asyncio.create_task(tokens_of(engine, prompt_of(5, i), greedy(60))) for i in range(4)]
         await watch.stopped()
         watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
@@ -258,7 +258,7 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
     expected = reference(model, (*shared, 7), 12)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
         await watch.stopped()
         first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(12))]))
@@ -290,7 +290,7 @@ def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str
     expected = [reference(model, prompt, 12) for prompt in prompts]
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
         await watch.stopped()
         first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(3, n=2))]))
@@ -376,7 +376,7 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel, watch:
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await watch.stopped()
         bad = SamplingParameters(max_tokens=5, temperature="warm")  # type: ignore[arg-type]
@@ -417,7 +417,7 @@ def test_text_that_raises_fails_its_row_alone(
 
         codec.token_bytes = picky_bytes  # type: ignore[method-assign]
         codec.decode = picky_decode  # type: ignore[method-assign]
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
         await watch.stopped()
         failing = asyncio.create_task(failed(engine, prompt_of(5), forced(5, POISON)))
@@ -440,7 +440,7 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
         raise torch.OutOfMemoryError("no memory")
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(4))
+        watch.stop_at(decodes(engine, 4))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200))]) for i in range(4)]
         await watch.stopped()
         monkeypatch.setattr(Scheduler, "release", broken)
@@ -463,7 +463,7 @@ def test_a_dead_batcher_keeps_the_counters_and_holds_nothing() -> None:
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch: Watch, where: str) -> None:
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(8))
+        watch.stop_at(decodes(engine, 8))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
         opened = engine.submit([EngineRequest((), greedy(5), open=True)])
         await watch.stopped()
@@ -528,7 +528,7 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
 
 def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(6))
+        watch.stop_at(decodes(engine, 6))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
         await watch.stopped()
         ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
@@ -547,7 +547,7 @@ def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel, watc
 
 def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(240))])
         await anext(stream)
         await watch.stopped()
@@ -600,7 +600,7 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(
         return release(self, leaving, **options)
 
     async def scenario(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         stays = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         await watch.stopped()
         monkeypatch.setattr(Scheduler, "release", broken)
@@ -619,7 +619,7 @@ def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrained
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def walk_away(engine: EngineCore) -> None:
-        watch.stop_at(decodes(1))
+        watch.stop_at(decodes(engine, 1))
         engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await watch.stopped()
 

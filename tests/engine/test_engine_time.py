@@ -149,16 +149,20 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
 
 
 class Killer:
-    """A real hook on a real module that ends the engine's thread as a failing interpreter would."""
+    """A real hook on a real module that ends the engine's thread as a failing interpreter would.
+
+    ``forwards`` counts down to the one that does not return; 0: all do.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.armed = False
+        self.forwards = 0
         self.handle = model.get_input_embeddings().register_forward_hook(self)
 
     def __call__(self, *_: object) -> None:
-        if self.armed:
-            self.armed = False
-            raise SystemExit("killed")
+        if self.forwards:
+            self.forwards -= 1
+            if not self.forwards:
+                raise SystemExit("killed")
 
 
 def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
@@ -168,14 +172,9 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
     engine = engine_of(batcher_of("batched", model), rebuild=lambda: batcher_of("batched", model))
 
     async def killed() -> None:
-        async def events() -> list[object]:
-            return [event async for event in engine.submit([EngineRequest(tuple(PROMPT), greedy(200))])]
-
-        task = asyncio.create_task(events())
-        await asyncio.sleep(0.05)
-        killer.armed = True
-        last = (await task)[-1]
-        assert isinstance(last.error, GenerationFailed)  # type: ignore[attr-defined]
+        killer.forwards = 20
+        last = [event async for event in engine.submit([EngineRequest(tuple(PROMPT), greedy(200))])][-1]
+        assert isinstance(last.error, GenerationFailed)
         assert await tokens_of(engine, PROMPT, greedy(5)) == expected
 
     try:

@@ -125,10 +125,10 @@ def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
     with dictated(model, said, prompt=6), watched(model) as watch:
 
         async def scenario(engine: EngineCore) -> tuple[TokenEvent, list[int]]:
-            stopped = collect(engine, [EngineRequest(prompt_of(6), greedy(25, stop=("thr",)))])
-            events, other = await asyncio.gather(stopped, tokens_of(engine, prompt_of(6, 1), greedy(25)))
+            stopped = EngineRequest(prompt_of(6), greedy(25, stop=("thr",)))
+            events = await collect(engine, [stopped, EngineRequest(prompt_of(6, 1), greedy(25), 1)])
             await until(lambda: idle(engine), "an idle engine")
-            return events[0], other
+            return events[0], list(events[1].token_ids)
 
         with running(model, findings=findings, prefill_tokens=64, flights=in_a_thread()) as engine:
             event, other = run(scenario(engine))
@@ -241,7 +241,7 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
             failing = asyncio.create_task(
                 collect(engine, [EngineRequest(prompt_of(7, 2), greedy(50, logit_bias={poison: 1e6}))])
             )
-            leaver = engine.submit([EngineRequest(prompt_of(5), greedy(90))])
+            leaver = engine.submit([EngineRequest(prompt_of(5), greedy(20_000))])  # which take many seconds
             for _ in range(3):
                 await anext(leaver)
             leaver.close()
@@ -251,7 +251,7 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
             await until(lambda: idle(engine), "an idle engine")
             assert engine.stats().cancelled_sequences == 1
 
-        run_with_engine(scenario, model, findings=findings, prefill_tokens=64, flights=in_a_thread())
+        run_with_engine(scenario, model, findings=findings, prefill_tokens=64, flights=in_a_thread(), context=20_005)
 
 
 def _answer(

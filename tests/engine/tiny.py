@@ -184,9 +184,9 @@ def idle(engine: EngineCore) -> bool:
     return stats.running_sequences == 0 and stats.waiting_requests == 0 and stats.kv_cache_bytes == 0
 
 
-def decodes(sequences: int) -> Callable[[list[list[int]]], bool]:
-    """For ``Watch.stop_at``: the steps that decode so many sequences and compute no prompt."""
-    return lambda ids: len(ids) == sequences and all(len(row) == 1 for row in ids)
+def decodes(engine: EngineCore, sequences: int) -> Callable[[list[list[int]]], bool]:
+    """For ``Watch.stop_at``: the steps in which so many sequences are decoded and no prompt is computed."""
+    return lambda ids: [len(row) for row in ids] == [1] * sequences and engine.stats().running_sequences == sequences
 
 
 class Shown:
