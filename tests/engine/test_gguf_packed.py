@@ -58,8 +58,12 @@ def dequantised(file: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Is converted once for all tests that load it: each conversion starts a process that imports torch."""
-    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    """A file of two layers: 14 matrices and two tables. The eleventh is of a format without kernels.
+
+    It is converted once for all tests that load it: each conversion starts a process that imports torch.
+    """
+    kinds = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=kinds, hidden=256)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -92,10 +96,8 @@ def summary(file: Path, cache: Path, **extra: Any) -> str:
         built.shutdown()
 
 
-def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tmp_path: Path, kernel_cache: Path) -> None:
-    """Two layers: 14 matrices and two tables. The eleventh is of a format without kernels."""
-    kinds = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
-    said = summary(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=kinds, hidden=256), kernel_cache)
+def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tiny_file: Path, kernel_cache: Path) -> None:
+    said = summary(tiny_file, kernel_cache)
     assert "weights packed as in the file: " in said and "Q4_1 (14 tensors)" in said and "Q8_0 (1 tensors)" in said
     assert "; dequantised: model.layers." in said and "(Q3_K)" in said
     assert "our own kernels" in said
