@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream import generation
+from mlserver_torch_stream.engine.constraints import compile_threads
 from mlserver_torch_stream.engine.constraints.compile_threads import Compilation, CompileThreads
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.generation import Generator
@@ -47,6 +48,11 @@ class Codec:
         return compilation
 
 
+@pytest.fixture(autouse=True)
+def _no_spare_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 10.0)
+
+
 def _start(generator: Generator, name: str) -> Any:
     constraint = Constraint(ConstraintKind.REGEX, name, "structured_outputs.regex")
     return generator.start(GenerationRequest(name, (TextPrompt("a"),), constraint=constraint), lambda stream: None)
@@ -68,6 +74,7 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
         assert isinstance(late, QueueFull) and late.status == 429
         assert "structured_outputs.regex: other constraints are being compiled" in str(late)
         codec.held.set()
+        monkeypatch.undo()
         await _start(generator, "fourth")
 
     asyncio.run(run())
@@ -106,6 +113,7 @@ def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(m
         assert all(isinstance(task.exception(), InvalidInput) for task in slow)
         assert all(isinstance(task.exception(), QueueFull) for task in waiting)
         codec.held.set()
+        monkeypatch.undo()
         await _start(generator, "later")
 
     asyncio.run(run())

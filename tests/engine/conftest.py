@@ -5,7 +5,9 @@ Knows no test; a test that needs another model builds it, or has a fixture ``mod
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,13 @@ def codec() -> TextCodec:
     from tests.engine.tiny_models import byte_tokenizer
 
     return TextCodec(byte_tokenizer())
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that does not run, for mailboxes of tests without a reader."""
+    with closing(asyncio.new_event_loop()) as loop:
+        yield loop
 
 
 @pytest.fixture

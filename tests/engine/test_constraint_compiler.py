@@ -153,7 +153,8 @@ def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind
     assert compiled.matcher([EOS]).mask().any()
 
 
-def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins() -> None:
+def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 10.0)
     threads: CompileThreads[int] = CompileThreads(2)
     held = threading.Event()
     began = []
@@ -205,7 +206,9 @@ def test_a_compilation_waits_where_the_spare_thread_cannot_start(monkeypatch: py
 def test_the_spare_thread_compiles_nothing_while_the_others_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 5.0)
     threads: CompileThreads[int] = CompileThreads(1)
-    used = [threads.submit(lambda: time.sleep(0.01) or threading.get_ident()) for _ in range(30)]
+    held = threading.Event()  # a thread that has nothing to do ends
+    used = [threads.submit(lambda: (held.wait(30) and time.sleep(0.01)) or threading.get_ident()) for _ in range(30)]
+    held.set()
     assert len({each.result(30) for each in used}) == 1
 
 

@@ -221,12 +221,12 @@ def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
     ids = [rng.randrange(codec.vocab_size) for _ in range(most)]
 
     def seconds(count: int) -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         _stream(codec, ids[:count])
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     seconds(500)
-    assert seconds(most) < 25 * min(seconds(most // 10) for _ in range(3))  # ten times, were it alone on the machine
+    assert seconds(most) < 25 * min(seconds(most // 10) for _ in range(3))  # ten times, without caches
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])

@@ -17,6 +17,7 @@ from tests.engine.tiny import (
     VOCAB,
     Watch,
     collect,
+    decodes,
     greedy,
     idle,
     prompt_of,
@@ -37,22 +38,16 @@ def bytes_for(model: PreTrainedModel, sequences: int, length: int) -> int:
     return sequences * replace(spec, page_size=4).sequence_bytes(length)
 
 
-def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrainedModel) -> None:
+def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrainedModel, watch: Watch) -> None:
     requests = [(prompt_of(10 + i, i), 20 - i) for i in range(8)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
     budget = bytes_for(model, 2, length=32)
     seen: list[EngineStats] = []
 
     async def scenario(engine: EngineCore) -> list[list[int]]:
-        async def watching() -> None:
-            while True:
-                seen.append(engine.stats())
-                await asyncio.sleep(0)
-
-        observer = asyncio.create_task(watching())
+        watch.fail = lambda ids: seen.append(engine.stats())
         sequences = await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt, count in requests))
         await until(lambda: idle(engine), "an idle engine")
-        observer.cancel()
         return list(sequences)
 
     with running(model, cache_bytes=budget) as engine:
@@ -158,9 +153,10 @@ def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel
 
 def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         first = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await anext(first)
-        await watch.hold()  # also what the thread has not yet seen counts
+        await watch.stopped()  # also what the thread has not yet seen counts
         waiting = [engine.submit([EngineRequest(prompt_of(5, i), greedy(3))]) for i in range(3)]
         with pytest.raises(QueueFull):
             engine.submit([EngineRequest(prompt_of(5), greedy(3))])
@@ -177,9 +173,10 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
     """A step may be long, and a burst of long prompts arrives within one."""
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         first = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
         await anext(first)
-        await watch.hold()
+        await watch.stopped()
         waiting = [engine.submit([EngineRequest(prompt_of(40, i), greedy(3))]) for i in range(2)]
         with pytest.raises(QueueFull, match="prompt tokens"):
             engine.submit([EngineRequest(prompt_of(40), greedy(3))])
@@ -196,10 +193,9 @@ def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel
     """Also while the step that admitted it is still under way: a step may be long."""
 
     async def scenario(engine: EngineCore) -> None:
-        holding = asyncio.create_task(watch.hold())
-        await asyncio.sleep(0)
+        watch.stop_at()
         streams = [engine.submit([EngineRequest(prompt_of(30), greedy(3))])]
-        await holding
+        await watch.stopped()
         streams.append(engine.submit([EngineRequest(prompt_of(5), greedy(3))]))
         with pytest.raises(QueueFull):
             engine.submit([EngineRequest(prompt_of(5), greedy(3))])

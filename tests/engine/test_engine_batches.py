@@ -12,6 +12,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from tests.engine.tiny import (
     Watch,
+    decodes,
     greedy,
     idle,
     prompt_of,
@@ -49,10 +50,12 @@ def test_long_and_short_sequences_decode_in_one_forward_and_pay_for_their_own_to
     expected = [reference(model, prompt, count) for prompt, count in requests]
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 4))
         sequences = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_sequences == 4, "four sequences")
+        await watch.stopped()
         live = sum(len(prompt) for prompt, _ in requests)
         assert live < engine.stats().kv_cache_bytes / TOKEN_BYTES < 1.1 * live + 4 * 60
+        watch.let_go()
         assert [await sequence for sequence in sequences] == expected
         await until(lambda: idle(engine), "an idle engine")
 
@@ -108,9 +111,9 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
     ends = 16, 32, 512
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         stream = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(60)))
-        await until(lambda: engine.stats().running_sequences == 1, "a stream")
-        await watch.hold()
+        await watch.stopped()
         watch.calls.clear()
         length, count, _ = ends
         seeds = range(1, count + 1)
@@ -207,13 +210,12 @@ def test_random_company(family: str, seed: int) -> None:
     """Requests arrive, are cancelled, come in pieces and end at random, over a cache that holds only some of them."""
     model = tiny_model(family, max_position_embeddings=1024, seed=seed)
     chance = random.Random(f"{family} {seed}")
-    lengths = [chance.choice([1, 2, 5, 17, 30, 70, 300]) for _ in range(40)]
-    counts = [chance.choice([1, 2, 9, 25, 60]) for _ in lengths]
-    expected = [reference(model, prompt_of(lengths[i], i), counts[i]) for i in range(len(lengths))]
+    prompts = [prompt_of(length, seed) for length in (1, 2, 5, 17, 30, 70, 300) for seed in range(2)]
+    answers = {prompt: reference(model, prompt, 60) for prompt in prompts}
 
-    async def one(engine: EngineCore, number: int) -> None:
-        length, count, wanted = lengths[number], counts[number], expected[number]
-        prompt = prompt_of(length, number)
+    async def one(engine: EngineCore) -> None:
+        prompt, count = chance.choice(prompts), chance.choice([1, 2, 9, 25, 60])
+        length, wanted = len(prompt), answers[prompt][:count]
         for _ in range(chance.randrange(150)):
             await asyncio.sleep(0)
         in_pieces, patience = chance.random() < 0.3, chance.choice([None, None, 1, 8])
@@ -235,7 +237,7 @@ def test_random_company(family: str, seed: int) -> None:
         assert patience is not None or all(len(got) == count for got in tokens.values())
 
     async def scenario(engine: EngineCore) -> None:
-        await asyncio.gather(*(one(engine, number) for number in range(len(lengths))))
+        await asyncio.gather(*(one(engine) for _ in range(40)))
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().wasted_tokens == 0
 

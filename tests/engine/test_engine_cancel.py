@@ -15,6 +15,7 @@ from tests.engine.tiny import (
     CONTEXT,
     Watch,
     batcher_over,
+    decodes,
     greedy,
     idle,
     one_by_one,
@@ -27,20 +28,24 @@ from tests.engine.tiny import (
     until,
 )
 
+LONG = 20_000  # tokens, which take many seconds: no answer of them ends while a test waits for something else
+
 
 def endless(engine: EngineCore, seed: int = 0, prompt: int = 5) -> EngineRequest:
     return EngineRequest(prompt_of(prompt, seed), greedy(engine.info.max_model_len - prompt))
 
 
-def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel) -> None:
+def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 60)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 2))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(60)))
         stream = engine.submit([endless(engine)])
-        for _ in range(3):
-            await anext(stream)
+        await anext(stream)
+        await watch.stopped()
         stream.close()
+        watch.let_go()
         assert await other == expected
         await until(lambda: idle(engine), "an idle engine")
         stats = engine.stats()
@@ -55,10 +60,10 @@ def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel,
     """Seen from inside the model, not from a counter of the engine."""
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 2))
         survivor = engine.submit([endless(engine, 1)])
         leaver = engine.submit([endless(engine, 2)])
-        await until(lambda: engine.stats().running_sequences == 2, "two rows")
-        await watch.hold()
+        await watch.stopped()
         seen = len(watch.steps)
         leaver.close()
         watch.let_go()
@@ -84,14 +89,14 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
         first.close()
         await until(lambda: idle(engine), "an idle engine")
 
-    run_with_engine(scenario, model, max_num_seqs=1)
+    run_with_engine(scenario, model, max_num_seqs=1, context=LONG)
 
 
 def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(lambda ids: engine.stats().prefill_tokens >= 20)
         stream = engine.submit([EngineRequest(prompt_of(200), greedy(5))])
-        await until(lambda: engine.stats().prefill_tokens >= 20, "some pieces")
-        await watch.hold()
+        await watch.stopped()
         assert engine.stats().prefill_tokens < 200
         stream.close()
         watch.let_go()
@@ -103,12 +108,14 @@ def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: W
     run_with_engine(scenario, model, prefill_tokens=4)
 
 
-def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel) -> None:
+def test_close_frees_all_sequences_of_all_prompts(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
         params = greedy(200, n=2)
+        watch.stop_at(decodes(engine, 8))
         stream = engine.submit([EngineRequest(prompt_of(5, i), params, first_index=2 * i) for i in range(6)])
-        await until(lambda: engine.stats().running_sequences == 8, "a full batch")
+        await watch.stopped()
         stream.close()
+        watch.let_go()
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences == 12
         assert engine.stats().wasted_tokens == 0
@@ -131,16 +138,15 @@ def test_closing_twice_or_after_the_end_is_harmless(model: PreTrainedModel) -> N
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences == 1
 
-    run_with_engine(scenario, model)
+    run_with_engine(scenario, model, context=LONG)
 
 
 def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
-        holding = asyncio.create_task(watch.hold())
-        await asyncio.sleep(0)  # the gate is shut before there is anything to do: no event can come
+        watch.stop_at()  # no event can come
         stream = engine.submit([endless(engine)])
         reader = asyncio.create_task(anext(stream, None))
-        await holding
+        await watch.stopped()
         stream.close()
         assert await reader is None
         watch.let_go()
@@ -148,15 +154,18 @@ def test_a_reader_that_waits_is_woken_by_close(model: PreTrainedModel, watch: Wa
     run_with_engine(scenario, model)
 
 
-def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: PreTrainedModel) -> None:
+def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: PreTrainedModel, watch: Watch) -> None:
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, n=2))])
         await anext(stream)
+        await watch.stopped()
         queued = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         queued.close()
         stream.close()
+        watch.let_go()
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().generation_tokens < 200
@@ -166,8 +175,9 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
 
 def test_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) -> None:
     chance = random.Random(5)
-    loads = [(chance.randint(1, 40), chance.randint(1, 30), chance.choice([0, 0, 1, 3, 10, 99])) for _ in range(75)]
-    expected = {length: reference(model, prompt_of(length, 1), 30) for length in {load[0] for load in loads}}
+    lengths = [1, 2, 5, 8, 9, 23, 40]
+    expected = {length: reference(model, prompt_of(length, 1), 30) for length in lengths}
+    loads = [(chance.choice(lengths), chance.randint(1, 30), chance.choice([0, 0, 1, 3, 10, 99])) for _ in range(75)]
 
     async def one(engine: EngineCore, length: int, count: int, patience: int) -> bool:
         stream = engine.submit([EngineRequest(prompt_of(length, 1), greedy(count))])
@@ -198,10 +208,9 @@ def test_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) 
 
 
 def test_an_open_prompt_whose_stream_is_closed_is_not_computed(
-    model: PreTrainedModel, watch: Watch, codec: TextCodec
+    model: PreTrainedModel, watch: Watch, codec: TextCodec, loop: asyncio.AbstractEventLoop
 ) -> None:
     """The engine's thread may not have evicted it yet. The prompt of another request is computed."""
-    loop = asyncio.new_event_loop()
     batcher = batcher_over(model, prefill_tokens=4)
     mailboxes = [Mailbox(loop, 1, lambda mailbox: None) for _ in range(2)]
     for number, mailbox in enumerate(mailboxes):
@@ -212,4 +221,3 @@ def test_an_open_prompt_whose_stream_is_closed_is_not_computed(
     with torch.inference_mode():
         assert batcher.step(lambda sequences: None, lambda: False, lambda: None)
     assert watch.calls[seen:] == [[list(prompt_of(9, 1)[:4])]]
-    loop.close()

@@ -28,6 +28,7 @@ from tests.engine.tiny import (
     Watch,
     byte_tokenizer,
     collect,
+    decodes,
     greedy,
     idle,
     one_by_one,
@@ -80,8 +81,9 @@ def test_a_stop_that_comes_while_the_inbox_is_emptied_is_not_slept_through(model
 
 def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at()
         running_stream = engine.submit([EngineRequest(prompt_of(9), greedy(50))])
-        await watch.hold()
+        await watch.stopped()
         waiting_stream = engine.submit([EngineRequest(prompt_of(9), greedy(50))])
         engine.fail(RuntimeError("lost"), patience=0.05)
         for stream in (running_stream, waiting_stream):
@@ -143,10 +145,15 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
         watch.fail = raise_on(poison)
+        watch.stop_at(decodes(engine, len(requests)))
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(count))) for prompt, count in requests]
-        await until(lambda: engine.stats().running_sequences == len(requests), "a batch")
-        for prompt in requests[0][0][:2], requests[3][0]:
-            event = await failed(engine, prompt, forced(10, poison))
+        await watch.stopped()
+        prompts = requests[0][0][:2], requests[3][0]
+        culprits = [asyncio.create_task(failed(engine, prompt, forced(10, poison))) for prompt in prompts]
+        await asyncio.sleep(0)  # they are submitted
+        watch.let_go()
+        for culprit in culprits:
+            event = await culprit
             assert event.token_ids == (poison,)  # chosen by the prefill; the step that takes it in raises
             assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
         assert [await other for other in others] == expected
@@ -187,11 +194,13 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 4))
         streams = [
             asyncio.create_task(collect(engine, [EngineRequest(prompt_of(5, i), greedy(200))])) for i in range(4)
         ]
-        await until(lambda: engine.stats().running_sequences == 4, "a batch")
+        await watch.stopped()
         watch.fail = lambda ids: RuntimeError("out of order")
+        watch.let_go()
         for stream in streams:
             assert (await stream)[0].finish_reason is FinishReason.ERROR
         watch.fail = lambda ids: None
@@ -206,9 +215,11 @@ def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTraine
     expected = [reference(model, prompt_of(5, i), 60) for i in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 4))
         streams = [asyncio.create_task(tokens_of(engine, prompt_of(5, i), greedy(60))) for i in range(4)]
-        await until(lambda: engine.stats().running_sequences == 4, "a batch")
+        await watch.stopped()
         watch.fail = lambda ids: RuntimeError("no memory") if len(ids) > 1 else None
+        watch.let_go()
         assert [await stream for stream in streams] == expected
         await settled(engine)
 
@@ -247,9 +258,9 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
     expected = reference(model, (*shared, 7), 12)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
-        await until(lambda: engine.stats().running_sequences == 1, "another one")
-        await watch.hold()
+        await watch.stopped()
         first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(12))]))
         second = asyncio.create_task(tokens_of(engine, (*shared, 7), greedy(12)))
         await asyncio.sleep(0)  # they are submitted
@@ -279,9 +290,9 @@ def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str
     expected = [reference(model, prompt, 12) for prompt in prompts]
 
     async def scenario(engine: EngineCore, watch: Watch) -> None:
+        watch.stop_at(decodes(engine, 1))
         blocker = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(40)))
-        await until(lambda: engine.stats().running_sequences == 1, "another one")
-        await watch.hold()
+        await watch.stopped()
         first = asyncio.create_task(collect(engine, [EngineRequest((*shared, POISON), greedy(3, n=2))]))
         others = [asyncio.create_task(tokens_of(engine, prompt, greedy(12))) for prompt in prompts]
         await asyncio.sleep(0)  # they are submitted
@@ -360,15 +371,19 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
         handle.remove()
 
 
-def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> None:
+def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel, watch: Watch) -> None:
     """No protocol lets such a temperature pass; here it shows that a row's error stays its own."""
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
+        await watch.stopped()
         bad = SamplingParameters(max_tokens=5, temperature="warm")  # type: ignore[arg-type]
-        event = await failed(engine, prompt_of(5), bad)
+        failing = asyncio.create_task(failed(engine, prompt_of(5), bad))
+        await asyncio.sleep(0)  # it is submitted
+        watch.let_go()
+        event = await failing
         assert event.token_ids == ()
         assert await other == expected
         await settled(engine)
@@ -378,7 +393,7 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel) -> Non
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer, fused_byte_level])
 def test_text_that_raises_fails_its_row_alone(
-    tokenizer: Callable[[], PreTrainedTokenizerFast], model: PreTrainedModel
+    tokenizer: Callable[[], PreTrainedTokenizerFast], model: PreTrainedModel, watch: Watch
 ) -> None:
     """A tokenizer is somebody's program: one that cannot spell a token costs that answer only.
 
@@ -402,9 +417,13 @@ def test_text_that_raises_fails_its_row_alone(
 
         codec.token_bytes = picky_bytes  # type: ignore[method-assign]
         codec.decode = picky_decode  # type: ignore[method-assign]
+        watch.stop_at(decodes(engine, 1))
         other = asyncio.create_task(tokens_of(engine, prompt_of(9, 1), greedy(30)))
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
-        event = await failed(engine, prompt_of(5), forced(5, POISON))
+        await watch.stopped()
+        failing = asyncio.create_task(failed(engine, prompt_of(5), forced(5, POISON)))
+        await asyncio.sleep(0)  # it is submitted
+        watch.let_go()
+        event = await failing
         assert "ValueError" in str(event.error)
         assert await other == expected
         await settled(engine)
@@ -413,7 +432,7 @@ def test_text_that_raises_fails_its_row_alone(
 
 
 def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropping rows raises, too: the streams must not wait for what a broken cache will never do."""
 
@@ -421,10 +440,12 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
         raise torch.OutOfMemoryError("no memory")
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 4))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200))]) for i in range(4)]
-        await until(lambda: engine.stats().running_sequences == 4, "a batch")
+        await watch.stopped()
         monkeypatch.setattr(Scheduler, "release", broken)
         streams[0].close()
+        watch.let_go()
         for stream in streams[1:]:
             assert [event async for event in stream][-1].finish_reason is FinishReason.ERROR
         assert not engine.alive
@@ -442,16 +463,16 @@ def test_a_dead_batcher_keeps_the_counters_and_holds_nothing() -> None:
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch: Watch, where: str) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 8))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=2))]) for i in range(6)]  # some wait
         opened = engine.submit([EngineRequest((), greedy(5), open=True)])
-        await until(lambda: engine.stats().running_sequences >= 4, "a batch")
-        await watch.hold()
+        await watch.stopped()
         late = engine.submit([EngineRequest(prompt_of(5), greedy(3))])  # not even taken from the inbox
         closed = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
         closed.close()
         streams[0].close()
-        decodes = where == "decode"
-        watch.fail = lambda ids: SystemExit("the end") if any((len(row) == 1) == decodes for row in ids) else None
+        decoding = where == "decode"
+        watch.fail = lambda ids: SystemExit("the end") if any((len(row) == 1) == decoding for row in ids) else None
         watch.let_go()
         for stream in (*streams[1:], late, opened):
             ends = [event async for event in stream if event.finish_reason is not None]
@@ -505,11 +526,15 @@ def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None
     run(scenario())
 
 
-def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> None:
+def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 6))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(200, n=3))]) for i in range(4)]
-        await until(lambda: engine.stats().running_sequences == 6, "rows")
-        await asyncio.to_thread(engine.shutdown)
+        await watch.stopped()
+        ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        await until(lambda: not engine.alive, "the call of shutdown")
+        watch.let_go()
+        await ending
         assert not engine._thread.is_alive()
         for stream in streams:
             ends = [event for event in [event async for event in stream] if event.finish_reason is not None]
@@ -520,11 +545,16 @@ def test_shutdown_ends_streams_and_joins_the_thread(model: PreTrainedModel) -> N
     run_with_engine(scenario, model)
 
 
-def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel) -> None:
+def test_shutdown_does_not_wait_for_a_long_serial_answer(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(240))])
         await anext(stream)
-        await asyncio.to_thread(engine.shutdown)
+        await watch.stopped()
+        ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        await until(lambda: not engine.alive, "the call of shutdown")
+        watch.let_go()
+        await ending
         tokens = 0
         async for event in stream:
             tokens += len(event.token_ids)
@@ -560,7 +590,7 @@ def test_a_serial_answer_that_cannot_even_begin_fails_alone(model: PreTrainedMod
 
 
 def test_an_answer_that_cannot_leave_is_told_its_end_once(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = Scheduler.release
 
@@ -570,11 +600,13 @@ def test_an_answer_that_cannot_leave_is_told_its_end_once(
         return release(self, leaving, **options)
 
     async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         stays = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
-        await anext(stays)
+        await watch.stopped()
         monkeypatch.setattr(Scheduler, "release", broken)
         ends: list[TokenEvent] = []
         last = engine.submit([EngineRequest(prompt_of(6), greedy(2, n=2))])
+        watch.let_go()
         ends += [event async for event in last if event.finish_reason is not None]
         await asyncio.sleep(0.1)
         assert sorted(end.index for end in ends) == [0, 1] and [event async for event in last] == []
@@ -587,8 +619,9 @@ def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrained
     expected = reference(model, prompt_of(9, 1), 12)
 
     async def walk_away(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
         engine.submit([EngineRequest(prompt_of(5), greedy(100))])
-        await until(lambda: engine.stats().running_sequences == 1, "a row")
+        await watch.stopped()
 
     async def scenario(engine: EngineCore) -> None:
         assert await tokens_of(engine, prompt_of(9, 1), greedy(12)) == expected
@@ -596,4 +629,5 @@ def test_an_event_loop_that_goes_away_does_not_stop_the_engine(model: PreTrained
 
     with running(model) as engine:
         run(walk_away(engine))
+        watch.let_go()
         run(scenario(engine))

@@ -50,7 +50,7 @@ def cut(ids: Sequence[int], chance: random.Random) -> list[Sequence[int]]:
     return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_pieces_give_the_tokens_of_the_whole(family: str) -> None:
     model = tiny_model(family)
     chance = random.Random(3)

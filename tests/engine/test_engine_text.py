@@ -1,6 +1,7 @@
 """What a reader is told: whole characters, in order, merged when it lags."""
 
 import asyncio
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.engine.tiny import (
     EOS,
     Watch,
     byte_tokenizer,
+    decodes,
     dictated,
     greedy,
     prompt_of,
@@ -31,6 +33,16 @@ CODEC = TextCodec(byte_tokenizer())
 
 async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:
     return [event async for event in engine.submit([EngineRequest(prompt, params)])]
+
+
+def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
+    """For ``Watch.fail``: each forward waits until the readers on the loop have taken the events before it."""
+
+    async def turns() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    return lambda ids: asyncio.run_coroutine_threadsafe(turns(), loop).result(30)
 
 
 def ended(late: Mailbox, sequences: int) -> bool:
@@ -65,11 +77,16 @@ def test_the_events_join_to_the_decode_of_all_tokens(model: PreTrainedModel, ski
     run_with_engine(scenario, model)
 
 
-def test_no_event_splits_a_character(model: PreTrainedModel) -> None:
+def test_no_event_splits_a_character(model: PreTrainedModel, watch: Watch) -> None:
     said = "Ünïcödé 日本語 🙂🚀 €"
     ids = spelled(said)
+
+    async def scenario(engine: EngineCore) -> list[TokenEvent]:
+        watch.fail = in_step_with(asyncio.get_running_loop())
+        return await events_of(engine, prompt_of(5), greedy(len(ids)))
+
     with running(model) as engine, dictated(model, ids, prompt=5):
-        events = run(events_of(engine, prompt_of(5), greedy(len(ids))))
+        events = run(scenario(engine))
     assert "".join(event.text for event in events) == said
     assert not any("\N{REPLACEMENT CHARACTER}" in event.text for event in events)
     assert len(events) > len(said) // 2
@@ -155,10 +172,11 @@ def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTra
     assert [event.finish_reason is not None for event in events] == [*[False] * (len(events) - 1), True]
 
 
-def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel) -> None:
+def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel, watch: Watch) -> None:
     """One stream is never read; another one ends all the same, and so does the first."""
 
     async def scenario(engine: EngineCore) -> None:
+        watch.fail = in_step_with(asyncio.get_running_loop())
         unread = engine.submit([EngineRequest(prompt_of(5), greedy(150))])
         assert len(await events_of(engine, prompt_of(6), greedy(50))) > 1
         await until(lambda: engine.stats().running_sequences == 0, "the end of both")
@@ -201,10 +219,12 @@ def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: 
             calls += 1
             return original(*args, **kwargs)  # type: ignore[arg-type]
 
+        watch.stop_at(decodes(engine, 8))
         streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(100))]) for i in range(8)]
-        await until(lambda: engine.stats().running_sequences == 8, "a batch")
+        await watch.stopped()
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
         before = engine.stats().decode_steps
+        watch.let_go()
         await until(lambda: engine.stats().running_sequences == 0, "the end")
         assert 0 < calls <= engine.stats().decode_steps - before + 1
         for stream in streams:

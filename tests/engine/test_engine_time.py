@@ -28,6 +28,7 @@ from tests.engine.tiny import (
     run,
     tiny_model,
     tokens_of,
+    until,
 )
 
 PROMPT = [7, 8, 9]
@@ -87,7 +88,7 @@ def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, mo
 
     async def two() -> None:
         first = asyncio.create_task(collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.stats().running_sequences == 1, "the first one's start")
         second = (await collect(engine, [EngineRequest(tuple(PROMPT), greedy(60))]))[0]
         assert second.finish_reason is FinishReason.TIMEOUT and second.token_ids == ()
         assert (await first)[0].finish_reason is FinishReason.LENGTH
@@ -140,7 +141,8 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
         event = (await long)[0]
         assert event.finish_reason is FinishReason.ABORT and isinstance(event.error, NotServing)
         assert str(event.error) == "aborted"
-        assert list(event.token_ids) == reference(model, PROMPT, 200)[: len(event.token_ids)]
+        count = len(event.token_ids)
+        assert list(event.token_ids) == reference(model, PROMPT, count + 1)[:count]
 
     try:
         run(drained())
@@ -149,16 +151,20 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
 
 
 class Killer:
-    """A real hook on a real module that ends the engine's thread as a failing interpreter would."""
+    """A real hook on a real module that ends the engine's thread as a failing interpreter would.
+
+    ``forwards`` counts down to the one that does not return; 0: all do.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.armed = False
+        self.forwards = 0
         self.handle = model.get_input_embeddings().register_forward_hook(self)
 
     def __call__(self, *_: object) -> None:
-        if self.armed:
-            self.armed = False
-            raise SystemExit("killed")
+        if self.forwards:
+            self.forwards -= 1
+            if not self.forwards:
+                raise SystemExit("killed")
 
 
 def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
@@ -168,14 +174,9 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
     engine = engine_of(batcher_of("batched", model), rebuild=lambda: batcher_of("batched", model))
 
     async def killed() -> None:
-        async def events() -> list[object]:
-            return [event async for event in engine.submit([EngineRequest(tuple(PROMPT), greedy(200))])]
-
-        task = asyncio.create_task(events())
-        await asyncio.sleep(0.05)
-        killer.armed = True
-        last = (await task)[-1]
-        assert isinstance(last.error, GenerationFailed)  # type: ignore[attr-defined]
+        killer.forwards = 20
+        last = [event async for event in engine.submit([EngineRequest(tuple(PROMPT), greedy(200))])][-1]
+        assert isinstance(last.error, GenerationFailed)
         assert await tokens_of(engine, PROMPT, greedy(5)) == expected
 
     try:

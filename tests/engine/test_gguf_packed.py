@@ -56,6 +56,16 @@ def dequantised(file: Path) -> Any:
     return model.eval()
 
 
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of two layers: 14 matrices and two tables. The eleventh is of a format without kernels.
+
+    It is converted once for all tests that load it: each conversion starts a process that imports torch.
+    """
+    kinds = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=kinds, hidden=256)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path: Path, folder: Path) -> None:
     """Also that the rows of queries and keys, which the file has in another order, are put back."""
@@ -86,25 +96,22 @@ def summary(file: Path, cache: Path, **extra: Any) -> str:
         built.shutdown()
 
 
-def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tmp_path: Path, kernel_cache: Path) -> None:
-    """Two layers: 14 matrices and two tables. The eleventh is of a format without kernels."""
-    kinds = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
-    said = summary(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=kinds, hidden=256), kernel_cache)
+def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tiny_file: Path, kernel_cache: Path) -> None:
+    said = summary(tiny_file, kernel_cache)
     assert "weights packed as in the file: " in said and "Q4_1 (14 tensors)" in said and "Q8_0 (1 tensors)" in said
     assert "; dequantised: model.layers." in said and "(Q3_K)" in said
     assert "our own kernels" in said
 
 
-def test_a_file_is_dequantised_unless_it_is_to_stay_packed(tmp_path: Path, kernel_cache: Path) -> None:
-    assert "packed as in the file" not in summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache, weights="auto")
+def test_a_file_is_dequantised_unless_it_is_to_stay_packed(tiny_file: Path, kernel_cache: Path) -> None:
+    assert "packed as in the file" not in summary(tiny_file, kernel_cache, weights="auto")
 
 
-def test_settings_under_which_our_kernels_do_not_run_fail_the_load(tmp_path: Path, kernel_cache: Path) -> None:
-    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+def test_settings_under_which_our_kernels_do_not_run_fail_the_load(tiny_file: Path, kernel_cache: Path) -> None:
     with pytest.raises(SettingsError, match="packed needs our own kernels in bfloat16, not dtype: 'float32'"):
-        summary(file, kernel_cache, dtype="float32")
+        summary(tiny_file, kernel_cache, dtype="float32")
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* other settings leave no room"):
-        summary(file, kernel_cache, attn_implementation="eager")
+        summary(tiny_file, kernel_cache, attn_implementation="eager")
 
 
 def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, kernel_cache: Path) -> None:
@@ -113,19 +120,19 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 
 
 def test_kernels_that_compute_something_else_fail_the_load(
-    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared_model, "check_packed", check_with_wrong_kernels)
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
-        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+        summary(tiny_file, kernel_cache)
 
 
 def test_a_killed_process_of_the_check_fails_the_load(
-    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared_model, "check_packed", die)
     with pytest.raises(LoadFailed, match="the process that loads the model was killed by SIGKILL"):
-        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+        summary(tiny_file, kernel_cache)
 
 
 @pytest.mark.slow
@@ -146,10 +153,10 @@ def test_a_file_or_kernels_other_than_the_checked_ones_fail_the_load(
 
 
 def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_walk(
-    tmp_path: Path, kernel_cache: Path
+    tiny_file: Path, kernel_cache: Path
 ) -> None:
     """``loading`` freezes what exists once more when a later model needs transformers' modeling code."""
-    built = built_of(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+    built = built_of(tiny_file, kernel_cache)
     choice = built.lease.value.weights.value.choice
     assert choice is not None
     forward = weakref.ref(choice.forward)
@@ -162,7 +169,7 @@ def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_wa
 
 @pytest.mark.slow
 def test_a_load_that_fails_after_the_engine_has_started_stops_it(
-    tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory() -> None:
         assert set(threading.enumerate()) > before
@@ -171,7 +178,7 @@ def test_a_load_that_fails_after_the_engine_has_started_stops_it(
     before = set(threading.enumerate())
     monkeypatch.setattr(factory, "drop_code", no_memory)
     with pytest.raises(MemoryError):
-        summary(write_tiny_gguf(tmp_path / "tiny.gguf"), kernel_cache)
+        summary(tiny_file, kernel_cache)
     assert set(threading.enumerate()) <= before
 
 

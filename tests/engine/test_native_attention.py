@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ from mlserver_torch_stream.engine.attention import verify_attention
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import (
-    AttentionShape,
-    fill_randomly,
-    random_batch,
     reference_attention,
 )
 from mlserver_torch_stream.engine.attention.verify_attention import (
@@ -35,13 +31,11 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from tests.engine.attention_case import CPU, MIXED, Case, never
 from tests.engine.page_book import answers, expected_answers
 from tests.engine.tiny_models import tiny_model
 
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# (tokens in the cache, new ones): lengths around pages, windows and blocks of 64 queries, 256 keys or 12 rows.
-MIXED = [(0, 1), (0, 70), (15, 1), (16, 3), (300, 1), (255, 1), (256, 1), (130, 150), (513, 12), (40, 11)]
 DIMS = {  # heads, heads of keys, dimensions of keys and of values
     "one group": (4, 4, 64, 64),
     "groups of two, 80": (4, 2, 80, 80),
@@ -61,48 +55,6 @@ SIGHTS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "window, softcap and sinks": {"window": 20, "softcap": 5.0, "sinks": True},
 }
-
-
-class Case:
-    """A random layer of pages in no order, NaN where no token is, and a batch over it."""
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[int, int]] = MIXED,
-        dims: tuple[int, int, int, int] = (4, 2, 64, 64),
-        dtype: torch.dtype = torch.float32,
-        page_size: int = 16,
-        **options: Any,
-    ) -> None:
-        generator, heads, key_dim = torch.Generator().manual_seed(7), dims[0], dims[2]
-
-        def numbers(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=generator).to(dtype)
-
-        batch, pages = random_batch(parts, page_size)
-        self.batch = batch_tensors(batch, page_size, 1, CPU)
-        self.layer = LayerPages(0, pages, page_size)
-        fill_randomly(self.layer, batch, AttentionShape(*dims, dtype, 1.0), numbers)
-        self.query = numbers(batch.tokens, heads, key_dim)
-        if options.pop("sinks", False):
-            options["sinks"] = torch.randn(heads, generator=generator) + 2
-        self.options = AttentionOptions(1.5 * key_dim**-0.5, **options)
-
-    def run(self, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return attention(self.query, self.layer, self.batch, self.options)
-
-    def error(self, attention: NativeAttention) -> float:
-        """The largest one of a query and head, against the size of its exact output."""
-        assert self.layer.keys is not None and self.layer.values is not None
-        wide = replace(self.layer, keys=self.layer.keys.float(), values=self.layer.values.float())
-        exact = reference_attention(self.query.float(), wide, self.batch, self.options)
-        ours = self.run(attention)
-        assert ours.dtype == self.query.dtype and ours.shape == exact.shape
-        return float(((ours.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
-
-
-def never(*_: object) -> torch.Tensor:
-    raise AssertionError("the kernels were to attend")
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +172,9 @@ _THREADS = """
 import os, sys, threading
 from pathlib import Path
 import torch
+torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[2])
-from tests.engine.test_native_attention import Case, never
+from tests.engine.attention_case import Case, never
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 
 def count():
@@ -230,7 +183,6 @@ def count():
 native = NativeAttention(Path(sys.argv[1]), never)
 assert native._pool is not None, native.threads
 case = Case()
-torch.set_num_threads(1)
 case.run(native)
 alone = count()
 torch.set_num_threads(3)

@@ -55,6 +55,7 @@ from tests.engine.tiny import (
     watched,
 )
 
+LONG = 10_000  # tokens, which take many seconds: no answer of them ends while a test waits for something else
 REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
 
 
@@ -149,7 +150,7 @@ def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None
     model = laid_out(tiny_model("llama"), 3)
 
     async def scenario(engine: EngineCore, watch: Watch) -> list[int]:
-        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(150))]) for i in range(6)]
+        streams = [engine.submit([EngineRequest(prompt_of(5, i), greedy(LONG))]) for i in range(6)]
         await until(lambda: engine.stats().running_sequences == 6, "six sequences")
         seen = len(watch.calls) + 12  # those that began before have landed
         await until(lambda: len(watch.calls) > seen + 12, "some steps")
@@ -159,7 +160,7 @@ def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None
         await until(lambda: idle(engine), "an idle engine")
         return sizes
 
-    with watched(model) as watch, pipelined(model) as (engine, _):
+    with watched(model) as watch, pipelined(model, context=2 * LONG) as (engine, _):
         assert run(scenario(engine, watch)) == [2] * 12
 
 
@@ -360,7 +361,7 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         return held
 
     async def scenario(engine: EngineCore) -> None:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(others)]
+        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(LONG))]) for i in range(others)]
         for other in beside:
             await anext(other)
         stream = engine.submit([EngineRequest((), greedy(10), open=True)])
@@ -378,7 +379,8 @@ def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(w
         for other in beside:
             other.close()
 
-    with pipelined(model, prefill_tokens=8, max_num_seqs=8 if others > 1 else 1) as (engine, _):
+    seats = 8 if others > 1 else 1
+    with pipelined(model, prefill_tokens=8, max_num_seqs=seats, context=2 * LONG) as (engine, _):
         batcher = engine._batcher
         assert isinstance(batcher, ContinuousBatcher)
         batcher._forward = hold(batcher._forward)
@@ -441,7 +443,7 @@ def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> Non
 
     async def scenario(engine: EngineCore) -> None:
         nonlocal failing
-        streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(200))]) for i in range(6)]
+        streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(LONG))]) for i in range(6)]
         if phase == "decode":
             for stream in streams:
                 await anext(stream)
@@ -452,7 +454,7 @@ def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> Non
         failing = False
         assert await together(engine, REQUESTS) == expected
 
-    with pipelined(model) as (engine, _):
+    with pipelined(model, context=2 * LONG) as (engine, _):
         model.model.layers[1].register_forward_pre_hook(fail)
         run(scenario(engine))
 
@@ -461,7 +463,7 @@ def test_a_thread_that_dies_ends_every_stream_and_the_engine() -> None:
     model = laid_out(tiny_model("llama"), 2)
 
     async def scenario(engine: EngineCore) -> None:
-        streams = [engine.submit([EngineRequest(prompt_of(6, i), greedy(200))]) for i in range(4)]
+        streams = [engine.submit([EngineRequest(prompt_of(6, i), greedy(LONG))]) for i in range(4)]
         for stream in streams:
             await anext(stream)
         model.model.layers[2].register_forward_pre_hook(_die)
@@ -469,7 +471,7 @@ def test_a_thread_that_dies_ends_every_stream_and_the_engine() -> None:
         assert {end.finish_reason for end in ends} == {FinishReason.ERROR}
         await until(lambda: not engine.alive, "the end")
 
-    with pipelined(model) as (engine, _):
+    with pipelined(model, context=2 * LONG) as (engine, _):
         run(scenario(engine))
 
 

@@ -100,12 +100,11 @@ class Meeting:
 
 
 def test_the_text_of_a_step_is_delivered_while_the_next_forward_runs(
-    model: PreTrainedModel, codec: TextCodec, findings: SelfCheckResult
+    model: PreTrainedModel, codec: TextCodec, findings: SelfCheckResult, loop: asyncio.AbstractEventLoop
 ) -> None:
     steps = 6
     forward = Meeting(ModelForward(model, findings.way), steps)
     batcher = batcher_over(model, findings, prefill_tokens=64, forward=forward, flights=in_a_thread())
-    loop = asyncio.new_event_loop()
     asked = EngineRequest(prompt_of(5), greedy(steps))
     request = RequestState(asked, Mailbox(loop, 1, lambda mailbox: None), codec, (), 100)
     batcher.add(request)
@@ -116,7 +115,6 @@ def test_the_text_of_a_step_is_delivered_while_the_next_forward_runs(
         assert request.finished and len(request.sequences[0].tokens) == forward.calls == forward.deliveries == steps
     finally:
         batcher.close()
-        loop.close()
 
 
 def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
@@ -127,10 +125,10 @@ def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
     with dictated(model, said, prompt=6), watched(model) as watch:
 
         async def scenario(engine: EngineCore) -> tuple[TokenEvent, list[int]]:
-            stopped = collect(engine, [EngineRequest(prompt_of(6), greedy(25, stop=("thr",)))])
-            events, other = await asyncio.gather(stopped, tokens_of(engine, prompt_of(6, 1), greedy(25)))
+            stopped = EngineRequest(prompt_of(6), greedy(25, stop=("thr",)))
+            events = await collect(engine, [stopped, EngineRequest(prompt_of(6, 1), greedy(25), 1)])
             await until(lambda: idle(engine), "an idle engine")
-            return events[0], other
+            return events[0], list(events[1].token_ids)
 
         with running(model, findings=findings, prefill_tokens=64, flights=in_a_thread()) as engine:
             event, other = run(scenario(engine))
@@ -245,7 +243,7 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
             failing = asyncio.create_task(
                 collect(engine, [EngineRequest(prompt_of(7, 2), greedy(50, logit_bias={poison: 1e6}))])
             )
-            leaver = engine.submit([EngineRequest(prompt_of(5), greedy(90))])
+            leaver = engine.submit([EngineRequest(prompt_of(5), greedy(20_000))])  # which take many seconds
             for _ in range(3):
                 await anext(leaver)
             leaver.close()
@@ -255,30 +253,33 @@ def test_whoever_leaves_or_fails_harms_nobody(model: PreTrainedModel, findings: 
             await until(lambda: idle(engine), "an idle engine")
             assert engine.stats().cancelled_sequences == 1
 
-        run_with_engine(scenario, model, findings=findings, prefill_tokens=64, flights=in_a_thread())
+        run_with_engine(scenario, model, findings=findings, prefill_tokens=64, flights=in_a_thread(), context=20_005)
 
 
-def _answer(model: PreTrainedModel, count: int, poll: Callable[[ContinuousBatcher, RequestState], None]) -> int:
+def _answer(
+    model: PreTrainedModel,
+    loop: asyncio.AbstractEventLoop,
+    count: int,
+    poll: Callable[[ContinuousBatcher, RequestState], None],
+) -> int:
     """Runs an answer of ``count`` tokens, with ``poll`` between the ids and the text of each step.
 
     Returns how many generated tokens the batcher has counted.
     """
-    batcher, loop = (
-        batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True)),
-        asyncio.new_event_loop(),
-    )
+    batcher = batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True))
     asked = EngineRequest(prompt_of(5), greedy(count))
     request = RequestState(asked, Mailbox(loop, 1, lambda mailbox: None), TextCodec(byte_tokenizer()), (), 100)
     batcher.add(request)
     with torch.inference_mode():
         for _ in range(2 * count):
             batcher.step(lambda sequences: None, lambda: poll(batcher, request), lambda: None)
-    loop.close()
     assert request.finished
     return batcher.stats().generation_tokens
 
 
-def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(model: PreTrainedModel) -> None:
+def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(
+    model: PreTrainedModel, loop: asyncio.AbstractEventLoop
+) -> None:
     cancelled: list[SequenceState] = []
 
     def cancel(batcher: ContinuousBatcher, request: RequestState) -> None:
@@ -287,11 +288,13 @@ def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(mo
             batcher.evict([request])
             cancelled.append(request.sequences[0])
 
-    counted = _answer(model, 20, cancel)
+    counted = _answer(model, loop, 20, cancel)
     assert counted == len(cancelled[0].tokens) > 0
 
 
-def test_a_sequence_whose_ids_have_ended_it_is_finished(model: PreTrainedModel) -> None:
+def test_a_sequence_whose_ids_have_ended_it_is_finished(
+    model: PreTrainedModel, loop: asyncio.AbstractEventLoop
+) -> None:
     """A client that leaves between its last id and its text has cancelled nothing."""
     seen: list[tuple[int, FinishReason | None]] = []
 
@@ -301,7 +304,7 @@ def test_a_sequence_whose_ids_have_ended_it_is_finished(model: PreTrainedModel) 
             request.sequences[0].finish(FinishReason.ABORT)
             seen.append((unfinished, request.sequences[0].finish_reason))
 
-    _answer(model, 3, leave_at_the_end)
+    _answer(model, loop, 3, leave_at_the_end)
     assert seen == [(0, FinishReason.LENGTH)]
 
 

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ from tests.engine.tiny import (
     VOCAB,
     Watch,
     byte_tokenizer,
+    decodes,
     greedy,
     idle,
     prompt_of,
@@ -53,13 +54,11 @@ BOUNDS = QueueLimits(step_timeout=60.0, chunk=512)
 
 
 @pytest.fixture
-def waiting(codec: TextCodec) -> Iterator[RequestState]:
-    loop = asyncio.new_event_loop()
+def waiting(codec: TextCodec, loop: asyncio.AbstractEventLoop) -> RequestState:
     given = EngineRequest(prompt_of(3), greedy(5))
     made = RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), CONTEXT)
     made.submitted_at = 0.0
-    yield made
-    loop.close()
+    return made
 
 
 class TestWhatIsDecided:
@@ -195,9 +194,10 @@ class TestAStepThatHangs:
         engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:
+            watch.stop_at(decodes(engine, 1))
             running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             first = await anext(running)
-            await watch.hold()
+            await watch.stopped()
             waiting = engine.submit([EngineRequest(prompt_of(6), greedy(200))])
             ends = await asyncio.wait_for(asyncio.gather(events_of(running), events_of(waiting)), 15)
             assert engine._thread.is_alive() and not idle(engine), "it is still held"
@@ -223,9 +223,10 @@ class TestAStepThatHangs:
         engine = hung_engine(model, kind)
 
         async def scenario() -> None:
+            watch.stop_at(decodes(engine, 1))
             running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             await anext(running)
-            await watch.hold()
+            await watch.stopped()
             waiting = engine.submit([EngineRequest(prompt_of(6), greedy(200, n=1))])
             engine.drain("the model is unloaded")
             engine.abort_all("the model is unloaded")
@@ -245,9 +246,10 @@ class TestAStepThatHangs:
         engine = engine_of(batcher_of(kind, model), QueueLimits(step_timeout=2.0), on_death=deaths.append)
 
         async def scenario() -> None:
+            watch.stop_at(decodes(engine, 1))
             running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
             await anext(running)
-            await watch.hold()
+            await watch.stopped()
             assert engine.trouble is None
             await until(lambda: engine.trouble is not None, "trouble")
             assert engine.alive and "has not come back for" in str(engine.trouble)
@@ -272,8 +274,9 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
     text = byte_tokenizer().decode(sequence[:4])
 
     async def scenario() -> None:
+        watch.stop_at(lambda ids: engine.stats().generation_tokens == 3)
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, stop=(f"{text}no such end",)))])
-        await watch.hold()
+        await watch.stopped()
         events = await asyncio.wait_for(events_of(stream), 15)
         assert events[-1].finish_reason is FinishReason.TIMEOUT
         usage = events[-1].usage
@@ -289,11 +292,14 @@ def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_i
     engine = hung_engine(model, "batched", queue_timeout=1.0)
 
     async def scenario() -> None:
+        watch.stop_at(decodes(engine, 1))
         running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
-        await anext(running)
+        await watch.stopped()
         pieces = engine.submit([EngineRequest((), greedy(9), open=True)])
         pieces.extend(prompt_of(4))
-        await watch.hold()
+        watch.let_go()
+        await watch.hold()  # the pieces are taken in before the next forward
+        assert engine.stats().open_prompts == 1
         pieces.seal(prompt_of(6))
         (event,) = await asyncio.wait_for(events_of(pieces), 15)
         assert event.finish_reason is FinishReason.TIMEOUT and "waited too long in the queue" in str(event.error)
@@ -310,9 +316,10 @@ def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: 
     engine = hung_engine(model, "batched", request_timeout=600.0)
 
     async def scenario() -> None:
+        watch.stop_at(decodes(engine, 1))
         running = engine.submit([EngineRequest(prompt_of(5), greedy(200))])
         await anext(running)
-        await watch.hold()
+        await watch.stopped()
         left = engine.submit([EngineRequest(prompt_of(4), greedy(9, n=1))])
         (request,) = engine._open[left]
         left.close()
@@ -332,8 +339,9 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
     waiting = engine_of(batcher_of("batched", other), QueueLimits(request_timeout=1.0), fair_lock=fair_lock)
 
     async def scenario() -> None:
+        watch.stop_at()
         stream = hung.submit([EngineRequest(prompt_of(5), greedy(200))])
-        await watch.hold()
+        await watch.stopped()
         event = (await asyncio.wait_for(events_of(waiting.submit([EngineRequest(prompt_of(4), greedy(9))])), 15))[-1]
         assert event.finish_reason is FinishReason.TIMEOUT
         assert "it waits for its device: the " in str(waiting.trouble), "no request of its own can be in time"

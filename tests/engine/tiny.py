@@ -184,6 +184,11 @@ def idle(engine: EngineCore) -> bool:
     return stats.running_sequences == 0 and stats.waiting_requests == 0 and stats.kv_cache_bytes == 0
 
 
+def decodes(engine: EngineCore, sequences: int) -> Callable[[list[list[int]]], bool]:
+    """For ``Watch.stop_at``: the steps in which so many sequences are decoded and no prompt is computed."""
+    return lambda ids: [len(row) for row in ids] == [1] * sequences and engine.stats().running_sequences == sequences
+
+
 class Shown:
     """A forward that tells the model's ``Watch`` which sequences its packed tokens are."""
 
@@ -206,9 +211,9 @@ class Watch:
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: list[list[list[int]]] = []
         self.fail: Callable[[list[list[int]]], BaseException | None] = lambda ids: None
+        self._stops: Callable[[list[list[int]]], bool] = lambda ids: False
         self._gate = threading.Event()
-        self._gate.set()
-        self._reached = threading.Event()
+        self._stopped = threading.Event()
         self._here = vars(model).setdefault("batch_of_thread", threading.local())
         self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see)
 
@@ -221,23 +226,34 @@ class Watch:
         batch: Batch | None = getattr(self._here, "batch", None)
         ids = args[0].tolist() if batch is None else [list(each.token_ids) for each in batch.sequences]
         self.calls.append(ids)
-        self._reached.set()
-        assert self._gate.wait(30), "nobody let the model go on"
+        if self._stops(ids):
+            self._stopped.set()
+            assert self._gate.wait(30), "nobody let the model go on"
         error = self.fail(ids)
         if error is not None:
             raise error
 
-    async def hold(self) -> None:
-        """Returns when the engine's thread stands inside a forward."""
-        self._reached.clear()
+    def stop_at(self, stops: Callable[[list[list[int]]], bool] = lambda ids: True) -> None:
+        """Lets the engine's thread stop inside each forward from now on for whose ids ``stops`` is true."""
+        self._stopped.clear()
         self._gate.clear()
-        await until(self._reached.is_set, "a forward")
+        self._stops = stops
+
+    async def stopped(self) -> None:
+        """Returns when the engine's thread has stopped inside a forward."""
+        await until(self._stopped.is_set, "the forward to stop at")
+
+    async def hold(self) -> None:
+        """Stops the engine's thread inside its next forward."""
+        self.stop_at()
+        await self.stopped()
 
     def let_go(self) -> None:
+        self._stops = lambda ids: False
         self._gate.set()
 
     def remove(self) -> None:
-        self._gate.set()
+        self.let_go()
         self._hook.remove()
 
 

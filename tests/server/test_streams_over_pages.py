@@ -62,6 +62,9 @@ def test_each_of_many_streams_says_what_it_says_alone(
         assert usage == {key: answer["usage"][key] for key in usage}
         assert 0 <= cached < usage["prompt_tokens"] and (name not in ("uncached",) or cached == 0)
     gauges = ("kv_cache_bytes", "running_sequences", "waiting_requests", "prefilling_requests")
+    # One request submits all of these prompts at the same time, however slowly the clients above were started.
+    together = whole(paged, TEXT, {**bodies[0], "model": name, "prompt": [body["prompt"] for body in bodies]})
+    assert [each["text"] for each in together["choices"]] == [answer["choices"][0]["text"] for answer in said]
     counters = paged.wait_for(name, lambda now: all(now[gauge] == 0 for gauge in gauges))
     assert (counters["num_preemptions"] > 0) == (name == "preempting")
-    assert counters["generation_tokens"] == _STREAMS * _TOKENS
+    assert counters["generation_tokens"] == 2 * _STREAMS * _TOKENS

@@ -1,0 +1,65 @@
+"""Random attention over pages, for tests and for a process that they start. Imports no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
+from mlserver_torch_stream.engine.attention.reference import (
+    AttentionShape,
+    fill_randomly,
+    random_batch,
+    reference_attention,
+)
+from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+
+CPU = torch.device("cpu")
+# (tokens in the cache, new ones): lengths around pages, windows and blocks of 64 queries, 256 keys or 12 rows.
+MIXED = [(0, 1), (0, 70), (15, 1), (16, 3), (300, 1), (255, 1), (256, 1), (130, 150), (513, 12), (40, 11)]
+
+
+class Case:
+    """A random layer of pages in no order, NaN where no token is, and a batch over it."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, int]] = MIXED,
+        dims: tuple[int, int, int, int] = (4, 2, 64, 64),
+        dtype: torch.dtype = torch.float32,
+        page_size: int = 16,
+        **options: Any,
+    ) -> None:
+        generator, heads, key_dim = torch.Generator().manual_seed(7), dims[0], dims[2]
+
+        def numbers(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator).to(dtype)
+
+        batch, pages = random_batch(parts, page_size)
+        self.batch = batch_tensors(batch, page_size, 1, CPU)
+        self.layer = LayerPages(0, pages, page_size)
+        fill_randomly(self.layer, batch, AttentionShape(*dims, dtype, 1.0), numbers)
+        self.query = numbers(batch.tokens, heads, key_dim)
+        if options.pop("sinks", False):
+            options["sinks"] = torch.randn(heads, generator=generator) + 2
+        self.options = AttentionOptions(1.5 * key_dim**-0.5, **options)
+
+    def run(self, attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return attention(self.query, self.layer, self.batch, self.options)
+
+    def error(self, attention: NativeAttention) -> float:
+        """The largest one of a query and head, against the size of its exact output."""
+        assert self.layer.keys is not None and self.layer.values is not None
+        wide = replace(self.layer, keys=self.layer.keys.float(), values=self.layer.values.float())
+        exact = reference_attention(self.query.float(), wide, self.batch, self.options)
+        ours = self.run(attention)
+        assert ours.dtype == self.query.dtype and ours.shape == exact.shape
+        return float(((ours.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+def never(*_: object) -> torch.Tensor:
+    raise AssertionError("the kernels were to attend")
