@@ -75,11 +75,11 @@ def _queued(name: str, arrived: float, sequence: str | None = None) -> HandlerJo
     return HandlerJob(asked, name, arrived, lambda job: None)
 
 
-async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event | None = None) -> list[str]:
-    """The pieces of twelve answers, one after another; with ``scaled``, of those until then."""
+async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event) -> list[str]:
+    """The pieces of twelve answers or more, one after another, until the workers are ``scaled``."""
     answers: list[str] = []
-    for turn in range(12 if scaled is None else 10_000):
-        if scaled is not None and scaled.is_set():
+    for turn in range(10_000):
+        if turn >= 12 and scaled.is_set():
             break
         answers += await ask(pool, f"sleep 0.02 {number} {turn}", f"{number} {turn}")
     return answers
@@ -97,26 +97,26 @@ def _check_answers(answered: list[list[str]], folder: Path) -> None:
 def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_and_answers_none_twice(
     tmp_path: Path,
 ) -> None:
-    most, done = 0, False
+    done = False
 
-    async def watch(pool: WorkerPool) -> None:
-        nonlocal most
+    async def watch(pool: WorkerPool, scaled: asyncio.Event) -> None:
         while not done:
-            most = max(most, _ready(pool))
+            if _ready(pool) == 3:
+                scaled.set()
             assert len(pool.supervisor.slots) <= 3
             await asyncio.sleep(0.01)
 
     async def scenario() -> None:
         nonlocal done
+        scaled = asyncio.Event()
         async with running(write_handler(tmp_path, _HANDLER, {"maxWorkers": 3, **_FAST})) as pool:
             assert _ready(pool) == 1
-            watching = asyncio.create_task(watch(pool))
-            answered = await asyncio.gather(*(_client(pool, number) for number in range(16)))
-            await until(lambda: most == 3 or _ready(pool) == 3)
+            watching = asyncio.create_task(watch(pool, scaled))
+            answered = await asyncio.gather(*(_client(pool, number, scaled) for number in range(16)))
             await until(lambda: _ready(pool) == 1)
             await asyncio.sleep(0.6)  # twice the time after which an idle worker may end
             assert _ready(pool) == 1
-            answered += [await _client(pool, 16)]
+            answered += [await _client(pool, 16, scaled)]
             done = True
             await watching
             assert len(pool.supervisor.slots) == 1
