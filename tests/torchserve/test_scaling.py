@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
@@ -259,6 +260,24 @@ def test_after_its_time_a_worker_that_is_scaled_away_is_ended_with_its_request(t
             assert isinstance(failed, HandlerFailed) and "after it was scaled away" in str(failed)
             await until(lambda: not pool.supervisor.slots)
             assert pool.supervisor.restarts == 0
+
+    run(scenario())
+
+
+def test_an_unload_waits_for_the_end_of_a_worker_that_was_scaled_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed on the event loop, which may end with the unload."""
+    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker_rank._STOP_S", 0.5)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            await anext(pool.submit(request("sleep 60")))
+            process = psutil.Process(_pid(pool))
+            process.suspend()  # its end takes as long as the server waits for it
+            await pool.scaling.scale(0, 0, grace=0.1)
+            assert not pool.supervisor.slots and process.is_running()
+        assert not process.is_running()
 
     run(scenario())
 
