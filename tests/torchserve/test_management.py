@@ -430,7 +430,7 @@ def test_an_asynchronous_registration_is_answered_at_once_and_goes_on(api: Manag
     api.done("DELETE", "/models/noop")
     api.done("POST", "/models?url=broken.mar&initial_workers=1&synchronous=false", 202)
     wait_until(lambda: api.ask("GET", "/models/broken").status_code == 404, "gone")
-    assert "Management API: Failed to start workers for model broken" in api.server.log
+    wait_until(lambda: "Management API: Failed to start workers for model broken" in api.server.log, "the reason")
 
 
 def test_the_commands_of_the_page_work(api: Management) -> None:
