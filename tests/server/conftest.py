@@ -175,7 +175,7 @@ def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: 
         "MLSERVER_TORCH_STREAM_VLLM_METRIC_NAMES": "true",
         "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "65536",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
-        "MLSERVER_TORCH_STREAM_FAULTS": PACED,
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.005",
     }
     settings = {**QUIET, "tracing_server": f"{HOST}:{spans.port}"}
     folder = tmp_path_factory.mktemp("observed") / "models"

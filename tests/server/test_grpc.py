@@ -16,7 +16,7 @@ from tests.server import v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
-_ENOUGH = 30  # tokens of a server whose steps take so long that the reader gets more than two responses
+_ENOUGH = 15  # tokens of a server whose steps take so long that the reader gets more than two responses
 
 
 @pytest.fixture(scope="module")
