@@ -6,7 +6,7 @@ Knows nothing of what is asked.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,7 +39,7 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(handler: type[Handler]) -> Iterator[str]:
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """The server's URL."""
     http = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})

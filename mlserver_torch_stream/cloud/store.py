@@ -7,9 +7,11 @@ much of a body it has.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,15 +179,23 @@ class Store:
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
-
-        A folder has no conditional write: there the version is compared just before the write.
-        """
+        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone."""
         if self._local:
-            if (await self.head(key)).etag != marks.get("e_tag"):
+            await self._call(key, lambda: asyncio.to_thread(self._replace_file, key, data, marks))
+        else:
+            await self._put(key, data, dict(marks))
+
+    def _replace_file(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
+        """A folder has no conditional write: its lock keeps other replacements out from the comparison to the write."""
+        folder = os.open(self.url, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # some network file systems lock no folders
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if self._version(self._library.head(self._backend, key)) != marks.get("e_tag"):
                 raise ObjectChanged(f"{self.url}/{key}: changed since it was read")
-            return await self.put(key, data)
-        await self._put(key, data, dict(marks))
+            self._library.put(self._backend, key, data, mode="overwrite", use_multipart=False)
+        finally:
+            os.close(folder)
 
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""

@@ -107,6 +107,7 @@ class WorkerSupervisor:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._restarting: set[asyncio.Task[None]] = set()
+        self._processes: list[WorkerProcess] = []  # also those that no slot has any more, until they have ended
         self.ended = False
 
     @property
@@ -167,9 +168,8 @@ class WorkerSupervisor:
 
     def wait(self) -> None:
         """Blocks until no process is left."""
-        for slot in list(self.slots):
-            if slot.worker is not None:
-                slot.worker.wait()
+        for process in self._processes:
+            process.wait()
 
     async def _start(self, slot: WorkerSlot) -> None:
         """Raises LoadFailed."""
@@ -185,6 +185,7 @@ class WorkerSupervisor:
         receive, lose = partial(self._received, slot, slot.starts), partial(self._lost, slot, slot.starts)
         try:
             slot.worker = WorkerProcess(name, self._order(slot.number), receive, lose)
+            self._processes = [*(each for each in self._processes if each.running), slot.worker]
             if self.ended:  # ``end`` may have been called in another thread meanwhile
                 slot.worker.kill()
             await asyncio.wait_for(slot.starting, self._config.startupTimeout)

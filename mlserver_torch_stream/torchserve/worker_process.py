@@ -62,6 +62,10 @@ class WorkerProcess:
     def pids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks]
 
+    @property
+    def running(self) -> bool:
+        return any(reaper.is_alive() for reaper in self._reapers)
+
     def send(self, header: Mapping[str, Any], body: bytes, all_ranks: bool) -> None:
         """Does not wait for the worker to read."""
         for rank in self._ranks if all_ranks else self._ranks[:1]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import httpx
 
+from mlserver_torch_stream import client
 from tests import plain_http
 from tests.batches.api import Api, row
 from tests.server.harness import Server
@@ -43,20 +43,14 @@ def test_a_batch_leaves_one_slot_free_and_a_client_is_answered_before_any_row_en
 
 
 def test_no_row_starts_while_clients_hold_all_slots_but_one(api: Api, batch_server: Server) -> None:
-    statuses: list[int] = []
-    clients = [
-        threading.Thread(target=lambda: statuses.append(_ask(batch_server, max_tokens=100).status_code))
-        for _ in range(_SLOTS - 1)
-    ]
-    for client in clients:
-        client.start()
-    batch_server.wait_for("tiny", lambda found: found["running_sequences"] == _SLOTS - 1)
-    batch = api.create([row(0)])["id"]
-    api.wait(batch, "in_progress")
-    assert batch_server.counters("tiny")["running_sequences"] + len(statuses) == _SLOTS - 1
-    for client in clients:
-        client.join(60)
-    assert statuses == [200] * (_SLOTS - 1)
+    with ExitStack() as clients:
+        for _ in range(_SLOTS - 1):
+            stream = client.stream(batch_server.url, "tiny", "hello", max_tokens=900, ignore_eos=True)
+            assert not next(clients.enter_context(closing(stream))).final
+        batch = api.create([row(0)])["id"]
+        api.wait(batch, "in_progress")
+        found = batch_server.counters("tiny")
+        assert found["running_sequences"] == _SLOTS - 1 and found["waiting_requests"] == 0
     assert api.wait(batch)["request_counts"]["completed"] == 1
 
 

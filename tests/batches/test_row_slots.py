@@ -82,6 +82,8 @@ def test_the_sequences_of_clients_take_slots_until_they_end() -> None:
 
 def test_rows_take_an_eighth_of_the_slots_until_clients_have_been_quiet_for_a_while() -> None:
     async def run() -> None:
+        loop, now = asyncio.get_running_loop(), 0.0
+        loop.time = lambda: now  # type: ignore[method-assign]
         clients = ClientLoad(quiet_s=0.05)
         slots = RowSlots("m", 16, clients)
         clients.listen(slots.look)
@@ -89,7 +91,8 @@ def test_rows_take_an_eighth_of_the_slots_until_clients_have_been_quiet_for_a_wh
             clients.prompted("m", 1)
             clients.first_token()
             clients.ended("m", 1, answered=True)
-            await asyncio.sleep(0.03)
+            now += 0.03
+            await asyncio.sleep(0)
         rows = [_begun(slots) for _ in range(2)]
         waiting = slots.ask(1)
         assert clients.active and not waiting.admitted.done()
@@ -98,6 +101,7 @@ def test_rows_take_an_eighth_of_the_slots_until_clients_have_been_quiet_for_a_wh
         waiting.event(_FIRST)
         late = slots.ask(1)
         assert not late.admitted.done()
+        now += 0.03
         await asyncio.wait_for(late.admitted, 10)
         assert not clients.active
 

@@ -30,6 +30,30 @@ def _place(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> Store:
     return Store.open(str(tmp_path) if place == "folder" else f"s3://{request.getfixturevalue('bucket')}/out")
 
 
+def test_of_replacements_of_one_object_in_a_folder_none_is_lost(tmp_path: Path) -> None:
+    """Each is made from the version that it replaces, by one of two processes."""
+
+    async def act() -> None:
+        stores = [Store.open(str(tmp_path)) for _ in range(2)]
+        await stores[0].put("count", b"0")
+
+        async def count(store: Store) -> None:
+            for _ in range(50):
+                while True:
+                    data, marks = await store.look("count")
+                    try:
+                        await store.replace("count", b"%d" % (int(data) + 1), marks)
+                        break
+                    except ObjectChanged:
+                        pass
+
+        await asyncio.wait_for(asyncio.gather(*map(count, stores)), 60)
+        assert await stores[0].get("count") == b"100"
+        await stores[0].aclose()
+
+    asyncio.run(act())
+
+
 @pytest.mark.parametrize("place", ["memory", "folder", "s3"])
 def test_a_second_writer_is_refused_until_the_first_has_ended(
     place: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -166,11 +166,12 @@ def test_what_ends_a_run_is_raised_behind_the_results_before_it(where: str) -> N
 
 
 def test_leaving_early_ends_every_task() -> None:
-    cancelled = []
+    begun, cancelled = [], []
 
     async def hang(rows: Sequence[Row]) -> list[Outcome]:
         if rows[0].index == 0:
             return await _echo(rows)
+        begun.append(rows[0].index)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -181,9 +182,11 @@ def test_leaving_early_ends_every_task() -> None:
     async def run() -> None:
         results = infer_rows(_rows(9), hang, PipelineLimits(batch_rows=1, batches=3))
         async with contextlib.aclosing(results):
-            async for _ in results:
+            await anext(results)
+            for _ in range(1000):
+                if len(begun) == 3:
+                    break
                 await asyncio.sleep(0.01)
-                break
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())

@@ -23,16 +23,20 @@ from tests import plain_http
 from tests.deploy import manifests
 from tests.deploy.manifests import Environment
 from tests.server import v2
+from tests.server.conftest import PACED
 from tests.server.harness import HOST, PACKAGE_SPELLING, Server, free_ports, serve
 from tests.waiting import rank_pids
 
 _PROMPT = "The quick brown fox"
-_TOKENS = 200  # a tiny model makes a dozen before its first event is sent
+_TOKENS = 20
 _CACHE = "/var/cache/mlserver"
 
 
 def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
-    """The environment with its folders on this machine; its ports are left to the harness."""
+    """The environment with its folders on this machine; its ports are left to the harness.
+
+    Decode steps take their time: a tiny model would end an answer before its first event is read.
+    """
     kept = {name: value for name, value in environment.items() if not name.endswith("_PORT")}
     places = dict(folders)
     if _CACHE in places:  # the kernels of this run lie in the folder itself
@@ -41,7 +45,7 @@ def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
         for folder, place in places.items():
             if value == folder or value.startswith(f"{folder}/"):
                 kept[name] = str(place) + value.removeprefix(folder)
-    return kept
+    return {**kept, "MLSERVER_TORCH_STREAM_FAULTS": PACED}
 
 
 def _check_streams(server: Server, model: str) -> None:

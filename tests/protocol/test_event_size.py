@@ -20,14 +20,12 @@ from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
     ModelInfo,
-    ReplyOptions,
-    SamplingParameters,
-    TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
     add_event,
 )
+from tests.protocol.asked import asked
 from tests.protocol.wire import over_rest, text
 
 _BOUND = 48 * 1024
@@ -71,14 +69,8 @@ def _steps(draw: st.DrawFn) -> list[TokenEvent]:
 
 def _request(steps: list[TokenEvent]) -> GenerationRequest:
     logprobs = bool(steps[0].logprobs)
-    return GenerationRequest(
-        _LONG_ID,
-        (TextPrompt("x"),),
-        SamplingParameters(logprobs=logprobs),
-        ReplyOptions(
-            cumulative_logprob=logprobs, logprobs=logprobs, token_ids=True, usage_message=logprobs, details=logprobs
-        ),
-    )
+    shown = dict.fromkeys(("cumulative_logprob", "logprobs", "usage_message", "details"), logprobs)
+    return asked(request_id=_LONG_ID, sampling={"logprobs": logprobs}, token_ids=True, **shown)
 
 
 @pytest.mark.parametrize("spelling", [V2, FLAT, SELDON], ids=["v2", "flat", "seldon"])
@@ -110,8 +102,7 @@ def test_events_of_plain_text_are_merged_to_hundreds_of_tokens() -> None:
 
 
 def test_a_long_error_is_shortened_in_a_stream() -> None:
-    request = GenerationRequest("r", (TextPrompt("x"),))
-    (body,) = V2.stream(request, ReplyContext("m")).fail(RuntimeError("0123456789" * 1000))
+    (body,) = V2.stream(asked(), ReplyContext("m")).fail(RuntimeError("0123456789" * 1000))
     assert body["error"] == body["parameters"]["error"]
     assert body["error"].startswith("0123456789") and body["error"].endswith("…") and len(body["error"]) == 512
 

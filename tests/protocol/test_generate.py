@@ -17,16 +17,16 @@ from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
     ModelInfo,
-    ReplyOptions,
     SamplingParameters,
     TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
 )
+from tests.protocol.asked import asked
 from tests.protocol.wire import over_rest, text
 
-_REQUEST = GenerationRequest("r1", (TextPrompt("Say: "),))
+_REQUEST = asked("Say: ", request_id="r1")
 _EVENTS = (
     TokenEvent(0, "hé", (7,), (TokenLogprob(7, -0.5),), -0.5),
     TokenEvent(0, "!", (8,), (TokenLogprob(8, -1.0),), -1.5, FinishReason.STOP, Usage(4, 2)),
@@ -142,12 +142,12 @@ def test_a_whole_reply_has_scalars_for_one_sequence_and_lists_for_several() -> N
 
 
 def test_ids_are_always_a_list_and_logprobs_are_objects() -> None:
-    asked = replace(_REQUEST, reply=ReplyOptions(token_ids=True, logprobs=True))
-    reply = FLAT.stream(asked, ReplyContext("model"))
+    shown = asked("Say: ", token_ids=True, logprobs=True)
+    reply = FLAT.stream(shown, ReplyContext("model"))
     first = _said(reply, _EVENTS[0])
     assert first["token_ids"] == [7]
     assert first["logprobs"] == [{"token_id": 7, "logprob": -0.5, "top": []}]
-    assert _unary(asked, *_EVENTS)["token_ids"] == [7, 8]
+    assert _unary(shown, *_EVENTS)["token_ids"] == [7, 8]
 
 
 def test_a_failure_is_said_where_it_happens_and_on_the_final_reply() -> None:
@@ -169,7 +169,7 @@ def test_giving_up_ends_what_is_open_and_says_why() -> None:
 
 # --- details ---
 
-_DETAILED = replace(_REQUEST, reply=ReplyOptions(details=True))
+_DETAILED = asked("Say: ", request_id="r1", details=True)
 
 
 def _detail(token_id: int, text: str, logprob: float, special: bool = False) -> dict[str, Any]:

@@ -16,28 +16,20 @@ from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.types import (
     MOST_PER_EVENT,
     FinishReason,
-    GenerationRequest,
-    ReplyOptions,
-    SamplingParameters,
-    TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
     add_event,
 )
+from tests.protocol.asked import asked
 
 _CONTEXT = ReplyContext("m", created=17)
 _LAST = TokenEvent(0, "b", (8,), finish_reason=FinishReason.STOP, usage=Usage(4, 2, num_cached_tokens=3))
 _BOTH = pytest.mark.parametrize("spelling", [OPENAI_CHAT, OPENAI_COMPLETIONS], ids=["chat", "completions"])
 
 
-def _request(n: int = 1, *, usage: bool = False, logprobs: bool = False) -> GenerationRequest:
-    sampling = SamplingParameters(n=n, logprobs=logprobs)
-    return GenerationRequest("r", (TextPrompt("x"),), sampling, ReplyOptions(usage_message=usage))
-
-
 def test_a_chat_is_a_role_its_pieces_and_an_end() -> None:
-    encoder = OPENAI_CHAT.stream(_request(usage=True), _CONTEXT)
+    encoder = OPENAI_CHAT.stream(asked(usage_message=True), _CONTEXT)
     chunks = [*encoder.event(TokenEvent(0, "a", (7,))), *encoder.event(_LAST)]
     head = {"id": "chatcmpl-r", "object": "chat.completion.chunk", "created": 17, "model": "m", "usage": None}
 
@@ -57,8 +49,8 @@ def test_a_chat_is_a_role_its_pieces_and_an_end() -> None:
 @_BOTH
 def test_an_event_that_shows_nothing_is_no_chunk_but_its_logprobs_are(spelling: OpenAISpelling) -> None:
     silent = TokenEvent(0, "", (7,), (TokenLogprob(7, -1.0, token=b"\xe2"),))
-    assert spelling.stream(_request(), _CONTEXT).event(silent) == ()
-    *_, chunk = spelling.stream(_request(logprobs=True), _CONTEXT).event(silent)
+    assert spelling.stream(asked(), _CONTEXT).event(silent) == ()
+    *_, chunk = spelling.stream(asked(sampling={"logprobs": True}), _CONTEXT).event(silent)
     assert "\\\\xe2" in orjson.dumps(chunk["choices"][0]["logprobs"]).decode()
 
 
@@ -75,7 +67,7 @@ def test_an_event_that_shows_nothing_is_no_chunk_but_its_logprobs_are(spelling: 
 def test_a_sequence_that_fails_ends_all_of_them(
     spelling: OpenAISpelling, reason: FinishReason, error: Exception | None, code: str | None
 ) -> None:
-    encoder = spelling.stream(_request(n=2), _CONTEXT)
+    encoder = spelling.stream(asked(sampling={"n": 2}), _CONTEXT)
     encoder.event(TokenEvent(1, "a", (7,)))
     failed = TokenEvent(0, finish_reason=reason, error=error)
     with pytest.raises(type(error or GenerationFailed(""))) as raised:
@@ -84,14 +76,14 @@ def test_a_sequence_that_fails_ends_all_of_them(
     described = {"message": str(raised.value), "type": "server_error", "param": None, "code": code}
     assert message == {"error": described}
     assert encoder.end() is None
-    whole = spelling.whole(_request(n=2), _CONTEXT)
+    whole = spelling.whole(asked(sampling={"n": 2}), _CONTEXT)
     with pytest.raises(type(raised.value)):
         whole.add(failed)
 
 
 @_BOTH
 def test_a_failure_behind_the_end_is_none(spelling: OpenAISpelling) -> None:
-    encoder = spelling.stream(_request(), _CONTEXT)
+    encoder = spelling.stream(asked(), _CONTEXT)
     encoder.event(_LAST)
     assert encoder.fail(RuntimeError("late")) == () and encoder.end() == b"[DONE]"
 
@@ -100,7 +92,7 @@ def test_a_failure_behind_the_end_is_none(spelling: OpenAISpelling) -> None:
 def test_an_answer_for_a_file_is_the_same_whatever_a_cache_had(chat: bool) -> None:
     usages = []
     for cached in (0, 3):
-        counter = UsageCounter(_request())
+        counter = UsageCounter(asked())
         counter.note(TokenEvent(0, finish_reason=FinishReason.STOP, usage=Usage(4, 2, num_cached_tokens=cached)))
         usages.append(completion(chat, "m", [ChatChoice(0, "a", FinishReason.STOP)], counter)["usage"])
     assert usages[0] == usages[1] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
@@ -108,7 +100,7 @@ def test_an_answer_for_a_file_is_the_same_whatever_a_cache_had(chat: bool) -> No
 
 @_BOTH
 def test_a_long_error_is_shortened(spelling: OpenAISpelling) -> None:
-    [message] = spelling.stream(_request(), _CONTEXT).fail(RuntimeError("0123456789" * 1000))
+    [message] = spelling.stream(asked(), _CONTEXT).fail(RuntimeError("0123456789" * 1000))
     assert len(message["error"]["message"]) == 512
 
 
@@ -120,7 +112,7 @@ def test_merged_events_with_logprobs_stay_below_48_kib(spelling: OpenAISpelling,
     merged: list[TokenEvent] = []
     for _ in range(200):
         add_event(merged, TokenEvent(0, "\x01", (399,), (entry,), -1.5))
-    encoder = spelling.stream(_request(logprobs=True), _CONTEXT)
+    encoder = spelling.stream(asked(sampling={"logprobs": True}), _CONTEXT)
     chunks = [chunk for event in merged for chunk in encoder.event(event)]
     assert max(len(orjson.dumps(chunk)) for chunk in chunks) < 48 * 1024
     assert all(event.size <= MOST_PER_EVENT or len(event.logprobs) == 1 for event in merged)

@@ -12,15 +12,8 @@ from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
 from mlserver_torch_stream.tool_calls import ToolCallDelta
-from mlserver_torch_stream.types import (
-    FinishReason,
-    GenerationRequest,
-    ReplyOptions,
-    SamplingParameters,
-    TextPrompt,
-    TokenEvent,
-    Usage,
-)
+from mlserver_torch_stream.types import FinishReason, TokenEvent, Usage
+from tests.protocol.asked import asked
 
 
 def test_every_tensor_that_is_accepted_is_declared_once() -> None:
@@ -32,8 +25,7 @@ def test_every_tensor_that_is_accepted_is_declared_once() -> None:
 
 
 def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
-    options = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True)
-    reply = SELDON.whole(GenerationRequest("r", (TextPrompt("x"),), SamplingParameters(), options), ReplyContext("m"))
+    reply = SELDON.whole(asked(cumulative_logprob=True, logprobs=True, token_ids=True), ReplyContext("m"))
     end = TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1))
     reply.add(replace(end, reasoning="so", tool_calls=(ToolCallDelta(0, "c", "f", "{}"),)))
     sent = {output["name"]: output["datatype"] for output in reply.body()["outputs"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,17 +16,15 @@ from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
-    ReplyOptions,
-    SamplingParameters,
-    TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
 )
+from tests.protocol.asked import asked
 from tests.protocol.wire import grpc_message, rest_json, rest_outputs
 
-REQUEST = GenerationRequest(request_id="r1", prompts=(TextPrompt("Say: "),))
-EVERYTHING = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True)
+REQUEST = asked("Say: ", request_id="r1")
+EVERYTHING = asked("Say: ", request_id="r1", cumulative_logprob=True, logprobs=True, token_ids=True)
 EVENTS = (
     TokenEvent(0, "hé", (7, 8), (TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.0))), TokenLogprob(8, -0.25)), -0.75),
     TokenEvent(0, " €", (9,), (TokenLogprob(9, -math.inf),), -1.5, FinishReason.STOP, Usage(4, 3, 0.0104, 0.25)),
@@ -56,9 +53,9 @@ def collected(request: GenerationRequest, *events: TokenEvent) -> UnaryReply:
     return reply
 
 
-def grid(prompts: int, n: int, reply: ReplyOptions = REQUEST.reply) -> GenerationRequest:
-    texts = tuple(TextPrompt(f"p{position} ") for position in range(prompts))
-    return GenerationRequest("r1", texts, SamplingParameters(n=n), reply)
+def grid(prompts: int, n: int, **reply: Any) -> GenerationRequest:
+    texts = [f"p{position} " for position in range(prompts)]
+    return asked(*texts, request_id="r1", sampling={"n": n}, **reply)
 
 
 def test_a_delta_over_rest_is_exactly_this() -> None:
@@ -93,7 +90,7 @@ def test_the_last_response_over_rest_says_why_and_how_much() -> None:
 
 
 def test_grpc_loses_no_parameter_and_no_byte() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model", "v1", request_index=2))
+    reply = StreamReply(EVERYTHING, ReplyContext("model", "v1", request_index=2))
     encoded(reply, EVENTS[0])
     message = grpc_message(encoded(reply, EVENTS[1]))
     parameters = {
@@ -122,7 +119,7 @@ def test_grpc_loses_no_parameter_and_no_byte() -> None:
 
 
 def test_raw_grpc_carries_the_same_elements() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model"))
+    reply = StreamReply(EVERYTHING, ReplyContext("model"))
     encoded(reply, EVENTS[0])
     message = grpc_message(encoded(reply, EVENTS[1]), raw=True)
     raw = dict(zip([output.name for output in message.outputs], message.raw_output_contents, strict=True))
@@ -130,19 +127,19 @@ def test_raw_grpc_carries_the_same_elements() -> None:
     assert raw["num_input_tokens"] == struct.pack("<I", 4)
     assert raw["token_ids"] == struct.pack("<q", 9)
     assert raw["cumulative_logprob"] == struct.pack("<d", -1.5)
-    unary = grpc_message(as_response(collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).body()), raw=True)
+    unary = grpc_message(as_response(collected(EVERYTHING, *EVENTS).body()), raw=True)
     raw = dict(zip([output.name for output in unary.outputs], unary.raw_output_contents, strict=True))
     assert raw["token_ids"] == struct.pack("<3q", 7, 8, 9)
 
 
 def test_what_was_not_asked_for_is_not_sent() -> None:
-    quiet = ReplyOptions(finish_reason=False, num_input_tokens=False, num_output_tokens=False)
-    last = streamed(replace(REQUEST, reply=quiet), *EVENTS)[-1]
+    quiet = asked(finish_reason=False, num_input_tokens=False, num_output_tokens=False)
+    last = streamed(quiet, *EVENTS)[-1]
     assert [output["name"] for output in last["outputs"]] == ["text_output"]
 
 
 def test_the_outputs_filter_leaves_the_parameters() -> None:
-    only = replace(REQUEST, reply=ReplyOptions(token_ids=True, outputs=frozenset({"token_ids"})))
+    only = asked(token_ids=True, outputs=frozenset({"token_ids"}))
     bodies = streamed(only, *EVENTS)
     assert [[output["name"] for output in body["outputs"]] for body in bodies] == [["token_ids"], ["token_ids"]]
     assert bodies[-1]["parameters"]["usage_completion_tokens"] == 3
@@ -194,7 +191,7 @@ def test_cloudevents_headers_stand_in_the_first_response_only() -> None:
 
 
 def test_an_event_without_tokens_sends_no_empty_tensors() -> None:
-    reply = StreamReply(replace(REQUEST, reply=EVERYTHING), ReplyContext("model"))
+    reply = StreamReply(EVERYTHING, ReplyContext("model"))
     names = {output["name"] for output in rest_json(encoded(reply, TokenEvent(0)))["outputs"]}
     assert names == {"text_output"}
 
@@ -222,7 +219,7 @@ def test_join_of_the_deltas_is_the_unary_text() -> None:
 
 
 def test_a_unary_reply_gathers_logprobs_and_ids() -> None:
-    response = as_response(collected(replace(REQUEST, reply=EVERYTHING), *EVENTS).body())
+    response = as_response(collected(EVERYTHING, *EVENTS).body())
     outputs = rest_outputs(response)
     assert outputs["token_ids"] == [7, 8, 9]
     assert outputs["cumulative_logprob"] == [-1.5]
@@ -235,13 +232,13 @@ def test_a_unary_reply_gathers_logprobs_and_ids() -> None:
 
 def test_ids_of_several_sequences_are_one_rectangle() -> None:
     events = [ended(0, tokens=1), ended(1, tokens=3)]
-    only = grid(1, 2, ReplyOptions(token_ids=True, outputs=frozenset({"token_ids"})))
+    only = grid(1, 2, token_ids=True, outputs=frozenset({"token_ids"}))
     [output] = collected(only, *events).body()["outputs"]
     assert (output["shape"], output["data"]) == ([2, 3], [0, -1, -1, 0, 1, 2])
 
 
 def test_an_echoed_prompt_stands_before_each_of_its_answers() -> None:
-    request = grid(2, 2, ReplyOptions(echo_prompt=True))
+    request = grid(2, 2, echo_prompt=True)
     response = as_response(collected(request, *(ended(index, str(index)) for index in range(4))).body())
     assert rest_outputs(response)["text_output"] == ["p0 0", "p0 1", "p1 2", "p1 3"]
 

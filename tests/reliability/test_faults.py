@@ -18,7 +18,7 @@ from tests.reliability.reciter import LOOP, recital
 from tests.server.harness import Model, Server, serve
 
 _TOKENS = 150
-_LEAD = 60  # steps before a fault, in which all requests of the batch arrive
+_LEAD = 90  # steps before a fault, in which all requests of the batch arrive
 _BATCH = (Endpoint.REST_STREAM, Endpoint.GRPC_STREAM, Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 _RECOVERED_S = 10.0  # ten times the figure that the bench holds
 

@@ -20,6 +20,8 @@ from tests.server.harness import HOST, MODULE_SPELLING, PACKAGE_SPELLING, Model,
 from tests.server.otlp import Collector, collector
 
 QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
+# A decode step of the tiny model takes 0.2 ms: no client could read or leave while an answer of it is generated.
+PACED = "decode:1:slow=0.02"
 SMALL_BODY = 20_000  # bytes that ``slow`` takes
 TRITON_MESSAGE_BYTES = 100_000  # that ``triton`` takes
 FOREIGN = Model("foreign", None, implementation="foreign.Foreign", version="v1")
@@ -79,7 +81,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Waits 2 s for the next piece of a prompt, and decodes so slowly that a client can leave in the middle."""
     environment = {
-        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
+        "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "2",
     }
     folder = tmp_path_factory.mktemp("impatient") / "models"
@@ -100,7 +102,7 @@ def triton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         Model("foreign", None, "foreign.Foreign"),
     ]
     environment = {
-        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
+        "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1",
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
@@ -135,9 +137,10 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the model is in the environment.
 
-    Its log is JSON, with prompts and answers.
+    Its log is JSON, with prompts and answers. Its decode steps take their time.
     """
     environment = {
+        "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
         "MLSERVER_MODEL_NAME": "tiny",
         "MLSERVER_MODEL_URI": str(tiny_model),
@@ -160,7 +163,10 @@ def spans() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: Collector) -> Iterator[Server]:
-    """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above."""
+    """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above.
+
+    Decode steps take their time, so that a client can leave in the middle.
+    """
     models = [
         Model("tiny", str(tiny_model), version="v1"),
         Model("narrow", str(tiny_model), extra={"max_queued_requests": 1, "max_num_seqs": 1}),
@@ -169,6 +175,7 @@ def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: 
         "MLSERVER_TORCH_STREAM_VLLM_METRIC_NAMES": "true",
         "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": "65536",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
+        "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.005",
     }
     settings = {**QUIET, "tracing_server": f"{HOST}:{spans.port}"}
     folder = tmp_path_factory.mktemp("observed") / "models"

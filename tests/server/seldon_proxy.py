@@ -8,14 +8,14 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import ClassVar
 
 from tests.protocol.seldon_translator import Untranslatable, openai_body, openai_events, v2_path, v2_request
+from tests.scripted_http import serving
 from tests.server.harness import HOST, Server
 from tests.server.v2 import TIMEOUT_S
 
@@ -31,15 +31,8 @@ def seldon_proxy(server: Server, versions: Mapping[str, str] | None = None) -> I
         port = server.http_port
         internal_names = versions or {}
 
-    with ThreadingHTTPServer((HOST, 0), Proxy) as listening:
-        listening.daemon_threads = True
-        thread = threading.Thread(target=listening.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://{HOST}:{listening.server_address[1]}"
-        finally:
-            listening.shutdown()
-            thread.join()
+    with serving(Proxy) as url:
+        yield url
 
 
 class _Proxy(BaseHTTPRequestHandler):

@@ -35,6 +35,12 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers last until their readers have left."""
+    monkeypatch.setenv("MLSERVER_TORCH_STREAM_FAULTS", "decode:1:slow=0.01")
+
+
 async def _payloads(count: int = 1) -> AsyncIterator[InferenceRequest]:
     for _ in range(count):
         yield InferenceRequest(**_LONG)
@@ -99,7 +105,7 @@ async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
         await runtime.unload()
 
 
-@pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.usefixtures("no_garbage_collection", "slow_steps")
 @pytest.mark.parametrize(
     "leave",
     [

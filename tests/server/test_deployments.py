@@ -22,10 +22,10 @@ def test_the_environment_alone_serves_a_model_and_its_settings(bare_server: Serv
 
 
 def test_a_server_with_workers_still_streams(bare_server: Server) -> None:
-    rest = v2.rest_stream(bare_server.url, "/v2/models/tiny/infer_stream", v2.rest_body("Hello fox", max_tokens=200))
+    rest = v2.rest_stream(bare_server.url, "/v2/models/tiny/infer_stream", v2.rest_body("Hello fox", max_tokens=15))
     assert len(rest) > 2
     with grpc.insecure_channel(bare_server.grpc_target) as channel:
-        request = v2.grpc_request("tiny", "Hello fox", max_tokens=200)
+        request = v2.grpc_request("tiny", "Hello fox", max_tokens=15)
         streamed = [v2.grpc_reply(each) for each in Stub(channel).ModelStreamInfer(iter([request]), timeout=60)]
     assert len(streamed) > 2
     assert v2.joined(streamed) == v2.joined(rest)

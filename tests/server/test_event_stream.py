@@ -9,7 +9,7 @@ import pytest
 
 from mlserver_torch_stream.server.rest.sse import EventStream
 
-_KEEP_ALIVE_S = 0.01
+_KEEP_ALIVE_S = 0.05
 _LOOKS = 2000
 
 

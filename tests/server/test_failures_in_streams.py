@@ -15,7 +15,8 @@ from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
-from mlserver_torch_stream.types import FinishReason, GenerationRequest, SamplingParameters, TextPrompt, TokenEvent
+from mlserver_torch_stream.types import FinishReason, TokenEvent
+from tests.protocol.asked import asked
 
 _SPELLINGS = {type(each).__name__: each for row in REST_ROUTES if row.streaming is not False for each in row.spellings}
 
@@ -30,8 +31,7 @@ def _streamed(spelling: Spelling, *events: TokenEvent) -> list[dict[str, Any]]:
         opened(mailbox)
 
     async def read() -> list[dict[str, Any]]:
-        request = GenerationRequest("r", (TextPrompt("x"),), SamplingParameters())
-        reply = TokenReply(request, spelling, ReplyContext("m"), start)
+        reply = TokenReply(asked(), spelling, ReplyContext("m"), start)
         bodies = []
         try:
             async for body in reply.bodies():

@@ -16,7 +16,14 @@ from tests.server import v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
-_ENOUGH = 600  # tokens that take long enough for more than two responses, however much they are merged
+_ENOUGH = 15  # tokens of a server whose steps take so long that the reader gets more than two responses
+
+
+@pytest.fixture(scope="module")
+def paced(triton: Server) -> Iterator[Stub]:
+    """Of a server whose decode steps take their time."""
+    with grpc.insecure_channel(triton.grpc_target) as channel:
+        yield Stub(channel)
 
 
 def _stream(stub: Stub, *requests: pb.ModelInferRequest) -> list[v2.Reply]:
@@ -33,9 +40,11 @@ def _of(replies: list[v2.Reply], index: int) -> list[v2.Reply]:
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(("model", "version"), [("tiny", ""), ("tiny", "v1"), ("other", "")])
-def test_one_message_many_responses_join_to_the_unary_text(stub: Stub, model: str, version: str, raw: bool) -> None:
+def test_one_message_many_responses_join_to_the_unary_text(
+    stub: Stub, paced: Stub, model: str, version: str, raw: bool
+) -> None:
     request = v2.grpc_request(model, _PROMPT, version=version, raw=raw, max_tokens=_ENOUGH)
-    replies, unary = _stream(stub, request), _unary(stub, request)
+    replies, unary = _stream(paced, request), _unary(stub, request)
     assert len(replies) > 2
     assert v2.joined(replies) == unary.text
     assert replies[-1].outputs["num_output_tokens"] == unary.outputs["num_output_tokens"] == [_ENOUGH]
@@ -58,9 +67,9 @@ def test_many_messages_are_generations_of_their_own(stub: Stub) -> None:
     assert len({reply.parameters["request_id"] for reply in replies}) == len(prompts)
 
 
-def test_many_messages_run_at_the_same_time(stub: Stub) -> None:
-    requests = [v2.grpc_request("tiny", _PROMPT, max_tokens=200, ignore_eos=True) for _ in range(4)]
-    replies = _stream(stub, *requests)
+def test_many_messages_run_at_the_same_time(paced: Stub) -> None:
+    requests = [v2.grpc_request("tiny", _PROMPT, max_tokens=_ENOUGH, ignore_eos=True) for _ in range(4)]
+    replies = _stream(paced, *requests)
     order = [reply.parameters["request_index"] for reply in replies]
     first_end = next(i for i, reply in enumerate(replies) if reply.final)
     assert set(order[:first_end]) == {0, 1, 2, 3}
@@ -129,10 +138,10 @@ def _pieces(stream: bool | None = None) -> list[pb.ModelInferRequest]:
     return [first, *rest]
 
 
-def test_pieces_of_a_prompt_are_answered_as_the_whole(stub: Stub) -> None:
+def test_pieces_of_a_prompt_are_answered_as_the_whole(stub: Stub, paced: Stub) -> None:
     text = "The quick brown fox jumps over the lazy dog 🙂"
     whole = _unary(stub, v2.grpc_request("tiny", text, max_tokens=_ENOUGH))
-    streamed = _stream(stub, *_pieces(stream=True))
+    streamed = _stream(paced, *_pieces(stream=True))
     (at_once,) = _stream(stub, *_pieces(stream=False))
     assert v2.joined(streamed) == at_once.text == whole.text
     assert len(streamed) > 2 and [reply.final for reply in streamed].count(True) == 1

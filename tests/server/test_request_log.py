@@ -88,7 +88,8 @@ def test_a_client_that_left_is_said_to(observed: Server) -> None:
 def test_no_prompt_and_no_answer_is_in_the_log(observed: Server) -> None:
     secret = "a very private matter"
     reply = v2.rest_unary(observed.url, "/v2/models/tiny/infer", _body("log-5", secret, max_tokens=30, ignore_eos=True))
-    with closing(client.stream(observed.url, "tiny", messages=[{"role": "user", "content": secret}])) as deltas:
+    question = [{"role": "user", "content": secret}]
+    with closing(client.stream(observed.url, "tiny", messages=question, max_tokens=30)) as deltas:
         answer = "".join(map(str, deltas))
     plain_http.post(f"{observed.url}/v2/models/tiny/infer", json=_body("log-6", secret, temperature="hot"))
     plain_http.post(f"{observed.url}/v2/models/tiny/infer", json={"inputs": [{"name": secret}], "id": "log-7"})

@@ -15,7 +15,7 @@ from tests.server import v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
-_ENOUGH = 600  # tokens that take long enough for more than two responses, however much they are merged
+_ENOUGH = 15  # tokens of a server whose steps take so long that the reader gets more than two responses
 _TINY = ("/v2/models/tiny", "/v2/models/tiny/versions/v1", "/v2/models/other")
 
 
@@ -31,9 +31,11 @@ def test_unary_paths_answer_at_once(server: Server, model: str, endpoint: str) -
 
 @pytest.mark.parametrize("model", _TINY)
 @pytest.mark.parametrize("endpoint", ["infer_stream", "generate_stream"])
-def test_stream_paths_answer_in_deltas_that_join_to_the_unary_text(server: Server, model: str, endpoint: str) -> None:
+def test_stream_paths_answer_in_deltas_that_join_to_the_unary_text(
+    server: Server, triton: Server, model: str, endpoint: str
+) -> None:
     body = v2.rest_body(_PROMPT, max_tokens=_ENOUGH)
-    replies = v2.rest_stream(server.url, f"{model}/{endpoint}", body)
+    replies = v2.rest_stream(triton.url, f"{model}/{endpoint}", body)
     unary = v2.rest_unary(server.url, f"{model}/infer", body)
     assert len(replies) > 2
     assert v2.joined(replies) == unary.text

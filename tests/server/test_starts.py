@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,6 +111,20 @@ def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
         taken = unused if port == "grpc_port" else holder.getsockname()[1]
         problem = port_problem(Settings(host=HOST, **{**ports, port: taken}), options)
     assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
+
+
+def test_a_look_at_the_ports_leaves_no_descriptor() -> None:
+    with tempfile.TemporaryFile() as file, socket.create_server((HOST, 0)) as own:
+        ports = dict(zip(("http_port", "metrics_port"), free_ports(2), strict=True))
+        assert port_problem(Settings(host=HOST, grpc_port=own.getsockname()[1], **ports), ServerOptions()) is None
+        same = [number for number in os.listdir("/proc/self/fd") if _is_of(int(number), file.fileno())]
+        assert same == [str(file.fileno())]
+
+
+def _is_of(number: int, other: int) -> bool:
+    with suppress(OSError):  # the one that listed the folder
+        return os.path.sameopenfile(number, other)
+    return False
 
 
 _SLOW_PORTS = ("http_port", "metrics_port", "torch_stream_grpc_port_triton", "torch_stream_grpc_port_torchserve")

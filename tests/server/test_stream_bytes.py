@@ -26,13 +26,11 @@ from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
-    ReplyOptions,
-    SamplingParameters,
-    TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
 )
+from tests.protocol.asked import asked
 
 _BYTES = Path(__file__).with_name("stream_bytes.txt")
 _WRITES = "WRITE_STREAM_BYTES" in os.environ
@@ -75,18 +73,19 @@ _FAILED: Events = (
         TokenEvent(0, finish_reason=FinishReason.ERROR, usage=Usage(4, 2), error=GenerationFailed("it broke")),
     ),
 )
-_ASKED = ReplyOptions(cumulative_logprob=True, logprobs=True, token_ids=True, details=True, usage_message=True)
-_CASES: Mapping[str, tuple[Events, SamplingParameters, ReplyOptions]] = {
-    "plain": (_PLAIN, SamplingParameters(), ReplyOptions()),
-    "rich": (_RICH, SamplingParameters(n=2, logprobs=True, top_logprobs=2), _ASKED),
-    "named": (_PLAIN, SamplingParameters(), ReplyOptions(outputs=frozenset({"token_ids"}), token_ids=True)),
-    "failed": (_FAILED, SamplingParameters(), ReplyOptions()),
+_SAMPLED = {"n": 2, "logprobs": True, "top_logprobs": 2}
+_SHOWN = dict.fromkeys(("cumulative_logprob", "logprobs", "token_ids", "details", "usage_message"), True)
+_CASES: Mapping[str, tuple[Events, GenerationRequest]] = {
+    "plain": (_PLAIN, asked()),
+    "rich": (_RICH, asked(sampling=_SAMPLED, **_SHOWN)),
+    "named": (_PLAIN, asked(outputs=frozenset({"token_ids"}), token_ids=True)),
+    "failed": (_FAILED, asked()),
 }
 
 
 async def _sent(spelling: Spelling, case: str) -> bytes:
     """The bodies of all messages that the ASGI server gets for one stream."""
-    events, sampling, shown = _CASES[case]
+    events, request = _CASES[case]
     sent: list[dict[str, Any]] = []
     delivering: list[asyncio.Task[None]] = []
 
@@ -98,7 +97,7 @@ async def _sent(spelling: Spelling, case: str) -> bytes:
                 await asyncio.sleep(0)
 
     async def start(opened: Opened) -> None:
-        mailbox = Mailbox(asyncio.get_running_loop(), sampling.n, lambda *_: None)
+        mailbox = Mailbox(asyncio.get_running_loop(), request.sampling.n, lambda *_: None)
         opened(mailbox)
         delivering.append(asyncio.create_task(deliver(mailbox)))
 
@@ -106,12 +105,11 @@ async def _sent(spelling: Spelling, case: str) -> bytes:
         sent.append(message)
 
     context = ReplyContext("m", "v1", 17, headers={"Ce-Id": "r"})
-    request = GenerationRequest("r", (TextPrompt("x"),), sampling, shown)
     reply = TokenReply(request, spelling, context, start)
     endpoint = Endpoint(cast(Any, None), ServerOptions(), RestRoute("/", True, (spelling,)))
-    asked = _EndpointRequest(endpoint, {"type": "http", "path_params": {}, "headers": []}, cast(Any, None), send)
+    posted = _EndpointRequest(endpoint, {"type": "http", "path_params": {}, "headers": []}, cast(Any, None), send)
     async with EventStream(send, keep_alive=0, stalled_after=0, stalled=lambda: None, headers=[]) as stream:
-        await asked._send_all(reply, stream)
+        await posted._send_all(reply, stream)
     await asyncio.gather(*delivering)
     assert [each["type"] for each in sent] == ["http.response.start", *["http.response.body"] * (len(sent) - 1)]
     assert [each["more_body"] for each in sent[1:]] == [True] * (len(sent) - 2) + [False]

@@ -78,7 +78,9 @@ def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         Model("llama", str(tiny_model), extra={"tool_parser": "llama3"}),
         Model("declares", str(tiny_model), extra={"chat_template": _REASONING, "tokenizer": str(declaring)}),
     ]
-    with serve(tmp_path_factory.mktemp("tools"), models, settings=QUIET, triton=True) as server:
+    environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.003"}  # the arguments of a call are several events
+    folder = tmp_path_factory.mktemp("tools")
+    with serve(folder, models, settings=QUIET, environment=environment, triton=True) as server:
         yield server
 
 

@@ -220,7 +220,7 @@ def test_entries_of_the_input_are_fields_of_bytes_and_metadata_are_headers(serve
         },
         "id": "mine",
     }
-    assert "mine" in served.server.log
+    wait_until(lambda: "request_id=mine " in served.server.log, "the request's line")
 
 
 def test_a_version_may_be_named(stub: Stub) -> None:
@@ -311,8 +311,13 @@ def test_a_refused_request_has_its_code_and_one_line_in_the_log(served: Served, 
     assert _error(lambda: _streamed(stub, request)) == (code, said)
     (response,) = stub.StreamPredictions2(iter([_in_sequence(request)]), timeout=_TIMEOUT_S)
     assert (response.status.code, response.status.message) == (code.value[0], said.rpartition("\n")[0])
-    lines = [line for line in served.server.log[begun:].splitlines() if "log_drain" not in line]  # of earlier requests
-    assert len(lines) == 3 and all(" INFO " in line for line in lines), lines
+
+    def lines() -> list[str]:
+        """Without those of earlier requests."""
+        return [line for line in served.server.log[begun:].splitlines() if "log_drain" not in line]
+
+    wait_until(lambda: len(lines()) >= 3, "the lines")
+    assert len(lines()) == 3 and all(" INFO " in line for line in lines()), lines()
 
 
 def _in_sequence(request: PredictionsRequest) -> PredictionsRequest:
@@ -491,9 +496,13 @@ def test_requests_are_counted_and_logged_as_those_of_other_endpoints(served: Ser
     begun = len(served.server.log)
     _unary(one, _ask(b"x", "hello"), metadata=(("x-request-id", "counted-1"),))
     list(one.StreamPredictions(_ask(b"x", "hello"), metadata=(("x-request-id", "counted-2"),), timeout=_TIMEOUT_S))
+
+    def lines() -> list[str]:
+        return [line for line in served.server.log[begun:].splitlines() if "counted-" in line]
+
+    wait_until(lambda: len(lines()) >= 2, "the lines")
     assert _succeeded(served) == before + 2
-    lines = [line for line in served.server.log[begun:].splitlines() if "counted-" in line]
-    assert len(lines) == 2 and "grpc-unary" in lines[0] and "grpc-stream" in lines[1], lines
+    assert len(lines()) == 2 and "grpc-unary" in lines()[0] and "grpc-stream" in lines()[1], lines()
 
 
 def _succeeded(served: Served) -> int:

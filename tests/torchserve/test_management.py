@@ -7,11 +7,10 @@ import json
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
 from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
+from tests.scripted_http import serving
 from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.torchserve.management_client import SERVICE, management_message
 from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
@@ -363,9 +363,7 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
                 return
             super().do_GET()
 
-    with ThreadingHTTPServer((HOST, 0), partial(Pages, directory=str(site))) as pages:
-        threading.Thread(target=pages.serve_forever, daemon=True).start()
-        url = f"http://{HOST}:{pages.server_address[1]}"
+    with serving(partial(Pages, directory=str(site))) as url:
         for refused in ("elsewhere/far.mar", "allowed/away.mar"):
             code, kind, message = api.error("POST", f"/models?url={url}/{refused}")
             assert (code, kind) == (404, "ModelNotFoundException") and "/elsewhere/far.mar does not match" in message
@@ -375,7 +373,6 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
         assert "registered" in api.done("POST", f"/models?url={url}/allowed/far.mar")["status"]
         assert api.described("far")["modelUrl"] == f"{url}/allowed/far.mar" and (api.store / "far.mar").is_file()
         assert api.error("POST", f"/models?url={url}/allowed/far.mar")[2] == "Model file already exists far.mar"
-        pages.shutdown()
     api.done("DELETE", "/models/far")
     assert not [path for path in api.store.iterdir() if "far" in path.name or "bad" in path.name]
 
@@ -388,9 +385,8 @@ def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Manag
     write_mar(site / "mended.mar", {"handler.py": _BROKEN}, model)
     write_mar(site / "second.mar", {"handler.py": _HANDLER}, model)
     (site / "none.mar").write_text("no archive")
-    with ThreadingHTTPServer((HOST, 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as pages:
-        threading.Thread(target=pages.serve_forever, daemon=True).start()
-        url = f"/models?initial_workers=1&synchronous=true&url=http://{HOST}:{pages.server_address[1]}/allowed"
+    with serving(partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as pages:
+        url = f"/models?initial_workers=1&synchronous=true&url={pages}/allowed"
         assert api.error("POST", f"{url}/mended.mar")[0] == 500
         assert api.error("POST", f"{url}/none.mar")[0] == 400
         write_mar(site / "mended.mar", {"handler.py": _HANDLER}, model)
@@ -398,7 +394,6 @@ def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Manag
             answers = list(threads.map(lambda _: api.ask("POST", f"{url}/mended.mar").status_code, range(4)))
         assert sorted(answers) == [200, 500, 500, 500]
         assert api.error("POST", f"{url}/second.mar")[0] == 409
-        pages.shutdown()
     assert api.predict("mended").text == "version None, 1"
     stored = {path.name for path in api.store.iterdir()}
     assert "mended.mar" in stored and not stored & {"none.mar", "second.mar"}
@@ -430,7 +425,7 @@ def test_an_asynchronous_registration_is_answered_at_once_and_goes_on(api: Manag
     api.done("DELETE", "/models/noop")
     api.done("POST", "/models?url=broken.mar&initial_workers=1&synchronous=false", 202)
     wait_until(lambda: api.ask("GET", "/models/broken").status_code == 404, "gone")
-    assert "Management API: Failed to start workers for model broken" in api.server.log
+    wait_until(lambda: "Management API: Failed to start workers for model broken" in api.server.log, "the reason")
 
 
 def test_the_commands_of_the_page_work(api: Management) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,8 @@ def _settings(**parameters: Any) -> ModelSettings:
 def test_settings_that_are_wrong_are_named(tmp_path: Path, parameters: dict[str, Any], said: str) -> None:
     uri = write_handler(tmp_path, HELLO)
     given = {key: uri if value == "HANDLER" else value for key, value in parameters.items()}
-    loop = asyncio.new_event_loop()
-    with pytest.raises(SettingsError, match=said):
+    with closing(asyncio.new_event_loop()) as loop, pytest.raises(SettingsError, match=said):
         build(_settings(**given), loop)
-    loop.close()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
@@ -75,11 +76,11 @@ def _queued(name: str, arrived: float, sequence: str | None = None) -> HandlerJo
     return HandlerJob(asked, name, arrived, lambda job: None)
 
 
-async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event | None = None) -> list[str]:
-    """The pieces of twelve answers, one after another; with ``scaled``, of those until then."""
+async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event) -> list[str]:
+    """The pieces of twelve answers or more, one after another, until the workers are ``scaled``."""
     answers: list[str] = []
-    for turn in range(12 if scaled is None else 10_000):
-        if scaled is not None and scaled.is_set():
+    for turn in range(10_000):
+        if turn >= 12 and scaled.is_set():
             break
         answers += await ask(pool, f"sleep 0.02 {number} {turn}", f"{number} {turn}")
     return answers
@@ -97,26 +98,26 @@ def _check_answers(answered: list[list[str]], folder: Path) -> None:
 def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_and_answers_none_twice(
     tmp_path: Path,
 ) -> None:
-    most, done = 0, False
+    done = False
 
-    async def watch(pool: WorkerPool) -> None:
-        nonlocal most
+    async def watch(pool: WorkerPool, scaled: asyncio.Event) -> None:
         while not done:
-            most = max(most, _ready(pool))
+            if _ready(pool) == 3:
+                scaled.set()
             assert len(pool.supervisor.slots) <= 3
             await asyncio.sleep(0.01)
 
     async def scenario() -> None:
         nonlocal done
+        scaled = asyncio.Event()
         async with running(write_handler(tmp_path, _HANDLER, {"maxWorkers": 3, **_FAST})) as pool:
             assert _ready(pool) == 1
-            watching = asyncio.create_task(watch(pool))
-            answered = await asyncio.gather(*(_client(pool, number) for number in range(16)))
-            await until(lambda: most == 3 or _ready(pool) == 3)
+            watching = asyncio.create_task(watch(pool, scaled))
+            answered = await asyncio.gather(*(_client(pool, number, scaled) for number in range(16)))
             await until(lambda: _ready(pool) == 1)
             await asyncio.sleep(0.6)  # twice the time after which an idle worker may end
             assert _ready(pool) == 1
-            answered += [await _client(pool, 16)]
+            answered += [await _client(pool, 16, scaled)]
             done = True
             await watching
             assert len(pool.supervisor.slots) == 1
@@ -259,6 +260,24 @@ def test_after_its_time_a_worker_that_is_scaled_away_is_ended_with_its_request(t
             assert isinstance(failed, HandlerFailed) and "after it was scaled away" in str(failed)
             await until(lambda: not pool.supervisor.slots)
             assert pool.supervisor.restarts == 0
+
+    run(scenario())
+
+
+def test_an_unload_waits_for_the_end_of_a_worker_that_was_scaled_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed on the event loop, which may end with the unload."""
+    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker_rank._STOP_S", 0.5)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _HANDLER)) as pool:
+            await anext(pool.submit(request("sleep 60")))
+            process = psutil.Process(_pid(pool))
+            process.suspend()  # its end takes as long as the server waits for it
+            await pool.scaling.scale(0, 0, grace=0.1)
+            assert not pool.supervisor.slots and process.is_running()
+        assert not process.is_running()
 
     run(scenario())
 

@@ -16,7 +16,7 @@ from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
 
 _SEQUENCES = {"sequenceBatching": True, "maxNumSequence": 8, "maxSequenceJobQueueSize": 32}
-# Notes the texts of each batch; "slow" takes half a second, "hang" never ends, "die" ends the process.
+# Notes the texts of each batch; "slow" takes half a second, "nap" a quarter, "hang" never ends, "die" ends the process.
 NOTING = """
 import os, time
 
@@ -28,6 +28,8 @@ def handle(data, context):
         notes.write("+".join(texts) + " ")
     if "slow" in texts:
         time.sleep(0.5)
+    if "nap" in texts:
+        time.sleep(0.25)
     if "hang" in texts:
         time.sleep(600)
     if "die" in texts:
@@ -151,14 +153,14 @@ def test_a_worker_that_ends_fails_what_it_has_begun_and_the_rest_is_run_once(
 
 
 def test_the_time_limit_of_a_batch_begins_with_it(tmp_path: Path, notes: Path) -> None:
-    """The second waits for most of the limit behind the first, and has all of it."""
+    """The later ones wait for most of the limit and more behind the first, and have all of it."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING), responseTimeout=1) as pool:
             slot = await _quick(pool)
-            jobs = [pool.submit(request("slow", f"{index}")) for index in range(4)]
-            assert len(slot.ahead) == 3
-            assert await asyncio.gather(*map(outcome, jobs)) == [["slow"]] * 4
+            jobs = [pool.submit(request("nap", f"{index}")) for index in range(6)]
+            assert len(slot.ahead) == 5
+            assert await asyncio.gather(*map(outcome, jobs)) == [["nap"]] * 6
             assert pool.supervisor.restarts == 0
 
     run(scenario())

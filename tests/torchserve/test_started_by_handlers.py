@@ -15,19 +15,9 @@ from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _STARTS = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, subprocess, time
 
-DAEMON = '''
-import os, sys, time
-if os.fork():
-    os._exit(0)
-os.setsid()
-if os.fork():
-    os._exit(0)
-print(os.getpid(), flush=True)
-os.close(1)
-time.sleep(300)
-'''
+DAEMON = ["setsid", "--fork", "sh", "-c", "echo $$; exec sleep 300 >&-"]  # a child of a process that has ended
 
 def handle(data, context):
     if data is None:
@@ -35,7 +25,7 @@ def handle(data, context):
     what = data[0]["body"].decode()
     if what == "start":
         session = subprocess.Popen(["sleep", "300"], start_new_session=True)
-        daemon = subprocess.Popen([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True)
+        daemon = subprocess.Popen(DAEMON, stdout=subprocess.PIPE, text=True)
         pid = int(daemon.stdout.readline())
         daemon.wait()
         open("pids.new", "w").write(f"{session.pid} {pid} {os.getpid()}")

@@ -57,6 +57,7 @@ class _Call:
 
     def close(self) -> None:
         self.reader.close()
+        self.channel._reader.close()  # a worker has one channel until it ends
         self._near.close()
         self._far.close()
 
@@ -295,4 +296,6 @@ print("@" + json.dumps(found))
 def test_the_channel_of_this_process_is_not_a_forked_one() -> None:
     near, far = socket.socketpair()
     with near, far:
-        assert not Channel(near).forked
+        channel = Channel(near)
+        assert not channel.forked
+        channel._reader.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn
@@ -87,6 +88,9 @@ def _try(host: str, port: int) -> None:
 def _own_ports() -> Iterator[int]:
     """The ports of this process's sockets."""
     for name in os.listdir(_OWN_FILES):
-        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(name))) as own:
-            if own.family in (socket.AF_INET, socket.AF_INET6):
-                yield int(own.getsockname()[1])
+        with suppress(OSError):  # it is closed by now
+            number = int(name)
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as own:
+                    if own.family in (socket.AF_INET, socket.AF_INET6):
+                        yield int(own.getsockname()[1])

@@ -1,0 +1,19 @@
+"""Requests as a spelling has read them, for tests of replies.
+
+Knows no spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlserver_torch_stream.types import GenerationRequest, ReplyOptions, SamplingParameters, TextPrompt
+
+
+def asked(
+    *prompts: str, request_id: str = "r", sampling: Mapping[str, Any] | None = None, **reply: Any
+) -> GenerationRequest:
+    """A request for answers to ``prompts``, to one if there are none. ``reply``: fields of its ``ReplyOptions``."""
+    texts = tuple(map(TextPrompt, prompts or ("x",)))
+    return GenerationRequest(request_id, texts, SamplingParameters(**sampling or {}), ReplyOptions(**reply))
