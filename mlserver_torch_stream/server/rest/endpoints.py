@@ -206,7 +206,8 @@ class _EndpointRequest:
         try:
             notice_lag_early(self._scope)
             async with self._events(reply) as events, watched(self._receive, partial(self._leave, reply)):
-                await self._send_all(reply, events)
+                # In a task: an event then resumes the coroutines of the stream alone, not those of all ASGI layers.
+                await asyncio.create_task(self._send_all(reply, events))
         finally:
             reply.close()
         if reply.error is not None:
