@@ -84,6 +84,7 @@ inline U16 load_part(const Word* from, Lanes some) {
 
 inline U16 broadcast(Word x) { return x - U16{}; }
 inline F16 broadcast_f(float x) { return x - F16{}; }
+constexpr I16 kLaneIds{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 inline F16 select(I16 mask, F16 yes, F16 no) { return mask ? yes : no; }
 inline F16 larger(F16 a, F16 b) { return a > b ? a : b; }  // b where one of them is a NaN, as in the next one
 inline F16 smaller(F16 a, F16 b) { return a < b ? a : b; }
@@ -117,6 +118,18 @@ inline float sum(F16 v) {
 }
 inline float max(F16 v) {
     return joined(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Whether any bit of 16 lanes is set.
+inline bool any(I16 mask) {
+    int64_t four __attribute__((vector_size(32))), two __attribute__((vector_size(16)));
+    decltype(four) fours[2];
+    decltype(two) twos[2];
+    memcpy(fours, &mask, sizeof mask);
+    four = fours[0] | fours[1];
+    memcpy(twos, &four, sizeof four);
+    two = twos[0] | twos[1];
+    return (two[0] | two[1]) != 0;
 }
 
 // To nearest even; a NaN stays one.
@@ -166,6 +179,21 @@ inline F16 exp2(F16 x) {
 constexpr float kLog2e = 1.44269504f;
 // e^x with a relative error of 6e-7 for |x| < 10 and up to 4e-6 near 88; e^88 above 88.
 inline F16 exp(F16 x) { return exp2(smaller(broadcast_f(88.0f), x) * kLog2e); }
+
+// The natural logarithm of normal numbers above 0, with a relative error under 3e-7 (Cephes' logf).
+inline F16 log(F16 x) {
+    const I16 exponent = ((I16)x - 0x3f3504f3) >> 23;  // x / 2^exponent is from sqrt(1/2) to sqrt(2)
+    const F16 r = (F16)((I16)x - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, F16), square = r * r;
+    F16 p = 7.0376836292e-2f * r - 1.1514610310e-1f;
+    p = p * r + 1.1676998740e-1f;
+    p = p * r - 1.2420140846e-1f;
+    p = p * r + 1.4249322787e-1f;
+    p = p * r - 1.6668057665e-1f;
+    p = p * r + 2.0000714765e-1f;
+    p = p * r - 2.4999993993e-1f;
+    p = p * r + 3.3333331174e-1f;
+    return r + (p * r * square - 0.5f * square - 2.12194440e-4f * e) + 0.693359375f * e;
+}
 
 // a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
 template <class V> V low_halves(V a, V b) {
