@@ -15,7 +15,7 @@ struct ArgMax {
 
     // The logits of 16 ids from `first` on, of which those from `vocab` on are padding.
     void take(F16 x, int64_t first, int64_t vocab) {
-        const I16 id = kLaneIds + (int32_t)first;
+        const I16 id = I16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)first;
         const I16 better = ((x > logits) | (x != x)) & (id < (int32_t)vocab);
         logits = select(better, x, logits);
         ids = (better & id) | (~better & ids);

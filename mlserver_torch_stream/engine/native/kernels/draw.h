@@ -38,11 +38,11 @@ constexpr float kScoreMargin = 1e-4f, kMargin = 1e-5f;
 
 // The two largest scores, lane by lane.
 struct TwoLargest {
-    F16 first = broadcast_f(-INFINITY), second = first;
-    I16 ids{};
+    FloatRegister first = FloatRegister{} - INFINITY, second = first;
+    IntRegister ids{};
 
-    void take(F16 score, I16 id) {
-        const I16 better = score > first;
+    void take(FloatRegister score, IntRegister id) {
+        const IntRegister better = score > first;
         second = larger(second, select(better, first, score));
         first = select(better, score, first);
         ids = (better & id) | (~better & ids);
@@ -53,7 +53,7 @@ struct TwoLargest {
 class Winner {
   public:
     explicit Winner(const TwoLargest& found) {
-        for (int lane = 0; lane < 16; lane++) {
+        for (int lane = 0; lane < kLanes; lane++) {
             take(found.first[lane], found.ids[lane]);
             second_ = std::max(second_, found.second[lane]);
         }
@@ -82,8 +82,9 @@ struct Floor {
 class RowDraw {
   public:
     RowDraw(const DrawCall& call, const DrawnRow& row)
-        : row_(row), logits_(call.logits + row.index * call.stride), vocab_(call.vocab), whole_(vocab_ / 16 * 16) {
-        std::fill(rest_, rest_ + 16, -INFINITY);
+        : row_(row), logits_(call.logits + row.index * call.stride), vocab_(call.vocab),
+          whole_(vocab_ / kLanes * kLanes) {
+        std::fill(rest_, rest_ + kLanes, -INFINITY);
         std::copy(logits_ + whole_, logits_ + vocab_, rest_);
     }
 
@@ -109,10 +110,11 @@ class RowDraw {
     float scaled(float logit) const { return (logit - top_) / row_.temperature; }
     float weight(float logit) const { return exp(broadcast_f(scaled(logit)))[0]; }
 
-    // body(logits, first id) for 16 ids at a time. Ids from vocab_ on have the logit -inf.
+    // body(logits, first id) for the ids of a vector at a time. Ids from vocab_ on have the logit -inf.
     template <class Body> void each(int64_t first, int64_t last, Body&& body) const {
-        for (int64_t id = first; id < std::min(last, whole_); id += 16) body(load_f(logits_ + id), id);
-        if (whole_ < vocab_ && last > whole_) body(load_f(rest_), whole_);
+        for (int64_t id = first; id < std::min(last, whole_); id += kLanes)
+            body(loaded<FloatRegister>(logits_ + id), id);
+        if (last > whole_) body(loaded<FloatRegister>(rest_), whole_);
     }
 
     // Finds the candidates, among them the `width` largest logits, and the weight of all other tokens. Returns false if
@@ -123,13 +125,13 @@ class RowDraw {
         held_ = 0;
         others_ = 0.0;
         for (int64_t first = 0; first < vocab_ && std::isfinite(top_); first += kBlock) {
-            F16 sum{};
-            each(first, std::min(first + kBlock, vocab_), [&](F16 x, int64_t id) {
-                const I16 candidate = x >= least;
+            FloatRegister sum{};
+            each(first, std::min(first + kBlock, vocab_), [&](FloatRegister x, int64_t id) {
+                const IntRegister candidate = x >= least;
                 if (any(candidate)) hold(x, id, least);
-                if (sums) sum += select(candidate, F16{}, exp((x - top_) * inverse));
+                if (sums) sum += select(candidate, FloatRegister{}, exp((x - top_) * inverse));
             });
-            others_ += native::sum(sum);
+            for (int lane = 0; lane < kLanes; lane++) others_ += sum[lane];
             if (held_ > kMostHeld - kBlock) return false;
         }
         return std::isfinite(top_);
@@ -138,30 +140,28 @@ class RowDraw {
     // A finite lower bound of the `width` largest finite logits: of the largest logits of 2 to 4 times as many parts of
     // the row, so many reach it. Finds the largest logit of all, or NaN.
     float threshold(int64_t width) {
-        const int64_t part = (vocab_ + 4 * width - 1) / (4 * width) * 16;  // 16 parts, one in each lane
+        const int64_t parts = (vocab_ + 4 * width - 1) / (4 * width) * kLanes;  // as many parts, one in each lane
         float largest[4 * kMostWidth];
         int64_t count = 0;
-        F16 top = broadcast_f(-INFINITY);
-        I16 nan{};
-        for (int64_t first = 0; first < vocab_; first += part, count += 16) {
-            F16 most = broadcast_f(-INFINITY);
-            each(first, std::min(first + part, vocab_), [&](F16 x, int64_t) {
+        IntRegister nan{};
+        for (int64_t first = 0; first < vocab_; first += parts, count += kLanes) {
+            FloatRegister most = FloatRegister{} - INFINITY;
+            each(first, std::min(first + parts, vocab_), [&](FloatRegister x, int64_t) {
                 most = larger(x, most);
                 nan |= x != x;
             });
-            store(largest + count, most);
-            top = larger(most, top);
+            memcpy(largest + count, &most, sizeof most);
         }
-        top_ = any(nan) ? NAN : max(top);
+        top_ = any(nan) ? NAN : *std::max_element(largest, largest + count);
         std::nth_element(largest, largest + width - 1, largest + count, std::greater<float>());
         return std::max(largest[width - 1], std::numeric_limits<float>::lowest());
     }
 
-    void hold(F16 x, int64_t id, float least) {
-        float logits[16];
-        store(logits, x);
-        for (int lane = 0; lane < 16; lane++)
-            if (logits[lane] >= least) candidates_[held_++] = {logits[lane], (int32_t)(id + lane)};
+    void hold(FloatRegister x, int64_t id, float least) {
+        for (int lane = 0; lane < kLanes; lane++) {
+            candidates_[held_] = {x[lane], (int32_t)(id + lane)};
+            held_ += x[lane] >= least;
+        }
     }
 
     // Puts the `width` largest candidates first and returns the last of those; -inf if there are fewer.
@@ -174,16 +174,17 @@ class RowDraw {
     // Of the candidates that are kept.
     template <class Kept> Winner best(Kept&& kept) const {
         TwoLargest found;
-        for (int64_t first = 0; first < held_; first += 16) {
-            float scores[16];
-            int32_t ids[16];
-            for (int64_t lane = 0; lane < 16; lane++) {
+        for (int64_t first = 0; first < held_; first += kLanes) {
+            float scores[kLanes];
+            int32_t ids[kLanes];
+            uint64_t counters[kLanes];
+            for (int64_t lane = 0; lane < kLanes; lane++) {
                 const Candidate& candidate = candidates_[std::min(first + lane, held_ - 1)];
-                ids[lane] = candidate.id;
+                ids[lane] = candidate.id, counters[lane] = candidate.id;
                 scores[lane] = first + lane < held_ && kept(candidate.logit) ? scaled(candidate.logit) : -INFINITY;
             }
-            const I16 id = (I16)load(ids);
-            found.take(load_f(scores) + gumbel(row_.noise_key, __builtin_convertvector(id, U64x16)), id);
+            const auto low = loaded<Counters>(counters), high = loaded<Counters>(counters + kLanes / 2);
+            found.take(loaded<FloatRegister>(scores) + gumbel(row_.noise_key, low, high), loaded<IntRegister>(ids));
         }
         return Winner(found);
     }
@@ -194,16 +195,20 @@ class RowDraw {
         for (int64_t i = 0; i < held_; i++)
             if (candidates_[i].logit <= last) others_ += weight(candidates_[i].logit);
         Winner winner = best([&](float logit) { return logit > last; });
-        winner.take((float)std::log(others_) + gumbel(row_.noise_key, U64x16{} + kTailCounter)[0], kTail);
+        winner.take((float)std::log(others_) + gumbel(row_.noise_key, Counters{} + kTailCounter, Counters{})[0], kTail);
         return winner.id() == kTail ? in_tail(last) : winner.id();
     }
 
     int64_t in_tail(float last) const {
         TwoLargest found;
-        each(0, vocab_, [&](F16 x, int64_t first) {
-            const I16 id = kLaneIds + (int32_t)first;
-            const F16 noise = gumbel(row_.noise_key, __builtin_convertvector(id, U64x16));
-            found.take(select(x > last, broadcast_f(-INFINITY), (x - last) / row_.temperature + noise), id);
+        IntRegister ids;
+        for (int lane = 0; lane < kLanes; lane++) ids[lane] = lane;
+        Counters low, high;
+        for (int lane = 0; lane < kLanes / 2; lane++) low[lane] = lane, high[lane] = lane + kLanes / 2;
+        each(0, vocab_, [&](FloatRegister x, int64_t) {
+            const FloatRegister score = (x - last) / row_.temperature + gumbel(row_.noise_key, low, high);
+            found.take(select(x > last, FloatRegister{} - INFINITY, score), ids);
+            ids += kLanes, low += kLanes, high += kLanes;
         });
         return Winner(found).id();
     }
@@ -256,8 +261,8 @@ class RowDraw {
 
     const DrawnRow row_;
     const float* const logits_;
-    const int64_t vocab_, whole_;  // whole_: ids in whole vectors
-    float rest_[16];               // the logits of the others
+    const int64_t vocab_, whole_;  // whole_: the ids in whole vectors
+    float rest_[kLanes];           // the logits of the others, then -inf
     float top_ = 0.0f;             // the largest logit
     double others_ = 0.0;          // the weight of the tokens that are no candidates
     int64_t held_ = 0;
