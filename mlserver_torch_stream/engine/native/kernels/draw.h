@@ -108,7 +108,7 @@ class RowDraw {
 
     bool unfiltered() const { return row_.top_k == 0 && row_.top_p >= 1.0f && row_.min_p <= 0.0f; }
     float scaled(float logit) const { return (logit - top_) / row_.temperature; }
-    float weight(float logit) const { return exp(broadcast_f(scaled(logit)))[0]; }
+    float weight(float logit) const { return exp(FloatRegister{} + scaled(logit))[0]; }
 
     // body(logits, first id) for the ids of a vector at a time. Ids from vocab_ on have the logit -inf.
     template <class Body> void each(int64_t first, int64_t last, Body&& body) const {

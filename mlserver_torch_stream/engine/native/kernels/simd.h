@@ -183,18 +183,18 @@ constexpr float kLog2e = 1.44269504f;
 // e^x with a relative error of 6e-7 for |x| < 10 and up to 4e-6 near 88; e^88 above 88.
 template <class V> V exp(V x) { return exp2<V>(smaller<V>(88.0f - V{}, x) * kLog2e); }
 
-// The natural logarithm of normal numbers above 0, with a relative error under 3e-7 (Cephes' logf).
+// The natural logarithm of normal numbers above 0, with a relative error under 2e-7.
 template <class V> V log(V x) {
     const Mask<V> exponent = ((Mask<V>)x - 0x3f3504f3) >> 23;  // x / 2^exponent is from sqrt(1/2) to sqrt(2)
     const V r = (V)((Mask<V>)x - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, V), square = r * r;
-    V p = 7.0376836292e-2f * r - 1.1514610310e-1f;
-    p = p * r + 1.1676998740e-1f;
-    p = p * r - 1.2420140846e-1f;
-    p = p * r + 1.4249322787e-1f;
-    p = p * r - 1.6668057665e-1f;
-    p = p * r + 2.0000714765e-1f;
-    p = p * r - 2.4999993993e-1f;
-    p = p * r + 3.3333331174e-1f;
+    V p = 6.746454653e-2f * r - 1.167563065e-1f;
+    p = p * r + 1.188823605e-1f;
+    p = p * r - 1.240559602e-1f;
+    p = p * r + 1.42195425e-1f;
+    p = p * r - 1.666799521e-1f;
+    p = p * r + 2.000211919e-1f;
+    p = p * r - 2.500000962e-1f;
+    p = p * r + 3.333331259e-1f;
     return r + (p * r * square - 0.5f * square - 2.12194440e-4f * e) + 0.693359375f * e;
 }
 
