@@ -21,8 +21,8 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 where that is NaN or
-    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``draw`` draws tokens faster than torch;
-    None: there is nothing faster.
+    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``draw`` draws tokens on the
+    threads of the forward; None: torch draws them.
     """
 
     tensor: torch.Tensor

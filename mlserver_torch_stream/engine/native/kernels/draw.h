@@ -1,6 +1,6 @@
 // The token of a row of logits: temperature, then top-k, top-p and min-p, as engine/sampling/candidates.py draws it.
 // Sums and logarithms are not the same bits as there, so a row whose token could be another one by rounding stays
-// undecided, as does a row that needs more than the largest kWidths.back() logits: that one draws those rows itself.
+// undecided, as does a row that needs more than its 1,024 largest logits: candidates.py draws those rows.
 // Knows nothing of models or threads; takes no memory.
 #pragma once
 #include <algorithm>
