@@ -1,4 +1,4 @@
-"""The kernels find each row's first largest logit, and greedy sequences get the tokens that they get without it."""
+"""The kernels find each row's first largest logit, and sequences get the tokens that they get without it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_logits_below_zero_lose_to_no_padding(folder: Path) -> None:
 
 
 class Bare:
-    """A forward that does not say which logits are the largest."""
+    """A forward that does not say which logits are the largest, and draws no tokens."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -63,7 +63,11 @@ class Bare:
         return Logits(self._forward(batch, cache).tensor)
 
 
-def test_all_sequences_get_the_tokens_that_they_get_without_an_argmax(folder: Path) -> None:
+def sampled(**changes: Any) -> SamplingParameters:
+    return SamplingParameters(**{"max_tokens": 20, "temperature": 1.0, "seed": 4, **changes})
+
+
+def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Path) -> None:
     """Greedy rows beside sampled, edited, constrained and drafted ones, and beside a prompt in chunks."""
     model = tiny_model("llama")
     constraint = Constraint(ConstraintKind.REGEX, "hello [a-e]{9}", "field")
@@ -76,7 +80,10 @@ def test_all_sequences_get_the_tokens_that_they_get_without_an_argmax(folder: Pa
         EngineRequest(prompt_of(6), greedy(20, logprobs=True)),
         EngineRequest(prompt_of(6), greedy(20, min_tokens=4, stop_token_ids=tuple(range(60)))),
         EngineRequest(prompt_of(6), greedy(20, logit_bias={7: 30.0})),
-        EngineRequest(prompt_of(7), SamplingParameters(max_tokens=20, temperature=1.0, seed=4, n=2)),
+        EngineRequest(prompt_of(7), sampled(n=2)),
+        EngineRequest(tuple(repeated), sampled(temperature=0.3, top_p=0.9)),
+        EngineRequest(prompt_of(4), sampled(min_p=0.02, repetition_penalty=1.2)),
+        EngineRequest(prompt_of(4), sampled(top_k=30, logprobs=True)),
         EngineRequest(prompt_of(8), greedy(20), constraint=compiled),
     ]
 

@@ -13,6 +13,7 @@ import torch
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.sampling.candidates import RowDraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,13 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 where that is NaN or
-    infinite; None: not computed. It may be longer than ``tensor`` has rows.
+    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``draw`` draws tokens on the
+    threads of the forward; None: torch draws them.
     """
 
     tensor: torch.Tensor
     argmax: Sequence[int] | None = None
+    draw: RowDraw | None = None
 
     def is_finite(self, row: int) -> bool:
         """Whether the largest logit of a row is neither NaN nor infinite."""

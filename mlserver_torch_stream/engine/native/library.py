@@ -1,5 +1,5 @@
-"""Declares the kernels' C interface: the structures of ``model.h`` and ``parallel_pages.h``, field by field, and the
-functions of ``library.cpp``.
+"""Declares the kernels' C interface: the structures of ``model.h``, ``draw.h`` and ``parallel_pages.h``, field by
+field, and the functions of ``library.cpp``.
 
 Knows nothing of transformers or of batches. The caller keeps the memory of a structure's pointers alive.
 """
@@ -7,7 +7,7 @@ Knows nothing of transformers or of batches. The caller keeps the memory of a st
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ class KernelStep(Structure):
     ]
 
 
+class KernelDrawCall(Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("stride", "vocab", "count")),
+        ("rows", c_char_p),
+        ("chosen", c_void_p),
+    ]
+
+
 class KernelPagesCall(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("queries", "out", "keys", "values", "tables", "starts", "ends", "sinks")),
@@ -93,6 +102,7 @@ class KernelWriteCall(Structure):
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "native_create": ([POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int], c_void_p),
     "native_step": ([c_void_p, POINTER(KernelStep)], c_int),
+    "native_draw": ([c_void_p, POINTER(KernelDrawCall)], c_int),
     "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
     "native_destroy": ([c_void_p], None),
     "native_use_large_pages": ([c_void_p, c_int64], None),

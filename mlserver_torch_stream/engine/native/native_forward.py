@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
+from mlserver_torch_stream.engine.native.native_draw import NativeDraw
 from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
@@ -53,7 +54,8 @@ class NativeForward:
         if not self._handle:
             raise MemoryError("no memory for the decoder")
         self._run = kernels.native_step
-        weakref.finalize(self, kernels.native_destroy, self._handle)
+        self._draw = NativeDraw(kernels, self._handle)
+        weakref.finalize(self._draw, kernels.native_destroy, self._handle)  # results hold it too, and may draw later
         # The model of a pool's tensors: the kernels write to pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)
@@ -88,7 +90,7 @@ class NativeForward:
     def _result(self, rows: int) -> Logits:
         """Returns the first rows of logits. They are the same memory in each step, so a tensor is made only once."""
         if (result := self._results.get(rows)) is None:
-            result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax)
+            result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax, self._draw)
         return result
 
     def _make_room(self, rows: int) -> None:

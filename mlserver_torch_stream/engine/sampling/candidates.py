@@ -8,6 +8,7 @@ its neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,22 +20,34 @@ from mlserver_torch_stream.engine.sampling.noise import gumbel
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 FAILED = -1  # no finite logit to choose
-_WIDER = -2  # the filters keep more than the candidates
+UNDECIDED = -2  # the filters keep more than the candidates; of a ``RowDraw``: or rounding may decide
 _TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
 _WIDTHS = (FEW, 1024)  # a table of few allowed tokens gives the same token as the whole row
 _TAIL_COUNTER = 1 << 62  # a noise counter that is no token id
 
 
-def draw(work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None) -> list[int]:
+class RowDraw(Protocol):
+    """Draws a token for each row from its row of ``logits``, float32 on a CPU, without any change of the logits.
+
+    It returns the token that ``draw`` does, or ``UNDECIDED``. ``indices`` are the rows of the logits.
+    """
+
+    def __call__(self, logits: torch.Tensor, indices: Sequence[int], rows: Sequence[RowSampler]) -> list[int]: ...
+
+
+def draw(
+    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, fast: RowDraw | None = None
+) -> list[int]:
     """Returns one column for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
     the columns, if those are not the vocabulary. Each filter keeps the same set as that of transformers, but keeps all
-    values tied at a boundary, so that the set depends on the row alone.
+    values tied at a boundary, so that the set depends on the row alone. ``fast`` draws first where the columns are the
+    vocabulary.
     """
     vocab_size = work.shape[1]
-    chosen = [_WIDER] * len(rows)
+    chosen = [UNDECIDED] * len(rows) if fast is None or ids is not None else fast(work, range(len(rows)), rows)
     for width in (*(w for w in _WIDTHS if w < vocab_size), vocab_size):
         _resolve(work, rows, chosen, width, ids)
     tail = [i for i, token_id in enumerate(chosen) if token_id == _TAIL]
@@ -48,7 +61,7 @@ def _resolve(
 ) -> None:
     """Draws the rows without a token for which the ``width`` largest logits can be enough."""
     everything = width == work.shape[1]
-    todo = [i for i, row in enumerate(rows) if chosen[i] == _WIDER and (everything or _may_fit(row, width))]
+    todo = [i for i, row in enumerate(rows) if chosen[i] == UNDECIDED and (everything or _may_fit(row, width))]
     if todo:
         if len(todo) < len(rows):
             index = from_host(todo, work.device)
@@ -100,7 +113,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids:
         beyond = rest + (weights * ~keep).sum(dim=-1)
         drawn = torch.where(free & (beyond.log() + noise[:, -1] > best), _TAIL, drawn)
     if partial:
-        drawn = torch.where(open_ended, _WIDER, drawn)
+        drawn = torch.where(open_ended, UNDECIDED, drawn)
     return torch.where(top[:, 0].isfinite(), drawn, FAILED)
 
 

@@ -15,7 +15,8 @@ class RowSampler:
 
     ``adjuster`` changes the logits first. ``seed`` is any integer, taken modulo 2**64. ``sample_index`` is the
     sequence's number among the n of its request, so that they differ under one seed. A row that ``takes_argmax`` gets
-    the first of its largest logits and no log-probability.
+    the first of its largest logits and no log-probability; one that is ``drawn_unchanged`` is drawn from its logits as
+    they are, without a log-probability.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class RowSampler:
         self.typical_p = params.typical_p
         self.wants_logprob = params.logprobs or params.top_logprobs > 0
         self.top_logprobs = min(params.top_logprobs, vocab_size)
-        self.takes_argmax = params.greedy and not self.wants_logprob and adjuster.never_edits
+        unchanged = adjuster.never_edits and not self.wants_logprob
+        self.takes_argmax = unchanged and params.greedy
+        self.drawn_unchanged = unchanged and not params.greedy
         self._key = derive_key(derive_key(0, seed), sample_index)
         self._position = 0
 

@@ -13,7 +13,7 @@ import torch
 
 from mlserver_torch_stream.engine.devices import from_host, to_host
 from mlserver_torch_stream.engine.sampling.adjust_rows import NO_TOKEN, RowEdits, adjust_rows, few_allowed
-from mlserver_torch_stream.engine.sampling.candidates import FAILED, draw
+from mlserver_torch_stream.engine.sampling.candidates import FAILED, UNDECIDED, RowDraw, draw
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import TokenLogprob
@@ -32,35 +32,38 @@ def sample(
     rows: Sequence[RowSampler],
     indices: Sequence[int] | None = None,
     argmax: Sequence[int] | None = None,
+    fast: RowDraw | None = None,
 ) -> list[SampledToken | GenerationFailed]:
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
     ``logits``, [B, V], have any float dtype and device, and stay as they are. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None: all, in order. V is at least the ``vocab_size`` of the rows, which is that of one
-    model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone. ``argmax`` is
-    that of ``Logits``: a row that takes its largest logit needs no tensor, unless that is NaN, infinite or padding.
+    model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone. ``argmax`` and
+    ``fast`` are those of ``Logits``: torch reads the logits of the rows only whose token neither of them gives.
     """
     indices = range(len(rows)) if indices is None else indices
-    if argmax is None:
-        return _sampled(logits, rows, indices)
-    known = [
-        argmax[index] if row.takes_argmax and 0 <= argmax[index] < row.vocab_size else None
-        for row, index in zip(rows, indices, strict=True)
-    ]
-    others = [i for i, token_id in enumerate(known) if token_id is None]
-    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others]))
-    return [next(sampled) if token_id is None else SampledToken(token_id) for token_id in known]
+    known = [UNDECIDED] * len(rows)
+    if argmax is not None:
+        for i, (row, index) in enumerate(zip(rows, indices, strict=True)):
+            if row.takes_argmax and 0 <= argmax[index] < row.vocab_size:
+                known[i] = argmax[index]
+    if fast is not None and (drawn := [i for i, row in enumerate(rows) if row.drawn_unchanged]):
+        token_ids = fast(logits, [indices[i] for i in drawn], [rows[i] for i in drawn])
+        for i, token_id in zip(drawn, token_ids, strict=True):
+            known[i] = token_id
+    others = [i for i, token_id in enumerate(known) if token_id == UNDECIDED]
+    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others], fast))
+    return [next(sampled) if token_id == UNDECIDED else SampledToken(token_id) for token_id in known]
 
 
 def _sampled(
-    logits: torch.Tensor, rows: Sequence[RowSampler], indices: Sequence[int]
+    logits: torch.Tensor, rows: Sequence[RowSampler], indices: list[int], fast: RowDraw | None
 ) -> list[SampledToken | GenerationFailed]:
     if not rows:
         return []
-    indices = list(indices)
     with torch.inference_mode():
         raw = logits[:, : rows[0].vocab_size]
-        token_ids = _choose_all(raw, indices, rows)
+        token_ids = _choose_all(raw, indices, rows, fast)
         logprobs = _logprobs(raw, indices, rows, token_ids)
     return list(map(_choice, rows, token_ids, logprobs))
 
@@ -80,7 +83,7 @@ def _nothing_to_choose(row: RowSampler) -> str:
     )
 
 
-def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler]) -> list[int]:
+def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], fast: RowDraw | None) -> list[int]:
     """Samples rows that a constraint allows few tokens from a second table, whose columns are those tokens."""
     edits = [row.adjuster.edits() for row in rows]
     few = {}
@@ -90,7 +93,7 @@ def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler
     chosen: dict[int, int] = {}
     if many:
         work = _adjusted(raw, [indices[i] for i in many], [edits[i] for i in many])
-        chosen.update(zip(many, _choose(work, [rows[i] for i in many]), strict=True))
+        chosen.update(zip(many, _choose(work, [rows[i] for i in many], fast=fast), strict=True))
     if few:
         ids = torch.from_numpy(np.stack(list(few.values())))
         work = raw[torch.tensor([indices[i] for i in few])[:, None], ids].float()
@@ -111,16 +114,18 @@ def _adjusted(raw: torch.Tensor, indices: list[int], edits: Sequence[RowEdits | 
     return work
 
 
-def _choose(work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None) -> list[int]:
+def _choose(
+    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, fast: RowDraw | None = None
+) -> list[int]:
     """Returns a column for each row, or ``FAILED``. ``ids`` are the tokens of the columns, if not the vocabulary."""
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):
         return _argmax(work)
     if not greedy:
-        return draw(work, rows, ids)
+        return draw(work, rows, ids, fast)
     sampled = [i for i, row in enumerate(rows) if not row.greedy]
     index = from_host(sampled, work.device)
-    drawn = draw(work[index], [rows[i] for i in sampled], None if ids is None else ids[index])
+    drawn = draw(work[index], [rows[i] for i in sampled], None if ids is None else ids[index], fast)
     chosen = dict(zip(greedy, _argmax(work[from_host(greedy, work.device)]), strict=True))
     chosen.update(zip(sampled, drawn, strict=True))
     return [chosen[i] for i in range(len(rows))]

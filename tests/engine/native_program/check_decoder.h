@@ -74,6 +74,16 @@ template <class T> class TinyModel {
         return status;
     }
 
+    // Takes no memory, in no thread.
+    void draw(const native::DrawCall& call) {
+        counted = forbidden_elsewhere = true;
+        allocations_left = 0;
+        const int status = native_draw(handle_, &call);
+        allocations_left = -1;
+        counted = forbidden_elsewhere = false;
+        expect(status == 0, "status of a draw");
+    }
+
   private:
     native::Matrix matrix(int64_t n, int64_t k) {
         if (format_ != native::kPlain) {

@@ -2,6 +2,7 @@
 #include "library.cpp"
 #include "check_attention.h"
 #include "check_decoder.h"
+#include "check_draw.h"
 #include "check_exp2.h"
 
 void* operator new(size_t size) { return allocate(size, 16); }
@@ -24,5 +25,6 @@ int main() {
     check_argmax();
     check_products();
     check_attention();
+    check_draw();
     check_decoder();
 }

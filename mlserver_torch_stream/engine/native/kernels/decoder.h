@@ -3,6 +3,7 @@
 #pragma once
 #include "argmax.h"
 #include "attend_pages.h"
+#include "draw.h"
 #include "packed_step.h"
 
 namespace native {
@@ -11,6 +12,7 @@ namespace native {
 struct AnyDecoder {
     virtual ~AnyDecoder() = default;
     virtual void run(const Step& step) = 0;
+    virtual void draw(const DrawCall& call) = 0;
 };
 
 template <class T> class Decoder final : public AnyDecoder {
@@ -34,9 +36,16 @@ template <class T> class Decoder final : public AnyDecoder {
         reserve(step);
         step_ = step;
         team_.run({step.tokens, step.wanted, (int64_t)packed_.early.size(), (int64_t)packed_.blocks.size(),
-                   (int64_t)packed_.singles.size()});
+                   (int64_t)packed_.singles.size(), 0});
         const auto team = (int64_t)scratch_.size();
         for (int64_t r = 0; r < step.wanted; r++) step.argmax[r] = argmax(&found_[r], team, step.wanted);
+    }
+
+    void draw(const DrawCall& call) override {
+        draw_ = call;
+        Job job{};
+        job.drawn = call.count;
+        team_.run(job);
     }
 
   private:
@@ -44,7 +53,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // The lengths of a step's lists. The rest of a step is in the decoder, where a late thread does not read it.
     struct Job {
-        int64_t tokens, wanted, early, blocks, singles;
+        int64_t tokens, wanted, early, blocks, singles, drawn;
     };
     struct Scratch {
         AttendPages<T, A, A> attention;
@@ -72,6 +81,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // A late thread may be here with the previous job: up to the pieces of a list it reads its own copy of the job.
     void forward(Member& me, const Job& job) {
+        if (job.drawn > 0) return draw_rows(me, job.drawn);
         me.each(job.tokens, [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++) embed(row);
         });
@@ -94,6 +104,10 @@ template <class T> class Decoder final : public AnyDecoder {
             add(me, rows, gated_, inner_, layer.down, layer.norms.after_mlp);
         }
         head(me, job.wanted);
+    }
+
+    void draw_rows(Member& me, int64_t rows) {
+        me.each(rows, 1, [&](int64_t row, int64_t) { draw_.chosen[row] = RowDraw(draw_, draw_.rows[row]).run(); });
     }
 
     // done(row, panel, sums) for each row of a and each panel of w.
@@ -293,6 +307,7 @@ template <class T> class Decoder final : public AnyDecoder {
     int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
     int64_t groups_;                           // of the longest row
     Step step_{};
+    DrawCall draw_{};
     PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;

@@ -1,4 +1,5 @@
-// The C interface of the kernels: make a decoder, step it, drop it; attend to pages, write to them. No exception leaves.
+// The C interface of the kernels: make a decoder, step it, drop it; draw tokens; attend to pages, write to them. No
+// exception leaves.
 #include <new>
 #include "decoder.h"
 #include "parallel_pages.h"
@@ -41,6 +42,11 @@ void* native_create(const native::Shape* shape, const native::Weights* weights, 
 // Memory is short before anything was done, or never.
 int native_step(void* decoder, const native::Step* step) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
+}
+
+// On the decoder's threads. The logits may be any.
+int native_draw(void* decoder, const native::DrawCall* call) {
+    return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }
 
 // out[rows][whole panels of w.n] = a[rows][w.k] x w, of float32 activations.

@@ -28,6 +28,8 @@ constexpr int kRegisterBytes = 16;
 constexpr int kLanes = kRegisterBytes / 4;
 using FloatRegister = float __attribute__((vector_size(kRegisterBytes)));
 using WordRegister = uint32_t __attribute__((vector_size(kRegisterBytes)));
+using IntRegister = int32_t __attribute__((vector_size(kRegisterBytes)));
+template <class V> using Mask = decltype(V{} > V{});  // of a vector's lanes, as integers: all bits set, or none
 
 // A word is 32 bits: one float, or two neighbouring bf16. All weights and activations are read by the word.
 using Word = uint32_t;
@@ -60,11 +62,12 @@ inline F16 load_f(const float* from) {
     return v;
 }
 inline void store(float* to, F16 v) { memcpy(to, &v, sizeof v); }
-inline WordRegister load_register(const void* from) {
-    WordRegister v;
+template <class V> V loaded(const void* from) {
+    V v;
     memcpy(&v, from, sizeof v);
     return v;
 }
+inline WordRegister load_register(const void* from) { return loaded<WordRegister>(from); }
 
 // The first so many of 16 words, then zeros; memory after those words is not read. Call `lanes` outside of loops.
 #if defined(__AVX512F__)
@@ -84,9 +87,9 @@ inline U16 load_part(const Word* from, Lanes some) {
 
 inline U16 broadcast(Word x) { return x - U16{}; }
 inline F16 broadcast_f(float x) { return x - F16{}; }
-inline F16 select(I16 mask, F16 yes, F16 no) { return mask ? yes : no; }
-inline F16 larger(F16 a, F16 b) { return a > b ? a : b; }  // b where one of them is a NaN, as in the next one
-inline F16 smaller(F16 a, F16 b) { return a < b ? a : b; }
+template <class V> V select(Mask<V> mask, V yes, V no) { return mask ? yes : no; }
+template <class V> V larger(V a, V b) { return a > b ? a : b; }  // b where one of them is a NaN, as in the next one
+template <class V> V smaller(V a, V b) { return a < b ? a : b; }
 
 // acc + the product of two words: one multiplication for floats, two for a pair of bf16.
 template <class T> inline F16 dot(F16 acc, U16 w, U16 a);
@@ -117,6 +120,19 @@ inline float sum(F16 v) {
 }
 inline float max(F16 v) {
     return joined(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Whether a lane of a register is set.
+inline bool any(IntRegister mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+    return _mm256_testz_si256((__m256i)mask, (__m256i)mask) == 0;
+#else
+    int64_t halves[2];
+    memcpy(halves, &mask, sizeof mask);
+    return (halves[0] | halves[1]) != 0;
+#endif
 }
 
 // To nearest even; a NaN stays one.
@@ -153,19 +169,34 @@ inline void assign(float* to, float x) { *to = x; }
 inline void assign(Bf16* to, float x) { to->bits = round_bf16(x); }
 
 // 2^x with a relative error under 2e-7; 0 below -126. x is at most 127.5.
-inline F16 exp2(F16 x) {
-    const F16 shifted = x + 12583039.0f;  // 1.5 * 2^23 + 127: the low bits are x as an integer, and an exponent's bias
-    const F16 r = x - (shifted - 12583039.0f);
-    F16 p = 1.326472731e-3f * r + 9.671512991e-3f;
+template <class V> V exp2(V x) {
+    const V shifted = x + 12583039.0f;  // 1.5 * 2^23 + 127: the low bits are x as an integer, and an exponent's bias
+    const V r = x - (shifted - 12583039.0f);
+    V p = 1.326472731e-3f * r + 9.671512991e-3f;
     p = p * r + 5.550733581e-2f;
     p = p * r + 2.402224243e-1f;
     p = p * r + 6.931470037e-1f;
     p = p * r + 1.0f;
-    return select(x < -126.0f, F16{}, p * (F16)((U16)shifted << 23));
+    return select<V>(x < -126.0f, V{}, p * (V)((Mask<V>)shifted << 23));
 }
 constexpr float kLog2e = 1.44269504f;
 // e^x with a relative error of 6e-7 for |x| < 10 and up to 4e-6 near 88; e^88 above 88.
-inline F16 exp(F16 x) { return exp2(smaller(broadcast_f(88.0f), x) * kLog2e); }
+template <class V> V exp(V x) { return exp2<V>(smaller<V>(88.0f - V{}, x) * kLog2e); }
+
+// The natural logarithm of normal numbers above 0, with a relative error under 2e-7.
+template <class V> V log(V x) {
+    const Mask<V> exponent = ((Mask<V>)x - 0x3f3504f3) >> 23;  // x / 2^exponent is from sqrt(1/2) to sqrt(2)
+    const V r = (V)((Mask<V>)x - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, V), square = r * r;
+    V p = 6.746454653e-2f * r - 1.167563065e-1f;
+    p = p * r + 1.188823605e-1f;
+    p = p * r - 1.240559602e-1f;
+    p = p * r + 1.42195425e-1f;
+    p = p * r - 1.666799521e-1f;
+    p = p * r + 2.000211919e-1f;
+    p = p * r - 2.500000962e-1f;
+    p = p * r + 3.333331259e-1f;
+    return r + (p * r * square - 0.5f * square - 2.12194440e-4f * e) + 0.693359375f * e;
+}
 
 // a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
 template <class V> V low_halves(V a, V b) {
