@@ -159,11 +159,11 @@ template <class T> class Decoder final : public AnyDecoder {
     // Adds a product to the residual stream. A norm after the product needs whole rows first.
     void add(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
+            const auto to_stream = [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
-            });
-            return;
+            };
+            return product(me, a, lda, rows, w, {to_stream, stream_.data(), hidden_});
         }
         product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
