@@ -233,9 +233,9 @@ template <class T> class Decoder final : public AnyDecoder {
     // The keys and values of a sequence and head that `count` tokens from `position` on see, with those of the tokens.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
-        const int64_t head = step_.page_size * shape_.head_dim, stride = shape_.kv_heads * head;
-        return {{static_cast<const T*>(pages.keys) + kv_head * head, stride, shape_.head_dim},
-                {static_cast<const T*>(pages.values) + kv_head * head, stride, shape_.head_dim},
+        const int64_t head = step_.page_size * shape_.head_dim;
+        return {{static_cast<const T*>(pages.keys) + kv_head * head, pages.stride, shape_.head_dim},
+                {static_cast<const T*>(pages.values) + kv_head * head, pages.stride, shape_.head_dim},
                 step_.tables[pages.group * step_.table_stride + sequence],
                 step_.page_size,
                 sight(layer).oldest(position),
