@@ -230,7 +230,8 @@ template <class T> class Decoder final : public AnyDecoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // The keys and values of a sequence and head that `count` tokens from `position` on see, with those of the tokens.
+    // The cached keys and values of a sequence and key head that its tokens `position` to `position + count - 1` attend
+    // to: from the oldest one in the first token's window to the last token's own.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
         const int64_t head = step_.page_size * shape_.head_dim;

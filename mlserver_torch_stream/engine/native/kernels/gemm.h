@@ -1,6 +1,8 @@
-// Activations times packed weights. A packed matrix [n, k] is a row of panels of 32 outputs, each [k words][32]: a
-// vector load is one word of 16 outputs, and a panel is one contiguous stream.
-// Knows nothing of layers: the caller says what is done with the products.
+// Multiplies activations [rows, inputs] by a packed weight matrix [outputs, inputs]. The matrix is packed in panels of
+// 32 outputs, one after the other. A panel is [inputs / per_word][32 outputs] words of 32 bits: a float, or two
+// neighbouring inputs in bf16. So an AVX-512 load brings the same inputs of 16 outputs, and a panel is read from its
+// first byte to its last.
+// Knows nothing of layers: the caller passes the function that takes the products.
 #pragma once
 #include <vector>
 #include "grouped.h"
