@@ -95,7 +95,8 @@ struct alignas(64) ProductScratch {
 class Done {
   public:
     template <class F> Done(const F& function, const float* adds_to = nullptr, int64_t stride = 0)
-        : adds_to_(adds_to), stride_(stride), function_(&function), call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
+        : adds_to_(adds_to), stride_(stride), function_(&function),
+          call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
               for (int64_t r = 0; r < rows; r++)
                   (*static_cast<const F*>(function))(first + r, p, sums + r * kPanel);
           }) {}
