@@ -84,6 +84,40 @@ def test_a_pool_that_no_machine_holds_is_refused() -> None:
     assert layer.keys is None
 
 
+def test_layers_that_share_the_pages_of_one_pool_hold_their_own_tokens() -> None:
+    """One allocation for each group; a layer that has a pool keeps it."""
+    model = tiny_model("gemma3_text")  # a group of two windowed layers, a group of one
+    cache = PagedCache(CacheLayout(model.config), 4, [8, 6], 0)
+    like, sizes = torch.ones(2, 1, 8), []
+    cache.layers[1].reserve(like, like)
+    own = cache.layers[1].keys
+
+    def allocate(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size + 64, dtype=torch.uint8)
+
+    for _ in range(2):
+        cache.reserve(like, allocate)
+    assert sizes == [(8 + 1) * 2 * 2 * 2 * 4 * 8 * 4] and cache.layers[1].keys is own
+    tokens = {index: (torch.randn(6, 2, 8), torch.randn(6, 2, 8)) for index in cache.layers}
+    for index, (keys, values) in tokens.items():
+        cache.layers[index].write(keys, values, torch.tensor([12, 13, 14, 15, 4, 5]))
+    cache.prepare(Batch((), copies=((0, 3, 7),)))
+    for index, layer in cache.layers.items():
+        read = layer.read([3 if layer.group else 7, 1], 0, 6)
+        assert all(torch.equal(got, put.transpose(0, 1)) for got, put in zip(read, tokens[index], strict=True))
+        slots = torch.tensor([[5, 12]])
+        gathered = zip(layer.gather(slots), tokens[index], strict=True)
+        assert all(torch.equal(got[0], put[[5, 0]].transpose(0, 1)) for got, put in gathered)
+
+
+def test_a_pool_of_all_layers_that_no_machine_holds_is_refused() -> None:
+    cache = PagedCache(CacheLayout(tiny_model().config), 256, [2**36], 0)
+    with pytest.raises(MemoryError, match="GiB for 68719476736 pages of the KV cache cannot be allocated on cpu"):
+        cache.reserve(torch.ones(2, 1, 8), lambda size: torch.empty(size, dtype=torch.uint8))
+    assert all(layer.keys is None for layer in cache.layers.values())
+
+
 def test_tokens_are_read_where_they_were_written() -> None:
     layer = LayerPages(0, 4, 4)
     keys, values = torch.randn(6, 2, 8), torch.randn(6, 2, 3)

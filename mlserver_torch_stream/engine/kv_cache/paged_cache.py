@@ -6,7 +6,7 @@ Knows nothing of sequences: a batch's block tables say which page holds what, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,6 +125,28 @@ class PagedCache:
             for index in group.layers
         }
         self.states = StateSlots(layout, state_slots) if layout.has_states else None
+
+    def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
+        """Allocates, for each group, one pool for all layers that have none: a page is one piece of memory for them.
+
+        So the pages in use fill the system's large pages, of which each saves 512 address translations. ``like``:
+        ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least so many bytes. Raises MemoryError.
+        """
+        for number in range(len(self.groups)):
+            layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
+            if not layers:
+                continue
+            pages = layers[0].pages
+            shape = (pages + 1, 2 * len(layers), like.shape[-3], self.page_size, like.shape[-1])
+            size = math.prod(shape) * like.element_size()
+            try:
+                with torch.inference_mode(False):  # a tensor made inside could not be written to outside
+                    pool = allocate(size)[:size].view(like.dtype).view(shape)
+                    for index, layer in enumerate(layers):
+                        layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
+            except RuntimeError as error:  # the CPU's allocator has no error of its own
+                what = f"{format_bytes(size)} for {pages} pages of the KV cache"
+                raise MemoryError(f"{what} cannot be allocated on {like.device}") from error
 
     def prepare(self, batch: Batch) -> None:
         """Makes the copies that a batch asks for. A forward calls it first."""

@@ -31,7 +31,11 @@ _ROUNDING = 4e-3  # of the scales to float16, of an output's largest weight
 
 
 class GroupedMatrix:
-    """``parts``: ``[outputs, inputs]`` each. ``order`` and ``interleaved`` are those of ``row_order``."""
+    """One matrix of a projection, such as that of queries, keys and values, whose weights ``parts`` are stacked.
+
+    Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, names the stacked row of each output in
+    the panels. ``interleaved``: the parts are the gates and the ups of an MLP, and each panel takes 16 rows of both.
+    """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
         """``rounded``: the format to which dense parts are rounded."""

@@ -70,7 +70,8 @@ class Groups:
         return weights.flatten(1)[:, : self.codes.shape[1]]
 
     def as_format(self, format: GroupFormat) -> Groups:
-        """Returns the same weights in a format that holds those of this one."""
+        """Returns the same weights in ``format``, which must have at least as many bits and scales, and a minimum if
+        these weights have minima."""
         if format == self.format:
             return self
         scales = self.scales.repeat_interleave(format.scales // self.format.scales, 1)

@@ -1,4 +1,5 @@
-"""The sets of instructions that the kernels are compiled for ahead of time, and those of this CPU.
+"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the ones
+that this CPU has.
 
 Imports the standard library alone: the build of a wheel reads this file without the package.
 """

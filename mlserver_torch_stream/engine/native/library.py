@@ -56,7 +56,11 @@ class KernelWeights(Structure):
 
 
 class KernelPages(Structure):
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("group", c_int64), ("window", c_int64)]
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("stride", "group", "window")),
+    ]
 
 
 class KernelStep(Structure):

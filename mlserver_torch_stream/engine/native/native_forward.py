@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
-from mlserver_torch_stream.engine.native.weights import PackedWeights
+from mlserver_torch_stream.engine.native.weights import PackedWeights, in_large_pages
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512
@@ -54,6 +55,7 @@ class NativeForward:
         if not self._handle:
             raise MemoryError("no memory for the decoder")
         self._run = kernels.native_step
+        self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
         weakref.finalize(self._draw, kernels.native_destroy, self._handle)  # results hold it too, and may draw later
         # The model of a pool's tensors: the kernels write to pools that no other forward has reserved.
@@ -104,10 +106,11 @@ class NativeForward:
         """Names the pools of a cache, which it has for as long as it lives."""
         self._cache = None  # if a pool cannot be reserved, the next step names all of them anew
         self._step.page_size = cache.page_size
+        cache.reserve(self._like, self._allocate)
         for index, entry in enumerate(self._pages):
             layer = cache.layers[index]
-            layer.reserve(self._like, self._like)
             assert layer.keys is not None and layer.values is not None
             entry.keys, entry.values = layer.keys.data_ptr(), layer.values.data_ptr()
+            entry.stride = layer.keys.stride(0)
             entry.group, entry.window = layer.group, cache.groups[layer.group].window or 0
         self._cache = weakref.ref(cache)

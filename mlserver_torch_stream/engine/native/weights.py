@@ -40,7 +40,7 @@ class PackedWeights:
         self._rounded = rounded
         self._decoder, self._kernels, self._dtype = decoder, kernels, decoder.dtype
         self.shape = _shape(decoder)
-        self._buffer = _reserved(sum(self._panels(each).bytes for each in decoder.projections), kernels)
+        self._buffer = in_large_pages(sum(self._panels(each).bytes for each in decoder.projections), kernels)
         self.size = 0
         entries = (c.KernelLayer * len(decoder.layers))(*map(self._layer, decoder.layers))
         self._kept.append(entries)
@@ -121,8 +121,8 @@ class DenseMatrix:
             some.copy_(rows.view(len(some), PANEL, -1).transpose(1, 2))
 
 
-def _reserved(size: int, kernels: ctypes.CDLL) -> Tensor:
-    """Returns bytes that begin at a large page and lie in large pages."""
+def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
+    """Returns at least so many bytes, which begin at a large page (2 MiB) and lie in large pages."""
     buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % _LARGE_PAGE :]
     kernels.native_use_large_pages(buffer.data_ptr(), size)

@@ -39,8 +39,9 @@ template <class T> class TinyModel {
         handle_ = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads);
         expect(handle_ != nullptr, "a decoder");
         for (int64_t i = 0; i < kLayers; i++) {
-            pools_.emplace_back(2 * kPages * kKvHeads * page_size * kDim);
-            pages_[i] = {pools_.back().data(), pools_.back().data() + kPages * kKvHeads * page_size * kDim, 0, 0};
+            const int64_t page = kKvHeads * page_size * kDim;  // of keys, before the same page of values
+            pools_.emplace_back(2 * kPages * page);
+            pages_[i] = {pools_.back().data(), pools_.back().data() + page, 2 * page, 0, 0};
         }
     }
     ~TinyModel() { native_destroy(handle_); }

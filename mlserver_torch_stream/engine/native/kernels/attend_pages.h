@@ -64,12 +64,14 @@ template <class S, class Q, class T> class AttendPages {
             const int64_t count = std::min((key / kKeys + 1) * kKeys, stop) - key;
             keys_here_.point_at(task.live, key, count);
             if (!in_place) pack_keys(count), pack_values(count);
+            const Live<S> after = key + count < stop ? block(task.live, key + count) : block(next, next.first);
+            Ahead<S> keys(after, after.keys, tiling.count), values(after, after.values, tiling.count);
             for (int64_t t = 0; t < tiling.count; t++) {
                 const int64_t row = tiling.first(t), rows = tiling.first(t + 1) - row;
                 if (in_place) {
-                    const Live<S> after = key + count < stop ? block(task.live, key + count) : block(next, next.first);
                     read_in_place(row, rows, key, count, after);
                 } else {
+                    keys.fetch(), values.fetch();
                     read_packed(tiles, row, rows, key, count);
                 }
             }
@@ -93,7 +95,8 @@ template <class S, class Q, class T> class AttendPages {
         task_ = task;
         task_.scale *= kLog2e, task_.cap *= kLog2e;  // so e^score is exp2 of the result
         set_sizes(task.group * task.count, task.key_dim, task.value_dim);
-        for (int64_t row = 0; row < rows_; row++) begin_row(row);
+        for (int64_t head = 0, row = 0; head < task.group; head++)
+            for (int64_t token = 0; token < task.count; token++) begin_row(row++, head, token);
     }
 
     void set_sizes(int64_t rows, int64_t key_dim, int64_t value_dim) {
@@ -103,26 +106,27 @@ template <class S, class Q, class T> class AttendPages {
         words_ = key_vectors_ * 16;
         width_ = panels_of(value_dim) * kPanel;
         sums_.assign(rows_ * width_, 0.0f);
+        positions_.resize(rows_);
         most_.resize(rows_);
         total_.resize(rows_);
         queries_.resize(rows_ * words_);
     }
 
     // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
-    __attribute__((noinline)) void begin_row(int64_t row) {
-        const float sink = task_.sinks == nullptr ? kHidden : task_.sinks[head_of(row)] * kLog2e;
-        most_[row] = std::max(-1e30f, sink);
-        total_[row] = std::exp2(sink - most_[row]);
-        const Q* from = task_.queries + token_of(row) * task_.token_stride + head_of(row) * task_.head_stride;
+    __attribute__((noinline)) void begin_row(int64_t row, int64_t head, int64_t token) {
+        positions_[row] = task_.position + token;
+        most_[row] = -1e30f, total_[row] = 0.0f;
+        if (task_.sinks != nullptr) {
+            const float sink = task_.sinks[head] * kLog2e;
+            most_[row] = std::max(most_[row], sink);
+            total_[row] = std::exp2(sink - most_[row]);
+        }
+        const Q* from = task_.queries + token * task_.token_stride + head * task_.head_stride;
         for (int v = 0; v < key_vectors_; v++) {
             const U16 words = Elements<Q, T>::load(from + v * kStep, some_of<T>(task_.key_dim, v));
             memcpy(&queries_[row * words_ + 16 * v], &words, sizeof words);
         }
     }
-
-    int64_t head_of(int64_t row) const { return row / task_.count; }
-    int64_t token_of(int64_t row) const { return row % task_.count; }
-    int64_t position_of(int64_t row) const { return task_.position + row % task_.count; }
 
     // Packs panels of 32 keys, [words][32], with zeros after the last key.
     __attribute__((noinline)) void pack_keys(int64_t count) {
@@ -180,12 +184,8 @@ template <class S, class Q, class T> class AttendPages {
 
     // The keys that at least one of these rows sees: from the first number to before the second.
     std::pair<int64_t, int64_t> seen_by(int64_t row, int64_t rows) const {
-        int64_t oldest = position_of(row), newest = oldest;
-        for (int64_t r = row + 1; r < row + rows; r++) {
-            oldest = std::min(oldest, position_of(r));
-            newest = std::max(newest, position_of(r));
-        }
-        return {task_.sight.oldest(oldest), newest + 1};
+        const auto [oldest, newest] = std::minmax_element(&positions_[row], &positions_[row] + rows);
+        return {task_.sight.oldest(*oldest), *newest + 1};
     }
 
     // `after`: the keys that are read after this block.
@@ -207,25 +207,26 @@ template <class S, class Q, class T> class AttendPages {
 
     __attribute__((noinline)) float softmax_row(int64_t row, int64_t key, int64_t width, float* scores,
                                                 T* probabilities) {
-        const int64_t position = position_of(row);
+        const int64_t position = positions_[row];
         const int64_t first = std::clamp<int64_t>(task_.sight.oldest(position) - key, 0, width);
         const int64_t stop = std::clamp<int64_t>(position + 1 - key, 0, width);
-        scale_scores(scores, width, task_.scale, task_.cap);
+        const float scale = task_.cap == 0 ? task_.scale : 1.0f;  // of the scores where the softmax reads them
+        if (task_.cap != 0) cap_scores(scores, width, task_.scale, task_.cap);
         for (int64_t i = 0; i < first; i++) scores[i] = kHidden;
         for (int64_t i = stop; i < width; i++) scores[i] = kHidden;
-        F16 peak = broadcast_f(most_[row]);
-        for (int64_t i = 0; i < width; i += 16) peak = larger(load_f(scores + i), peak);
-        const float highest = max(peak), rescale = std::exp2(most_[row] - highest);
+        F16 peak = load_f(scores);
+        for (int64_t i = 16; i < width; i += 16) peak = larger(load_f(scores + i), peak);
+        const float highest = std::max(max(peak) * scale, most_[row]), rescale = std::exp2(most_[row] - highest);
         most_[row] = highest;
-        total_[row] = total_[row] * rescale + exponentials(scores, width, highest, probabilities);
+        total_[row] = total_[row] * rescale + exponentials(scores, width, scale, highest, probabilities);
         return rescale;
     }
 
     void finish() {
-        for (int64_t row = 0; row < rows_; row++)
-            Elements<Q, T>::store(&sums_[row * width_], 1.0f / total_[row], (int)task_.value_dim,
-                                  task_.out + token_of(row) * task_.out_token_stride +
-                                      head_of(row) * task_.out_head_stride);
+        for (int64_t head = 0, row = 0; head < task_.group; head++)
+            for (int64_t token = 0; token < task_.count; token++, row++)
+                Elements<Q, T>::store(&sums_[row * width_], 1.0f / total_[row], (int)task_.value_dim,
+                                      task_.out + token * task_.out_token_stride + head * task_.out_head_stride);
     }
 
     static constexpr float kHidden = -std::numeric_limits<float>::infinity();
@@ -233,6 +234,7 @@ template <class S, class Q, class T> class AttendPages {
     AttendTask<S, Q> task_{};
     int64_t rows_ = 0, words_ = 0, width_ = 0;
     int key_vectors_ = 0, value_vectors_ = 0;
+    std::vector<int64_t> positions_;  // of each row's token
     std::vector<float> sums_, most_, total_;
     std::vector<Word> queries_, keys_, values_;
     KeyBlock<S, T> keys_here_;

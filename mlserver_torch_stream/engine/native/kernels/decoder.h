@@ -173,11 +173,11 @@ template <class T> class Decoder final : public AnyDecoder {
     // Adds a product to the residual stream. A norm after the product needs whole rows first.
     void add(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
-            product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
+            const auto to_stream = [&](int64_t row, int64_t p, float* c) {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
-            });
-            return;
+            };
+            return product(me, a, lda, rows, w, {to_stream, stream_.data(), hidden_});
         }
         product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
@@ -244,12 +244,13 @@ template <class T> class Decoder final : public AnyDecoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // The keys and values of a sequence and head that `count` tokens from `position` on see, with those of the tokens.
+    // The cached keys and values of a sequence and key head that its tokens `position` to `position + count - 1` attend
+    // to: from the oldest one in the first token's window to the last token's own.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
-        const int64_t head = step_.page_size * shape_.head_dim, stride = shape_.kv_heads * head;
-        return {{static_cast<const T*>(pages.keys) + kv_head * head, stride, shape_.head_dim},
-                {static_cast<const T*>(pages.values) + kv_head * head, stride, shape_.head_dim},
+        const int64_t head = step_.page_size * shape_.head_dim;
+        return {{static_cast<const T*>(pages.keys) + kv_head * head, pages.stride, shape_.head_dim},
+                {static_cast<const T*>(pages.values) + kv_head * head, pages.stride, shape_.head_dim},
                 step_.tables[pages.group * step_.table_stride + sequence],
                 step_.page_size,
                 sight(layer).oldest(position),

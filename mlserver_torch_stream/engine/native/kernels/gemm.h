@@ -1,6 +1,8 @@
-// Activations times packed weights. A packed matrix [n, k] is a row of panels of 32 outputs, each [k words][32]: a
-// vector load is one word of 16 outputs, and a panel is one contiguous stream.
-// Knows nothing of layers: the caller says what is done with the products.
+// Multiplies activations [rows, inputs] by a packed weight matrix [outputs, inputs]. The matrix is packed in panels of
+// 32 outputs, one after the other. A panel is [inputs / per_word][32 outputs] words of 32 bits: a float, or two
+// neighbouring inputs in bf16. So an AVX-512 load brings the same inputs of 16 outputs, and a panel is read from its
+// first byte to its last.
+// Knows nothing of layers: the caller passes the function that takes the products.
 #pragma once
 #include <vector>
 #include "grouped.h"
@@ -88,11 +90,13 @@ struct alignas(64) ProductScratch {
 };
 
 // What is done with the products of some rows and a panel: a function of (row, panel, sums[32]). It refers to the
-// caller's function and must not outlive it; so a product is compiled once for all functions.
+// caller's function and must not outlive it; so a product is compiled once for all functions. `adds_to`, where not
+// null: the rows [stride] that the function adds the sums to. They are fetched while the sums are computed.
 class Done {
   public:
-    template <class F> Done(const F& function)
-        : function_(&function), call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
+    template <class F> Done(const F& function, const float* adds_to = nullptr, int64_t stride = 0)
+        : adds_to_(adds_to), stride_(stride), function_(&function),
+          call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
               for (int64_t r = 0; r < rows; r++)
                   (*static_cast<const F*>(function))(first + r, p, sums + r * kPanel);
           }) {}
@@ -101,7 +105,15 @@ class Done {
         call_(function_, first, rows, p, sums);
     }
 
+    void fetch(int64_t first, int64_t rows, int64_t p) const {
+        if (adds_to_ == nullptr) return;
+        for (int64_t r = first; r < first + rows; r++)
+            for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(adds_to_ + r * stride_ + p * kPanel + i, 1);
+    }
+
   private:
+    const float* adds_to_;
+    int64_t stride_;
     const void* function_;
     void (*call_)(const void*, int64_t, int64_t, int64_t, float*);
 };
@@ -117,6 +129,7 @@ template <class A, class T> class Product {
     void run(int64_t p, int64_t first, int64_t rows) {
         const Tiling tiling(rows, tiles_.rows(inputs_));
         if (tiling.count == 1) {
+            done_.fetch(first, rows, p);
             const Word* panel = words_of(p, 0);
             tile<T>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
             return done_(first, rows, p, scratch_.sums[0]);
@@ -127,6 +140,7 @@ template <class A, class T> class Product {
             for (int64_t t = 0; t < tiling.count; t++) {
                 const int64_t row = tiling.first(t), height = tiling.first(t + 1) - row;
                 float* sums = scratch_.sums[most < inputs_ ? row : 0];
+                if (input + count == inputs_) done_.fetch(first + row, height, p);
                 tile_of_block(p, t, first + row, height, input, count, sums);
                 if (input + count == inputs_) done_(first + row, height, p, sums);
             }

@@ -77,13 +77,13 @@ inline F16 soft_cap(F16 x, float cap) {
     return (e - 1.0f) / (e + 1.0f) * cap;
 }
 
-// Scores to unnormalised probabilities in T; returns their sum. Scores are multiplied by log2(e), so that e^score is
-// exp2 of the result. `most` is at or above every score.
+// Writes 2^(score * scale - most), unnormalised probabilities, to `to`, and returns their sum. `most` is the largest
+// score * scale or more.
 template <class T>
-__attribute__((noinline)) float exponentials(const float* scores, int64_t count, float most, T* to) {
+__attribute__((noinline)) float exponentials(const float* scores, int64_t count, float scale, float most, T* to) {
     F16 total{};
     for (int64_t i = 0; i < count; i += 16) {
-        const F16 p = exp2(load_f(scores + i) - most);
+        const F16 p = exp2(load_f(scores + i) * scale - most);
         total += p;
         store_as(to + i, p);
     }
@@ -91,7 +91,7 @@ __attribute__((noinline)) float exponentials(const float* scores, int64_t count,
 }
 
 // Scales and caps scores in place; count is a multiple of 16.
-__attribute__((noinline)) inline void scale_scores(float* scores, int64_t count, float scale, float cap) {
+__attribute__((noinline)) inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
     for (int64_t i = 0; i < count; i += 16) store(scores + i, soft_cap(load_f(scores + i) * scale, cap));
 }
 

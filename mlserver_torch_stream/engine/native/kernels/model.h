@@ -35,6 +35,7 @@ struct Weights {
 
 struct Pages {  // of a layer, [pages][kv_heads][page_size][head_dim] in the model's type
     void *keys, *values;
+    int64_t stride;  // from a page to the next one, in elements
     int64_t group;   // of layers with the same block tables
     int64_t window;  // 0: none
 };

@@ -94,9 +94,21 @@ class Member {
   public:
     Member(Lists& lists, int id, int team, uint32_t list) : id(id), team(team), lists_(lists), list_(list) {}
 
-    // body(first, last) over 0..total; returns when all of it is done. Small pieces let all threads end together.
+    // body(first, last) over 0..total; returns when all of it is done. The first `team` pieces are three quarters of the
+    // work, the next `team` pieces three quarters of the rest, and so on: in a long piece of a matrix a thread fetches
+    // each panel while it computes the panel before, and short pieces let all threads end together.
     template <class Body> void each(int64_t total, Body&& body) {
-        each(total, std::max<int64_t>(1, total / (8 * team)), body);
+        const auto length = [this](int64_t left) { return std::max<int64_t>(1, left * 3 / (4 * team)); };
+        uint32_t pieces = 0;
+        for (int64_t left = total; left > 0; left -= team * length(left))
+            pieces += (uint32_t)std::min<int64_t>(team, left);
+        if (pieces == 0) return;
+        lists_.work(list_++, pieces, [&](int64_t i) {
+            int64_t first = 0;
+            for (; i >= team; i -= team) first += team * length(total - first);
+            const int64_t count = length(total - first);
+            body(first + i * count, first + (i + 1) * count);
+        });
     }
     template <class Body> void each(int64_t total, int64_t piece, Body&& body) {
         const auto pieces = (uint32_t)((total + piece - 1) / piece);
