@@ -16,6 +16,9 @@ from typing import Any
 
 import openai
 from features import GIVEN, QUESTION, TOOLS, check_freed, check_refused, crowd, feature, main
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
+from openai.resources.responses import Responses
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
@@ -233,9 +236,9 @@ def parameters(url: str) -> None:
     one of the known extensions."""
     document = _client(url).get("/openapi.json", cast_to=dict[str, Any])
     types = {
-        "ChatCompletionRequest": (chat_params.CompletionCreateParams, openai.resources.chat.completions.Completions),
-        "CompletionRequest": (text_params.CompletionCreateParams, openai.resources.completions.Completions),
-        "ModelResponseRequest": (response_create_params.ResponseCreateParams, openai.resources.responses.Responses),
+        "ChatCompletionRequest": (chat_params.CompletionCreateParams, ChatCompletions),
+        "CompletionRequest": (text_params.CompletionCreateParams, Completions),
+        "ModelResponseRequest": (response_create_params.ResponseCreateParams, Responses),
     }
     extensions = {
         "bad_words", "chat_template_kwargs", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens",
