@@ -14,7 +14,7 @@ import pytest
 
 from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
-from mlserver_torch_stream.cloud.store import Store, settle
+from mlserver_torch_stream.cloud.store import Store, settle, settle
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.jobs import QUICK
 from tests.cloud.models import ModelServer
@@ -49,7 +49,7 @@ def test_of_replacements_of_one_object_in_a_folder_none_is_lost(tmp_path: Path) 
 
         await asyncio.wait_for(asyncio.gather(*map(count, stores)), 60)
         assert await stores[0].get("count") == b"100"
-        await stores[0].aclose()
+        await settle()
 
     asyncio.run(act())
 
