@@ -14,7 +14,7 @@ import pytest
 
 from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
-from mlserver_torch_stream.cloud.store import Store, settle, settle
+from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.jobs import QUICK
 from tests.cloud.models import ModelServer
