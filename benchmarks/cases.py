@@ -179,10 +179,12 @@ def make_cases(names: Sequence[str], scale: Scale, prompts: Prompts) -> list[Cas
 
 
 async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: int) -> None:
-    """So that nothing is done for the first time while it is measured: alone, in a batch, and a long prompt."""
-    short = replace(scale, new_tokens=min(8, scale.new_tokens))
+    """So that nothing is done for the first time while it is measured: alone, in a batch, and a long prompt.
+
+    The batch has the lengths of the cases, so that a server that grows its KV cache as it is written has grown it.
+    """
     for count, tokens in ((1, scale.prompt_tokens), (streams, scale.prompt_tokens), (1, 4 * scale.prompt_tokens)):
-        asks = [Ask(*prompts.text(tokens, "warm", count, index), short.new_tokens) for index in range(count)]
+        asks = [Ask(*prompts.text(tokens, "warm", count, index), scale.new_tokens) for index in range(count)]
         _read(endpoint, asks, await load.together(endpoint, asks))
 
 
