@@ -20,7 +20,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks import load

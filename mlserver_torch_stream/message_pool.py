@@ -22,7 +22,7 @@ def message_classes(
 ) -> Callable[[str], type[Message]]:
     """Finds a class by the name of its message. The values of an enum are numbered from 0.
 
-    ``syntax``: in "proto2" a field that has its type's zero is told from one that was not sent.
+    ``syntax``: in "proto2" ``HasField`` is true for a field that was sent, also if its value is 0 or empty.
     """
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(_file(package, fields, enums, syntax).SerializeToString())

@@ -29,7 +29,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         try:
             settle = partial(future.set_result, context.run(work))
         except BaseException as error:
-            settle = partial(future.set_exception, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            settle = partial(future.set_exception, _as_exception(error))
         thread.at_work = False  # before anything that awaits the future can look
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
             loop.call_soon_threadsafe(lambda: None if future.done() else settle())
@@ -43,8 +43,17 @@ class _WorkThread(threading.Thread):
     at_work = True  # until its result is known
 
 
+def _as_exception(error: BaseException) -> Exception:
+    """A future takes no SystemExit, and the panic of a Rust library is no Exception either."""
+    if isinstance(error, Exception):
+        return error
+    shown = RuntimeError(repr(error))
+    shown.__cause__ = error
+    return shown
+
+
 def at_work() -> bool:
-    """True while such a thread has no result yet."""
+    """True while a thread of ``in_thread`` runs its work."""
     return any(isinstance(thread, _WorkThread) and thread.at_work for thread in threading.enumerate())
 
 

@@ -74,7 +74,7 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
         assert isinstance(late, QueueFull) and late.status == 429
         assert "structured_outputs.regex: other constraints are being compiled" in str(late)
         codec.held.set()
-        monkeypatch.undo()
+        monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 30.0)
         await _start(generator, "fourth")
 
     asyncio.run(run())
@@ -113,7 +113,7 @@ def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(m
         assert all(isinstance(task.exception(), InvalidInput) for task in slow)
         assert all(isinstance(task.exception(), QueueFull) for task in waiting)
         codec.held.set()
-        monkeypatch.undo()
+        monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 30.0)
         await _start(generator, "later")
 
     asyncio.run(run())

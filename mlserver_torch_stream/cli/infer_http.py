@@ -150,7 +150,8 @@ class HttpInfer:
             return "/v1/completions", {**body, "prompt": ask.prompt}
         # Parameters that change nothing in OpenAI's API are left out in V2.
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
-        prompts = (cast(str, ask.prompt),)  # None in a row without a prompt, which the server refuses
+        # The prompt is None in a chat, which has messages, and in a row without a prompt, which the server refuses.
+        prompts = (cast(str, ask.prompt),)
         return V2Json().request(GenerationCall(self.model, prompts, ask.messages, parameters), self.stream)
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:

@@ -10,8 +10,9 @@ import asyncio
 import fcntl
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
 _LISTED_AT_ONCE = 1000
+_LOCK_LOOK_S = 0.01
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 T = TypeVar("T")
@@ -179,23 +181,35 @@ class Store:
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone."""
-        if self._local:
-            await self._call(key, lambda: asyncio.to_thread(self._replace_file, key, data, marks))
-        else:
-            await self._put(key, data, dict(marks))
+        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
 
-    def _replace_file(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """A folder has no conditional write: its lock keeps other replacements out from the comparison to the write."""
-        folder = os.open(self.url, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # some network file systems lock no folders
-                fcntl.flock(folder, fcntl.LOCK_EX)
-            if self._version(self._library.head(self._backend, key)) != marks.get("e_tag"):
+        A folder has no conditional write. There the lock of the file that is replaced keeps other replacements out from
+        the comparison to the write, where the file system has such locks.
+        """
+        if not self._local:
+            await self._put(key, data, dict(marks))
+            return
+        async with self._locked_file(key):
+            if (await self.head(key)).etag != marks.get("e_tag"):
                 raise ObjectChanged(f"{self.url}/{key}: changed since it was read")
-            self._library.put(self._backend, key, data, mode="overwrite", use_multipart=False)
+            await self.put(key, data)
+
+    @asynccontextmanager
+    async def _locked_file(self, key: str) -> AsyncGenerator[None, None]:
+        """Raises StoreUnavailable if another process keeps the lock. A file that replaces this one has another lock."""
+        try:
+            file = os.open(Path(self.url, key), os.O_RDONLY)
+        except OSError as error:
+            raise self._as_cloud_error(error, key) from error
+        try:
+            end = time.monotonic() + self._stall_s
+            while not _take_lock(file):
+                if time.monotonic() > end:
+                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self._stall_s:g} s")
+                await asyncio.sleep(_LOCK_LOOK_S)
+            yield
         finally:
-            os.close(folder)
+            os.close(file)
 
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""
@@ -268,6 +282,17 @@ async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
         return await retry.run(store.get, key)
     except ObjectMissing:
         return None
+
+
+def _take_lock(file: int) -> bool:
+    """False if another process has the lock. Some network file systems have no locks, and then this is true."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:

@@ -48,7 +48,7 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class CompletionBuilder:
-    """The values that all objects of one request have in common. ``created`` is in seconds since the epoch."""
+    """Builds the JSON objects of one request. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str

@@ -178,5 +178,5 @@ def _part(place: str, part: Mapping[str, Any], kinds: Sequence[str]) -> str:
 
 def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     """The item as a call in a chat's message, whose arguments are an object, as templates read them."""
-    arguments = parsed_arguments(f"{place}.arguments", "is", item["arguments"])
+    arguments = parsed_arguments(f"{place}.arguments", "", item["arguments"])
     return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}

@@ -111,18 +111,18 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = parsed_arguments(field, f"the arguments of {place} are", function["arguments"])
+    arguments = parsed_arguments(field, f"the arguments of {place} ", function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def parsed_arguments(field: str, they_are: str, text: str) -> dict[str, Any]:
-    """The arguments of a call as an object. ``they_are`` begins the error's sentence."""
+def parsed_arguments(field: str, subject: str, text: str) -> dict[str, Any]:
+    """The arguments of a call as an object. ``subject``: of the error's sentence, empty where ``field`` says it."""
     try:
         arguments = parse_json(text or "{}")
     except ValueError as error:
-        raise InvalidInput(field, f"{they_are} not JSON: {error}") from None
+        raise InvalidInput(field, f"{subject}must be JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise InvalidInput(field, f"{they_are} no JSON object: {shown(arguments)}")
+        raise InvalidInput(field, f"{subject}must be a JSON object, got {shown(arguments)}")
     return arguments
 
 

@@ -21,6 +21,7 @@ from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
 from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
 from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
+from mlserver_torch_stream.work_threads import in_thread
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MOST_DELAY_S = 0.1, 30.0
@@ -107,7 +108,7 @@ class WorkerSupervisor:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._restarting: set[asyncio.Task[None]] = set()
-        self._processes: list[WorkerProcess] = []  # also those that no slot has any more, until they have ended
+        self._processes: list[WorkerProcess] = []  # also those that no slot has any more; a start drops the ended ones
         self.ended = False
 
     @property
@@ -191,11 +192,15 @@ class WorkerSupervisor:
             await asyncio.wait_for(slot.starting, self._config.startupTimeout)
         except asyncio.TimeoutError:
             await self._end_process(slot, "was not ready in time")
+            if slot.removed:
+                raise removed from None
             raise LoadFailed(f"{name} was not ready within {self._config.startupTimeout} s (startupTimeout)") from None
         except LoadFailed as error:
             if slot.removed:
                 raise removed from None
             await self._end_process(slot, str(error))
+            if slot.removed:  # meanwhile
+                raise removed from None
             raise
         except OSError as error:
             slot.lost = True
@@ -207,7 +212,7 @@ class WorkerSupervisor:
         """The next start finds the memory and the ports of this process free."""
         if slot.worker is not None:
             slot.worker.kill(why)
-            await asyncio.to_thread(slot.worker.wait)
+            await in_thread(slot.worker.wait)
 
     def _received(self, slot: WorkerSlot, start: int, header: dict[str, Any], body: bytes) -> None:
         if start != slot.starts or slot.removed:

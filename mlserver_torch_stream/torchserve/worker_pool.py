@@ -24,6 +24,7 @@ from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSuperv
 from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
 from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
+from mlserver_torch_stream.work_threads import in_thread
 
 _SEQUENCE_END = "ts_request_sequence_end"
 
@@ -65,7 +66,7 @@ class WorkerPool:
             await self.supervisor.add(self.scaling.least)
         except BaseException:
             self.supervisor.end()
-            await asyncio.to_thread(self.supervisor.wait)
+            await in_thread(self.supervisor.wait)
             raise
         self.metrics.gauges = self.gauges
 

@@ -38,7 +38,7 @@ def proxy(batch_server: Server) -> Iterator[str]:
 
 
 def _asked(sampling: dict[str, Any]) -> dict[str, Any]:
-    return {**sampling, "max_tokens": 10, "ignore_eos": True, "stop": ["e"]}
+    return {**sampling, "max_tokens": 16, "ignore_eos": True, "stop": ["e"]}
 
 
 def _of_openai(server: Server, path: str, body: dict[str, Any]) -> _Texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, StoreUnavailable
+from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud, finish, joined, start
@@ -31,7 +32,7 @@ def _place(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> Store:
 
 
 def test_of_replacements_of_one_object_in_a_folder_none_is_lost(tmp_path: Path) -> None:
-    """Each is made from the version that it replaces, by one of two processes."""
+    """Each is made from the version that it replaces, by one of two stores."""
 
     async def act() -> None:
         stores = [Store.open(str(tmp_path)) for _ in range(2)]
@@ -49,6 +50,27 @@ def test_of_replacements_of_one_object_in_a_folder_none_is_lost(tmp_path: Path) 
 
         await asyncio.wait_for(asyncio.gather(*map(count, stores)), 60)
         assert await stores[0].get("count") == b"100"
+        await settle()
+
+    asyncio.run(act())
+
+
+def test_a_replacement_waits_for_the_lock_of_another_process_no_longer_than_the_store_may_be_silent(
+    tmp_path: Path,
+) -> None:
+    async def act() -> None:
+        store = Store.open(str(tmp_path), stall_s=0.2)
+        await store.put("count", b"0")
+        _, marks = await store.look("count")
+        with (tmp_path / "count").open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(StoreUnavailable, match=r"another process keeps its lock for 0\.2 s"):
+                await store.replace("count", b"1", marks)
+        assert await store.get("count") == b"0"
+        await store.replace("count", b"2", marks)
+        assert await store.get("count") == b"2"
+        with pytest.raises(ObjectMissing):
+            await store.replace("missing", b"1", marks)
         await settle()
 
     asyncio.run(act())

@@ -149,7 +149,7 @@ def test_loads_and_unloads_at_once_leave_no_engine_behind(server: Server) -> Non
         return plain_http.post(f"{server.url}/v2/repository/models/twin/{what}", timeout=60).status_code
 
     with ThreadPoolExecutor(8) as pool:
-        statuses = set(pool.map(change, ["load", "load", "unload", "load", "unload", "unload"] * 5))
+        statuses = set(pool.map(change, ["load", "load", "unload", "load", "unload", "unload"] * 10))
     assert statuses <= {200, 404}, "an unload may find nothing"
     repository(server, "load", "twin")
     assert figure(server, "engines") == 2

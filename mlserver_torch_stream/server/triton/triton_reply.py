@@ -86,9 +86,8 @@ class TritonReply:
         if self._begun and self._reply is not None:
             return [self._framed(body) for body in self._reply.failure(error)]
         if not self._recorded:
-            logger.info(
-                f"A request on Triton's port was refused: {refusal.message!r}"
-            )  # with !r, as a model's name may hold line breaks
+            # With !r, as a model's name may hold line breaks.
+            logger.info(f"A request on Triton's port was refused: {refusal.message!r}")
         request = self._request
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version)
         response.id = request.id
