@@ -12,9 +12,9 @@
 namespace native {
 
 struct DrawnRow {  // mirrored field by field in native_draw.py
-    int64_t index;  // of its logits
+    int64_t index;                                // of its logits
     uint64_t noise_key;
-    int64_t top_k;  // 0: off
+    int64_t top_k;                                // 0: off
     double temperature, top_p, min_p, typical_p;  // doubles say which filters are off, as in candidates.py
 };
 
@@ -26,8 +26,8 @@ struct DrawCall {  // mirrored field by field in library.py
 };
 
 constexpr int64_t kUndecided = -2;  // as in candidates.py
-constexpr int64_t kTail = -3;   // a token beyond the candidates
-constexpr int64_t kWider = -4;  // the filters keep more than the candidates
+constexpr int64_t kTail = -3;       // a token beyond the candidates
+constexpr int64_t kWider = -4;      // the filters keep more than the candidates
 
 constexpr int64_t kWidths[] = {128, 1024};  // how many logits are candidates, as in candidates.py
 constexpr int64_t kMostWidth = 1024;
