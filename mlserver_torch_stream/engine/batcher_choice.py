@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budg
 from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.context_length import steady_positions
-from mlserver_torch_stream.engine.loading.host_limits import read_host
+from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -94,6 +94,8 @@ def choose_batcher(
         raise LoadFailed(f"parameters.extra.{key}: {why}")
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
+    if isinstance(choice.forward, NativeForward):
+        _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
     faults = _faults()
     forwards = CapturedForwards(
         loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
@@ -174,6 +176,15 @@ def _limits(
         prefill_floor=1 if packed or prepared.on_our_kernels else _ROWS_FLOOR,
         beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packed and on_host_alone else None,
     )
+
+
+def _try_to_reserve(forward: NativeForward, cache: PagedCache, host: Host) -> None:
+    """Refuses a KV cache that the system does not map. Only this attempt needs ``cache``. Raises LoadFailed."""
+    try:
+        forward.reserve(cache)
+    except MemoryError as error:
+        free = format_bytes(host.available_bytes)
+        raise LoadFailed(f"parameters.extra.kv_cache_memory: {error}; {free} are free") from error
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:

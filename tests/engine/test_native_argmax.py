@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
+from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
@@ -63,6 +66,25 @@ class Bare:
         return Logits(self._forward(batch, cache).tensor)
 
 
+class Noted:
+    """Notes the token ids that the forward's draws decide."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self.decided: list[int] = []
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
+        logits = self._forward(batch, cache)
+
+        def noted(tensor: torch.Tensor, indices: Sequence[int], rows: Sequence[RowSampler]) -> list[int]:
+            assert logits.row_draw is not None
+            token_ids = logits.row_draw(tensor, indices, rows)
+            self.decided += [token_id for token_id in token_ids if token_id != UNDECIDED]
+            return token_ids
+
+        return replace(logits, row_draw=noted)
+
+
 def sampled(**changes: Any) -> SamplingParameters:
     return SamplingParameters(**{"max_tokens": 20, "temperature": 1.0, "seed": 4, **changes})
 
@@ -87,6 +109,12 @@ def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Pat
         EngineRequest(prompt_of(8), greedy(20), constraint=compiled),
     ]
 
+    noted: list[Noted] = []
+
+    def with_notes(forward: Forward) -> Noted:
+        noted.append(Noted(forward))
+        return noted[0]
+
     def answers(wrap: Any) -> list[dict[int, tuple[int, ...]]]:
         async def scenario() -> list[Any]:
             return await asyncio.gather(*(collect(engine, [request]) for request in requests))
@@ -97,7 +125,8 @@ def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Pat
             ends = run(scenario())
         return [{index: event.token_ids for index, event in end.items()} for end in ends]
 
-    assert answers(lambda forward: forward) == answers(Bare)
+    assert answers(with_notes) == answers(Bare)
+    assert noted[0].decided, "the engine does not use the draws"
 
 
 @pytest.mark.parametrize("beyond", ["large", "NaN"])

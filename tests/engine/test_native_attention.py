@@ -227,6 +227,21 @@ def test_types_that_the_kernels_do_not_know_are_attended_to_otherwise(folder: Pa
     assert torch.equal(case.run(native), case.run(reference_attention))
 
 
+def test_pages_between_which_other_layers_have_theirs_are_used_otherwise(folder: Path) -> None:
+    """As ``PagedCache.reserve`` makes them."""
+    case, native = Case(), NativeAttention(folder, reference_attention)
+    expected, key = case.run(reference_attention), torch.randn(2, 2, 64)
+    assert case.layer.keys is not None and case.layer.values is not None
+    pool = torch.stack([case.layer.keys, case.layer.values], dim=1)
+    case.layer = replace(case.layer, keys=pool[:, 0], values=pool[:, 1])
+    assert torch.equal(case.run(native), expected)
+    values = pool[:, 1].clone()
+    native.write(case.layer, key, values[0, :, :2].transpose(0, 1), torch.tensor([0, 1]))
+    assert torch.equal(pool[0, 0, :, :2], key.transpose(0, 1)) and torch.equal(
+        pool[:, 1].nan_to_num(), values.nan_to_num()
+    )
+
+
 # --- models ---
 
 FAMILIES: dict[str, dict[str, Any]] = {

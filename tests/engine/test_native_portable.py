@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mlserver_torch_stream.engine.attention.native_attention import NativeAttent
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest, reference_attention
 from mlserver_torch_stream.engine.attention.verify_attention import TOLERANCE
 from mlserver_torch_stream.engine.loading.selfcheck import check_forward
+from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -39,6 +41,14 @@ done
 exec c++ "$@"
 """
 _NAMES = (*(variant.name for variant in VARIANTS), _OLD)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
+@pytest.mark.parametrize("more", [[], ["-mf16c"]], ids=["AVX", "AVX and F16C"])
+def test_compilers_accept_the_kernels_for_cpus_with_avx_but_without_avx2(more: list[str]) -> None:
+    options = ["-fsyntax-only", "-std=c++17", "-Wno-psabi", f"-march={_OLD}", "-mavx", "-mno-avx2", *more]
+    made = subprocess.run(["c++", *options, str(SOURCES / "library.cpp")], capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr[-2000:]
 
 
 @pytest.mark.slow

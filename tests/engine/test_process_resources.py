@@ -165,6 +165,13 @@ def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_
     assert not resources._promised
 
 
+def test_a_cache_that_no_machine_holds_is_refused_at_load_under_our_kernels(tiny_model: Path, folder: Path) -> None:
+    resources, extra = ProcessResources(), {"cache_dir": str(folder), "kv_cache_memory": 2**50}
+    with pytest.raises(LoadFailed, match=r"extra\.kv_cache_memory: .* GiB for \d+ pages .* on cpu; .* are free"):
+        built(tiny_model, resources, **extra)
+    assert not resources._promised
+
+
 def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:
     engine = built(tiny_model, ProcessResources(), kv_cache_memory="256KiB")
     try:

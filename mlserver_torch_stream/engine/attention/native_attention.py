@@ -84,9 +84,11 @@ class NativeAttention:
 
 
 def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Returns whether the kernels know this device and these types."""
+    """Returns whether the kernels know this device, these types, and pages that follow each other in memory."""
     return (
         query.device.type == keys.device.type == values.device.type == "cpu"
         and query.dtype == keys.dtype == values.dtype
         and query.dtype in _STORED_TYPES
+        and keys.is_contiguous()
+        and values.is_contiguous()
     )

@@ -100,7 +100,7 @@ class TokenChoice:
     def _sample(self, logits: Logits, rows: Sequence[_LogitsRow]) -> list[SampledToken | GenerationFailed]:
         try:
             indices = [row.index for row in rows]
-            return sample(logits.tensor, [row.sampler for row in rows], indices, logits.argmax, logits.draw)
+            return sample(logits.tensor, [row.sampler for row in rows], indices, logits.argmax, logits.row_draw)
         except Exception as error:
             if len(rows) > 1:
                 return [self._sample(logits, [row])[0] for row in rows]

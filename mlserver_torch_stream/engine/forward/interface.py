@@ -21,13 +21,13 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 where that is NaN or
-    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``draw`` draws tokens on the
-    threads of the forward; None: torch draws them.
+    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``row_draw`` draws tokens on
+    the threads of the forward; None: torch draws them.
     """
 
     tensor: torch.Tensor
     argmax: Sequence[int] | None = None
-    draw: RowDraw | None = None
+    row_draw: RowDraw | None = None
 
     def is_finite(self, row: int) -> bool:
         """Whether the largest logit of a row is neither NaN nor infinite."""

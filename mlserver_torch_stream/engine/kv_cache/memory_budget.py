@@ -63,7 +63,7 @@ def cache_budget(
 
 
 def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
-    """Returns the bytes of the pages that belong to no sequence. A host never writes to them, so they take none."""
+    """Returns the bytes of the pages that belong to no sequence. A host never writes to them, so none are counted."""
     return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
 
 
@@ -78,7 +78,8 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
     """Returns how many bytes of a KV cache pages of ended sequences may keep, until other sequences need them.
 
-    A GPU's cache is allocated as a whole; a page on a host takes memory once it is written. Raises LoadFailed.
+    A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at
+    a time under our kernels. Raises LoadFailed.
     """
     if asked is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

@@ -64,8 +64,8 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Returns how many pages of each group ``budget`` bytes can be.
 
-    A page takes no memory of a host before it is written, so each group may take the whole budget; the scheduler bounds
-    the sum of all groups.
+    A page takes no memory of a host before it is written (under our kernels, before a page in the same 2 MiB is), so
+    each group may take the whole budget; the scheduler bounds the sum of all groups.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 

@@ -1,4 +1,4 @@
-"""Holds the keys and values of all sequences in pages, one pool per layer, on the layer's own device.
+"""Holds the keys and values of all sequences in pages: a pool per layer, on its device, or a pool per group of layers.
 
 Knows nothing of sequences: a batch's block tables say which page holds what, and its scheduler owns the pages.
 """
@@ -24,7 +24,8 @@ class LayerPages:
 
     The last page, ``spare``, belongs to no sequence: the padding rows of a captured step write to it. On a CPU a head's
     page is one piece of memory, which is not resident before it is written. On CUDA (``tokens_first``) the heads of a
-    token lie together, as torch's varlen attention reads them.
+    token lie together, as torch's varlen attention reads them. After ``PagedCache.reserve`` the pages are strided:
+    between them lie pages of the group's other layers.
     """
 
     group: int
@@ -129,8 +130,9 @@ class PagedCache:
     def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
         """Allocates, for each group, one pool for all layers that have none: a page is one piece of memory for them.
 
-        So the pages in use fill the system's large pages, of which each saves 512 address translations. ``like``:
-        ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least so many bytes. Raises MemoryError.
+        So the pages in use fill the system's large pages: a large page needs one address translation, where pages of
+        4 KiB need 512. ``like``: ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least so many bytes.
+        Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
@@ -139,14 +141,15 @@ class PagedCache:
             pages = layers[0].pages
             shape = (pages + 1, 2 * len(layers), like.shape[-3], self.page_size, like.shape[-1])
             size = math.prod(shape) * like.element_size()
-            try:
-                with torch.inference_mode(False):  # a tensor made inside could not be written to outside
-                    pool = allocate(size)[:size].view(like.dtype).view(shape)
-                    for index, layer in enumerate(layers):
-                        layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
-            except RuntimeError as error:  # the CPU's allocator has no error of its own
-                what = f"{format_bytes(size)} for {pages} pages of the KV cache"
-                raise MemoryError(f"{what} cannot be allocated on {like.device}") from error
+            with torch.inference_mode(False):  # a tensor made inside could not be written to outside
+                try:
+                    buffer = allocate(size)
+                except RuntimeError as error:  # the CPU's allocator has no error of its own
+                    what = f"{format_bytes(size)} for {pages} pages of the KV cache"
+                    raise MemoryError(f"{what} cannot be allocated on {like.device}") from error
+                pool = buffer[:size].view(like.dtype).view(shape)
+                for index, layer in enumerate(layers):
+                    layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
 
     def prepare(self, batch: Batch) -> None:
         """Makes the copies that a batch asks for. A forward calls it first."""

@@ -15,11 +15,14 @@ import torch
 from mlserver_torch_stream.engine.native.library import KernelDrawCall, check_status
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
-_ROW = struct.Struct("=qQqffff")  # ``DrawnRow`` of ``draw.h``
+_ROW = struct.Struct("=qQqdddd")  # ``DrawnRow`` of ``draw.h``
 
 
 class NativeDraw:
-    """A ``RowDraw`` on the threads of a decoder of the kernels, which no other call may use at the same time."""
+    """A ``RowDraw`` on the threads of a decoder of the kernels.
+
+    No forward or other draw of the decoder may run during the call.
+    """
 
     def __init__(self, kernels: ctypes.CDLL, decoder: int) -> None:
         self._run = kernels.native_draw
@@ -34,7 +37,7 @@ class NativeDraw:
         call = KernelDrawCall(
             logits.data_ptr(),
             logits.stride(0),
-            rows[0].vocab_size,
+            min(rows[0].vocab_size, logits.shape[1]),
             len(packed),
             b"".join(packed),
             chosen.buffer_info()[0],

@@ -1,6 +1,7 @@
 """Runs a model's forward in calls of our own kernels, over pages.
 
-Knows nothing of requests or of sampling, nor whether its logits are right: the check at load compares them.
+Knows nothing of requests, nor how tokens are drawn from its logits, nor whether these are right: the check at load
+compares them.
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ class NativeForward:
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 
+    def reserve(self, cache: PagedCache) -> None:
+        """Allocates the pools of a cache that have no memory yet. Raises MemoryError."""
+        cache.reserve(self._like, self._allocate)
+
     def _point_at(self, cache: PagedCache) -> None:
         """Names the pools of a cache, which it has for as long as it lives."""
         self._cache = None  # if a pool cannot be reserved, the next step names all of them anew
         self._step.page_size = cache.page_size
-        cache.reserve(self._like, self._allocate)
+        self.reserve(cache)
         for index, entry in enumerate(self._pages):
             layer = cache.layers[index]
             assert layer.keys is not None and layer.values is not None

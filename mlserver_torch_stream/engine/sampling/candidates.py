@@ -20,7 +20,9 @@ from mlserver_torch_stream.engine.sampling.noise import gumbel
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 FAILED = -1  # no finite logit to choose
-UNDECIDED = -2  # the filters keep more than the candidates; of a ``RowDraw``: or rounding may decide
+UNDECIDED = (
+    -2
+)  # no token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it
 _TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
 _WIDTHS = (FEW, 1024)  # a table of few allowed tokens gives the same token as the whole row
@@ -37,22 +39,24 @@ class RowDraw(Protocol):
 
 
 def draw(
-    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, fast: RowDraw | None = None
+    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, row_draw: RowDraw | None = None
 ) -> list[int]:
     """Returns one column for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
     the columns, if those are not the vocabulary. Each filter keeps the same set as that of transformers, but keeps all
-    values tied at a boundary, so that the set depends on the row alone. ``fast`` draws first where the columns are the
-    vocabulary.
+    values tied at a boundary, so that the set depends on the row alone. ``row_draw`` draws first where the columns are
+    the vocabulary, but not rows that are ``drawn_unchanged``: it has drawn those from the logits of the forward.
     """
     vocab_size = work.shape[1]
-    chosen = [UNDECIDED] * len(rows) if fast is None or ids is not None else fast(work, range(len(rows)), rows)
+    chosen = [UNDECIDED] * len(rows)
+    if row_draw is not None and ids is None and (changed := [i for i, r in enumerate(rows) if not r.drawn_unchanged]):
+        _store(chosen, changed, row_draw(work, changed, [rows[i] for i in changed]))
     for width in (*(w for w in _WIDTHS if w < vocab_size), vocab_size):
         _resolve(work, rows, chosen, width, ids)
     tail = [i for i, token_id in enumerate(chosen) if token_id == _TAIL]
     if tail:
-        _store(chosen, tail, _draw_tail(work[from_host(tail, work.device)], [rows[i] for i in tail]))
+        _store(chosen, tail, _draw_tail(work[from_host(tail, work.device)], [rows[i] for i in tail]).tolist())
     return chosen
 
 
@@ -66,7 +70,7 @@ def _resolve(
         if len(todo) < len(rows):
             index = from_host(todo, work.device)
             work, ids = work[index], None if ids is None else ids[index]
-        _store(chosen, todo, _draw_among(work, [rows[i] for i in todo], width, ids))
+        _store(chosen, todo, _draw_among(work, [rows[i] for i in todo], width, ids).tolist())
 
 
 def _may_fit(row: RowSampler, width: int) -> bool:
@@ -79,8 +83,8 @@ def _unfiltered(row: RowSampler) -> bool:
     return not row.top_k and row.top_p >= 1.0 and row.min_p <= 0.0 and row.typical_p >= 1.0
 
 
-def _store(chosen: list[int], where: list[int], ids: torch.Tensor) -> None:
-    for i, token_id in zip(where, ids.tolist(), strict=True):
+def _store(chosen: list[int], where: list[int], ids: list[int]) -> None:
+    for i, token_id in zip(where, ids, strict=True):
         chosen[i] = token_id
 
 

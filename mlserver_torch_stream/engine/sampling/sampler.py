@@ -32,14 +32,14 @@ def sample(
     rows: Sequence[RowSampler],
     indices: Sequence[int] | None = None,
     argmax: Sequence[int] | None = None,
-    fast: RowDraw | None = None,
+    row_draw: RowDraw | None = None,
 ) -> list[SampledToken | GenerationFailed]:
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
     ``logits``, [B, V], have any float dtype and device, and stay as they are. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None: all, in order. V is at least the ``vocab_size`` of the rows, which is that of one
     model; later columns are padding. A row whose logits hold NaN, or no token to choose, fails alone. ``argmax`` and
-    ``fast`` are those of ``Logits``: torch reads the logits of the rows only whose token neither of them gives.
+    ``row_draw`` are those of ``Logits``: torch reads only the rows whose token neither of them gives.
     """
     indices = range(len(rows)) if indices is None else indices
     known = [UNDECIDED] * len(rows)
@@ -47,23 +47,23 @@ def sample(
         for i, (row, index) in enumerate(zip(rows, indices, strict=True)):
             if row.takes_argmax and 0 <= argmax[index] < row.vocab_size:
                 known[i] = argmax[index]
-    if fast is not None and (drawn := [i for i, row in enumerate(rows) if row.drawn_unchanged]):
-        token_ids = fast(logits, [indices[i] for i in drawn], [rows[i] for i in drawn])
+    if row_draw is not None and (drawn := [i for i, row in enumerate(rows) if row.drawn_unchanged]):
+        token_ids = row_draw(logits, [indices[i] for i in drawn], [rows[i] for i in drawn])
         for i, token_id in zip(drawn, token_ids, strict=True):
             known[i] = token_id
     others = [i for i, token_id in enumerate(known) if token_id == UNDECIDED]
-    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others], fast))
+    sampled = iter(_sampled(logits, [rows[i] for i in others], [indices[i] for i in others], row_draw))
     return [next(sampled) if token_id == UNDECIDED else SampledToken(token_id) for token_id in known]
 
 
 def _sampled(
-    logits: torch.Tensor, rows: Sequence[RowSampler], indices: list[int], fast: RowDraw | None
+    logits: torch.Tensor, rows: Sequence[RowSampler], indices: list[int], row_draw: RowDraw | None
 ) -> list[SampledToken | GenerationFailed]:
     if not rows:
         return []
     with torch.inference_mode():
         raw = logits[:, : rows[0].vocab_size]
-        token_ids = _choose_all(raw, indices, rows, fast)
+        token_ids = _choose_all(raw, indices, rows, row_draw)
         logprobs = _logprobs(raw, indices, rows, token_ids)
     return list(map(_choice, rows, token_ids, logprobs))
 
@@ -83,7 +83,9 @@ def _nothing_to_choose(row: RowSampler) -> str:
     )
 
 
-def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], fast: RowDraw | None) -> list[int]:
+def _choose_all(
+    raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], row_draw: RowDraw | None
+) -> list[int]:
     """Samples rows that a constraint allows few tokens from a second table, whose columns are those tokens."""
     edits = [row.adjuster.edits() for row in rows]
     few = {}
@@ -93,7 +95,7 @@ def _choose_all(raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler
     chosen: dict[int, int] = {}
     if many:
         work = _adjusted(raw, [indices[i] for i in many], [edits[i] for i in many])
-        chosen.update(zip(many, _choose(work, [rows[i] for i in many], fast=fast), strict=True))
+        chosen.update(zip(many, _choose(work, [rows[i] for i in many], row_draw=row_draw), strict=True))
     if few:
         ids = torch.from_numpy(np.stack(list(few.values())))
         work = raw[torch.tensor([indices[i] for i in few])[:, None], ids].float()
@@ -115,17 +117,17 @@ def _adjusted(raw: torch.Tensor, indices: list[int], edits: Sequence[RowEdits | 
 
 
 def _choose(
-    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, fast: RowDraw | None = None
+    work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor | None = None, row_draw: RowDraw | None = None
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``. ``ids`` are the tokens of the columns, if not the vocabulary."""
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):
         return _argmax(work)
     if not greedy:
-        return draw(work, rows, ids, fast)
+        return draw(work, rows, ids, row_draw)
     sampled = [i for i, row in enumerate(rows) if not row.greedy]
     index = from_host(sampled, work.device)
-    drawn = draw(work[index], [rows[i] for i in sampled], None if ids is None else ids[index], fast)
+    drawn = draw(work[index], [rows[i] for i in sampled], None if ids is None else ids[index], row_draw)
     chosen = dict(zip(greedy, _argmax(work[from_host(greedy, work.device)]), strict=True))
     chosen.update(zip(sampled, drawn, strict=True))
     return [chosen[i] for i in range(len(rows))]

@@ -141,6 +141,7 @@ inline void check_undecided(TinyModel<float>& model) {
     }
     expect(drawn(std::vector<float>(300, -INFINITY), plain) == native::kUndecided, "no draw without a finite logit");
     expect(drawn(std::vector<float>(128, 0.0f), plain) == native::kUndecided, "no draw from few tokens");
+    expect(drawn(std::vector<float>(9000, 0.0f), plain) == native::kUndecided, "no draw among too many candidates");
     logits[299] = 0.0f;
     native::DrawnRow typical = plain, cold = plain, close = plain;
     typical.typical_p = 0.5f, cold.temperature = 1e-42f, close.top_k = 2;

@@ -12,10 +12,10 @@
 namespace native {
 
 struct DrawnRow {  // mirrored field by field in native_draw.py
-    int64_t index;  // of its logits
+    int64_t index;                                // of its logits
     uint64_t noise_key;
-    int64_t top_k;  // 0: off
-    float temperature, top_p, min_p, typical_p;
+    int64_t top_k;                                // 0: off
+    double temperature, top_p, min_p, typical_p;  // doubles say which filters are off, as in candidates.py
 };
 
 struct DrawCall {  // mirrored field by field in library.py
@@ -25,15 +25,16 @@ struct DrawCall {  // mirrored field by field in library.py
     int64_t* chosen;               // [count]: ids, or kUndecided
 };
 
-constexpr int64_t kUndecided = -2;
-constexpr int64_t kTail = -3;   // a token beyond the candidates
-constexpr int64_t kWider = -4;  // the filters keep more than the candidates
+constexpr int64_t kUndecided = -2;  // as in candidates.py
+constexpr int64_t kTail = -3;       // a token beyond the candidates
+constexpr int64_t kWider = -4;      // the filters keep more than the candidates
 
 constexpr int64_t kWidths[] = {128, 1024};  // how many logits are candidates, as in candidates.py
 constexpr int64_t kMostWidth = 1024;
 constexpr uint64_t kTailCounter = uint64_t(1) << 62;
 
-// More than rounding changes a score; more than it changes a sum of weights or log(min-p), relative to it.
+// kScoreMargin: rounding changes a score by less than this. kMargin: the same, relative, for sums of weights and
+// log(min-p).
 constexpr float kScoreMargin = 1e-4f, kMargin = 1e-5f;
 
 // The two largest scores, lane by lane.
@@ -69,7 +70,8 @@ class Winner {
     float first_ = -INFINITY, second_ = -INFINITY;
 };
 
-// The scaled logits from which on the filters keep a token: for certain, and if rounding is as it may be.
+// The smallest scaled logit that the filters keep. Tokens from `certain` on are kept however sums are rounded, tokens
+// below `possible` are not.
 struct Floor {
     float certain = -INFINITY, possible = -INFINITY;
 
@@ -82,14 +84,15 @@ struct Floor {
 class RowDraw {
   public:
     RowDraw(const DrawCall& call, const DrawnRow& row)
-        : row_(row), logits_(call.logits + row.index * call.stride), vocab_(call.vocab),
-          whole_(vocab_ / kLanes * kLanes) {
+        : row_(row), temperature_((float)row.temperature), top_p_((float)row.top_p), min_p_((float)row.min_p),
+          logits_(call.logits + row.index * call.stride), vocab_(call.vocab), whole_(vocab_ / kLanes * kLanes) {
         std::fill(rest_, rest_ + kLanes, -INFINITY);
         std::copy(logits_ + whole_, logits_ + vocab_, rest_);
     }
 
     int64_t run() {
-        if (row_.typical_p < 1.0f || !std::isfinite(1.0f / row_.temperature)) return kUndecided;
+        if (row_.typical_p < 1.0 || !std::isfinite(temperature_) || !std::isfinite(1.0f / temperature_))
+            return kUndecided;
         for (int64_t width : kWidths) {
             if (row_.top_k >= width) continue;
             if (width >= vocab_ || !find(width)) return kUndecided;
@@ -106,8 +109,8 @@ class RowDraw {
         bool operator>(const Candidate& other) const { return logit > other.logit; }
     };
 
-    bool unfiltered() const { return row_.top_k == 0 && row_.top_p >= 1.0f && row_.min_p <= 0.0f; }
-    float scaled(float logit) const { return (logit - top_) / row_.temperature; }
+    bool unfiltered() const { return row_.top_k == 0 && row_.top_p >= 1.0 && row_.min_p <= 0.0; }
+    float scaled(float logit) const { return (logit - top_) / temperature_; }
     float weight(float logit) const { return exp(FloatRegister{} + scaled(logit))[0]; }
 
     // body(logits, first id) for the ids of a vector at a time. Ids from vocab_ on have the logit -inf.
@@ -120,8 +123,8 @@ class RowDraw {
     // Finds the candidates, among them the `width` largest logits, and the weight of all other tokens. Returns false if
     // a logit is NaN, the largest one infinite, or the candidates are too many.
     bool find(int64_t width) {
-        const float least = threshold(width), inverse = 1.0f / row_.temperature;
-        const bool sums = row_.top_k == 0 && (row_.top_p < 1.0f || unfiltered());
+        const float least = threshold(width), inverse = 1.0f / temperature_;
+        const bool sums = row_.top_k == 0 && (top_p_ < 1.0f || unfiltered());
         held_ = 0;
         others_ = 0.0;
         for (int64_t first = 0; first < vocab_ && std::isfinite(top_); first += kBlock) {
@@ -206,7 +209,7 @@ class RowDraw {
         Counters low, high;
         for (int lane = 0; lane < kLanes / 2; lane++) low[lane] = lane, high[lane] = lane + kLanes / 2;
         each(0, vocab_, [&](FloatRegister x, int64_t) {
-            const FloatRegister score = (x - last) / row_.temperature + gumbel(row_.noise_key, low, high);
+            const FloatRegister score = (x - last) / temperature_ + gumbel(row_.noise_key, low, high);
             found.take(select(x > last, FloatRegister{} - INFINITY, score), ids);
             ids += kLanes, low += kLanes, high += kLanes;
         });
@@ -228,9 +231,9 @@ class RowDraw {
             const float kth = scaled(candidates_[row_.top_k - 1].logit);
             floor.raise(kth, kth);
         }
-        if (row_.top_p < 1.0f) raise_to_nucleus(floor, row_.top_k > 0 ? count : held_, count);
-        if (row_.min_p > 0.0f) {
-            const float least = std::log(row_.min_p), margin = kMargin * (1.0f - least);
+        if (top_p_ < 1.0f) raise_to_nucleus(floor, row_.top_k > 0 ? count : held_, count);
+        if (min_p_ > 0.0f) {
+            const float least = std::log(min_p_), margin = kMargin * (1.0f - least);
             floor.raise(std::min(least + margin, 0.0f), least - margin);
         }
         return floor;
@@ -247,10 +250,10 @@ class RowDraw {
         double total = others_, before = 0.0;
         for (int64_t i = 0; i < all; i++) total += kept_weight(i);
         int64_t certain = 0, possible = 0;
-        for (int64_t i = 0; i < count && before < (row_.top_p + kMargin) * total; i++) {
+        for (int64_t i = 0; i < count && before < (top_p_ + kMargin) * total; i++) {
             possible = i;
             const double own = kept_weight(i);
-            if (before < (row_.top_p - kMargin) * total && own > 0.0) certain = i;
+            if (before < (top_p_ - kMargin) * total && own > 0.0) certain = i;
             before += own;
         }
         floor.raise(scaled(candidates_[certain].logit), scaled(candidates_[possible].logit));
@@ -260,6 +263,7 @@ class RowDraw {
     static constexpr int64_t kMostHeld = 4096;
 
     const DrawnRow row_;
+    const float temperature_, top_p_, min_p_;  // as torch rounds them
     const float* const logits_;
     const int64_t vocab_, whole_;  // whole_: the ids in whole vectors
     float rest_[kLanes];           // the logits of the others, then -inf

@@ -44,7 +44,7 @@ int native_step(void* decoder, const native::Step* step) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
 }
 
-// On the decoder's threads. The logits may be any.
+// On the decoder's threads. The logits need not be those of the decoder's last step.
 int native_draw(void* decoder, const native::DrawCall* call) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }
