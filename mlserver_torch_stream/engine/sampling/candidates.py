@@ -20,9 +20,8 @@ from mlserver_torch_stream.engine.sampling.noise import gumbel
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 FAILED = -1  # no finite logit to choose
-UNDECIDED = (
-    -2
-)  # no token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it
+# No token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it.
+UNDECIDED = -2
 _TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
 _WIDTHS = (FEW, 1024)  # a table of few allowed tokens gives the same token as the whole row
