@@ -39,6 +39,13 @@ def proxy(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def paced_proxy(triton: Server) -> Iterator[str]:
+    """Of a server whose decode steps take their time, so that it sends several chunks."""
+    with seldon_proxy(triton) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
 def slow_proxy(slow: Server) -> Iterator[str]:
     with seldon_proxy(slow) as url:
         yield url
@@ -139,9 +146,10 @@ def test_an_answer_is_openais_object(proxy: str) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_stream_is_openais_chunks_and_the_same_text(proxy: str) -> None:
+def test_a_stream_is_openais_chunks_and_the_same_text(paced_proxy: str) -> None:
     asked = {"max_tokens": 30, "temperature": 1.0, "seed": 4, "ignore_eos": True}
-    answer, streamed = _whole(proxy, **asked), _stream(proxy, **asked)
+    _whole(paced_proxy, max_tokens=1)  # from here on the prompt is cached, which the usage counts
+    answer, streamed = _whole(paced_proxy, **asked), _stream(paced_proxy, **asked)
     assert streamed.error is None and len(streamed.chunks) > 3
     assert streamed.text() == answer["choices"][0]["message"]["content"]
     assert streamed.reason() == "length"
