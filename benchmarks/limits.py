@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +49,45 @@ class NotDense(Exception):
     """A model whose work roofline.py does not know."""
 
 
-def measure(variant: str, threads: int, seconds: float = 1.0, megabytes: int = 512) -> Limits:
-    """Compiles the measurement for a variant of the kernels and runs it; the best of many short runs."""
-    options = next(each.options for each in VARIANTS if each.name == variant)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "limits.so"
-        subprocess.run(["c++", *_FLAGS, *options, str(SOURCE), "-o", str(path)], check=True)
-        library = ctypes.CDLL(str(path))
-    memory = torch.ones(threads, megabytes * 2**20 // threads // 256 * 256, dtype=torch.uint8)
-    with ThreadPoolExecutor(threads) as pool:
+class LimitsProgram:
+    """Measures this machine with a program compiled for a variant of the kernels, the best of many short runs each.
 
-        def best(function: Callable[[int], Any], done: Callable[[list[Any]], float]) -> float:
-            list(pool.map(function, range(threads)))
-            highest, end = 0.0, time.perf_counter() + seconds
+    Other guests of a host share its memory: what ``read_speed`` returns can change within a minute.
+    """
+
+    def __init__(self, variant: str, threads: int, seconds: float = 1.0, megabytes: int = 512) -> None:
+        options = next(each.options for each in VARIANTS if each.name == variant)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "limits.so"
+            subprocess.run(["c++", *_FLAGS, *options, str(SOURCE), "-o", str(path)], check=True)
+            self._library = ctypes.CDLL(str(path))
+        self._threads, self._seconds = threads, seconds
+        self._memory = torch.ones(threads, megabytes * 2**20 // threads // 256 * 256, dtype=torch.uint8)
+
+    def limits(self) -> Limits:
+        return Limits(self.read_speed(), {unit: self._peak(unit) for unit in (*UNITS, INT8)})
+
+    def read_speed(self) -> float:
+        """In bytes a second."""
+        read, memory = self._library.limit_read, self._memory
+        read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        return self._best(lambda i: read(memory[i].data_ptr(), memory.shape[1]), lambda _: memory.numel())
+
+    def _peak(self, unit: str) -> float:
+        compute = getattr(self._library, f"limit_{unit}")
+        compute.argtypes, compute.restype = [ctypes.c_int64], ctypes.c_int64
+        rounds = 1000 if unit == "matrix" else 200_000  # some milliseconds
+        return self._best(lambda _: compute(rounds), sum)
+
+    def _best(self, function: Callable[[int], Any], done: Callable[[list[Any]], float]) -> float:
+        with ThreadPoolExecutor(self._threads) as pool:
+            list(pool.map(function, range(self._threads)))
+            highest, end = 0.0, time.perf_counter() + self._seconds
             while time.perf_counter() < end:
                 began = time.perf_counter()
-                results = list(pool.map(function, range(threads)))
+                results = list(pool.map(function, range(self._threads)))
                 highest = max(highest, done(results) / (time.perf_counter() - began))
-            return highest
-
-        library.limit_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        read = best(lambda i: library.limit_read(memory[i].data_ptr(), memory.shape[1]), lambda _: memory.numel())
-        peaks = {}
-        for unit in (*UNITS, INT8):
-            compute = getattr(library, f"limit_{unit}")
-            compute.argtypes, compute.restype = [ctypes.c_int64], ctypes.c_int64
-            rounds = 1000 if unit == "matrix" else 200_000  # some milliseconds
-            peaks[unit] = best(lambda _, compute=compute, rounds=rounds: compute(rounds), sum)  # type: ignore[misc]
-    return Limits(read, peaks)
+        return highest
 
 
 def model_of(model: Any, weight_bytes: float | None = None) -> Model:
@@ -98,7 +109,7 @@ def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     dense = model_of(model, weights.stat().st_size if weights else None)
-    limits = measure(runnable()[0].name, threads)
+    limits = LimitsProgram(runnable()[0].name, threads).limits()
     return {"limits": asdict(limits), "model": asdict(dense), "unit": INT8 if weights else limits.bf16_unit()}
 
 
@@ -133,20 +144,29 @@ def time_forwards(options: argparse.Namespace) -> None:
         ours = Column(forward, layout, 16)
         variant = forward.variant.partition(",")[0]
         names = [each.name for each in runnable()]
-        limits = measure(variant if variant in names else names[0], options.threads)
-        print(f"kernels: {forward.variant}; memory {limits.read / 1e9:.1f} GB/s; ", end="")
+        program = LimitsProgram(variant if variant in names else names[0], options.threads)
+        limits = program.limits()
+        print(f"kernels: {forward.variant}; ", end="")
         print(", ".join(f"{unit} {peak / 1e9:.0f} GFLOP/s" for unit, peak in limits.peaks.items() if peak))
+
+        def time_case(what: str, work: Work, once: Callable[[], float]) -> None:
+            """Memory is measured before and after the case, because its speed changes meanwhile."""
+            before = program.read_speed()
+            took = min(once() for _ in range(options.rounds))
+            report(what, took, work, replace(limits, read=max(before, program.read_speed())))
+
         for rows in options.rows:
-            took = min(ours.decode_ms(rows, options.context) for _ in range(options.rounds))
-            report(f"decode, {rows} rows of {options.context}", took, model.decode(rows, options.context), limits)
+            work = model.decode(rows, options.context)
+            what = f"decode, {rows} rows of {options.context}"
+            time_case(what, work, lambda rows=rows: ours.decode_ms(rows, options.context))
         for tokens in options.prompts:
-            took = min(ours.prefill_ms(tokens) for _ in range(options.rounds))
-            report(f"prefill, {tokens} tokens", took, model.prefill(tokens), limits)
+            time_case(f"prefill, {tokens} tokens", model.prefill(tokens), lambda n=tokens: ours.prefill_ms(n))
 
 
 def report(what: str, took: float, work: Work, limits: Limits) -> None:
     least, by = work.least_ms(limits, limits.bf16_unit())
-    print(f"{what:24} {took:9.2f} ms   limit {least:9.2f} ms by {by:8}   share {least / took:5.2f}", flush=True)
+    print(f"{what:24} {took:9.2f} ms   limit {least:9.2f} ms by {by:8}", end="")
+    print(f"   share {least / took:5.2f}   memory {limits.read / 1e9:5.1f} GB/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from benchmarks.limits import NotDense, measure, model_of
+from benchmarks.limits import LimitsProgram, NotDense, model_of
 from benchmarks.roofline import UNITS, Limits, Model, Work, share
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
 
@@ -56,6 +56,6 @@ def test_a_dense_model_has_its_sizes_and_a_mixture_of_experts_is_refused() -> No
 
 @pytest.mark.skipif(shutil.which("c++") is None or not runnable(), reason="no C++ compiler, or no variant for this CPU")
 def test_a_machine_has_a_memory_and_a_unit() -> None:
-    limits = measure(runnable()[0].name, threads=2, seconds=0.02, megabytes=4)
+    limits = LimitsProgram(runnable()[0].name, threads=2, seconds=0.02, megabytes=4).limits()
     assert limits.read > 0 and limits.peaks["fp32"] > 0
     assert limits.bf16_unit() in UNITS and limits.peaks[limits.bf16_unit()] > 0
