@@ -149,18 +149,18 @@ def time_forwards(options: argparse.Namespace) -> None:
         print(f"kernels: {forward.variant}; ", end="")
         print(", ".join(f"{unit} {peak / 1e9:.0f} GFLOP/s" for unit, peak in limits.peaks.items() if peak))
 
-        def time_case(what: str, work: Work, once: Callable[[], float]) -> None:
+        def time_case(what: str, work: Work, step_ms: Callable[..., float], *sizes: int) -> None:
             """Memory is measured before and after the case, because its speed changes meanwhile."""
             before = program.read_speed()
-            took = min(once() for _ in range(options.rounds))
+            took = min(step_ms(*sizes) for _ in range(options.rounds))
             report(what, took, work, replace(limits, read=max(before, program.read_speed())))
 
         for rows in options.rows:
             work = model.decode(rows, options.context)
             what = f"decode, {rows} rows of {options.context}"
-            time_case(what, work, lambda rows=rows: ours.decode_ms(rows, options.context))
+            time_case(what, work, ours.decode_ms, rows, options.context)
         for tokens in options.prompts:
-            time_case(f"prefill, {tokens} tokens", model.prefill(tokens), lambda n=tokens: ours.prefill_ms(n))
+            time_case(f"prefill, {tokens} tokens", model.prefill(tokens), ours.prefill_ms, tokens)
 
 
 def report(what: str, took: float, work: Work, limits: Limits) -> None:
