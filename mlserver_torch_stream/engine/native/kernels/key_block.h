@@ -19,7 +19,7 @@ template <class S> class Ahead {
           lines_((live.stop - live.first) * column.row * (int64_t)sizeof(S) / calls / 64 + 1) {}
 
     void fetch() {
-        for (int64_t i = 0; i < lines_ && (line_ < end_ || turn()); i++, line_ += 64) __builtin_prefetch(line_);
+        for (int64_t i = 0; i < lines_ && (line_ < end_ || turn()); i++, line_ += 64) prefetch_to_second(line_);
     }
 
   private:

@@ -26,6 +26,10 @@ struct Fetch {
         __builtin_prefetch(start), __builtin_prefetch(start + 64);
         start += stride;
     }
+    void next_to_second() {
+        prefetch_to_second(start), prefetch_to_second(start + 64);
+        start += stride;
+    }
 };
 
 #if defined(NATIVE_MATRIX_UNIT)

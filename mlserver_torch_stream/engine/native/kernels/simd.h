@@ -69,6 +69,10 @@ template <class V> V loaded(const void* from) {
 }
 inline WordRegister load_register(const void* from) { return loaded<WordRegister>(from); }
 
+// Prefetches a line into the second-level cache. On its way to the first-level cache a line would hold one of the few
+// buffers for that cache's misses until memory answers.
+inline void prefetch_to_second(const void* line) { __builtin_prefetch(line, 0, 2); }
+
 // The first so many of 16 words, then zeros; memory after those words is not read. Call `lanes` outside of loops.
 #if defined(__AVX512F__)
 using Lanes = __mmask16;

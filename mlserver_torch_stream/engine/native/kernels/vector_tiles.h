@@ -19,6 +19,7 @@ constexpr int kVectorRows = 6, kVectorColumns = 4;
 constexpr int kVectorRows = 6, kVectorColumns = 2;
 #endif
 constexpr int kTileRows = std::max(kVectorRows, kUnitRows);
+constexpr int kRowsFromFirst = 4;  // tiles of at most so many rows are faster with weights in the first-level cache
 
 inline void store_words(Word* to, WordRegister v) { memcpy(to, &v, sizeof v); }
 
@@ -108,8 +109,13 @@ void tile_columns(const A* a, int64_t lda, const Word* panel, int64_t words, flo
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) memcpy(&sums[m][v], out + m * ldo + v * kLanes, sizeof sums[m][v]);
     const Rows<A, M> rows(a, lda);
-    for (int64_t k = 0; k < words; k++, fetch.next()) {
+    for (int64_t k = 0; k < words; k++) {
         LineProduct<S, A>::template add<kKeep>(sums, panel + kPanel * k, rows, k, keep);
+        if (M > kRowsFromFirst) {
+            fetch.next_to_second();
+        } else {
+            fetch.next();
+        }
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
