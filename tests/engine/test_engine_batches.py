@@ -5,13 +5,19 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.kv_cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.tiny import (
     Watch,
+    batcher_over,
     decodes,
     greedy,
     idle,
@@ -104,6 +110,33 @@ def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(mod
 
     run_with_engine(scenario, model, context=LONG)
     assert 0 < max(each.kv_cache_bytes for each in stats) <= 4 * 36 * TOKEN_BYTES
+
+
+def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop
+) -> None:
+    """At the default page size, after each step in which at least half of the places are taken."""
+    chance, ratios = random.Random(3), list[float]()
+    batcher = batcher_over(model, page_size=CPU_PAGE_SIZE, prefill_tokens=64, max_num_seqs=16)
+    scheduler = batcher._scheduler
+    loads = [(chance.choice([24, 40, 90, 200, 400]), chance.randint(16, 90)) for _ in range(40)]
+    requests = list[RequestState]()  # these keep the sequences of the batcher alive
+    for step in range(2000):
+        if loads and step % 6 == 0:
+            prompt, count = loads.pop()
+            given = EngineRequest(tuple(chance.randrange(250) for _ in range(prompt)), greedy(count))
+            requests.append(RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), LONG))
+            batcher.add(requests[-1])
+        with torch.inference_mode():
+            batcher.step(lambda sequences: None, lambda: False, lambda: None)
+        computed = [account.computed for account in scheduler.admitted]
+        if len(computed) >= 8:
+            ratios.append(batcher.stats().kv_cache_bytes / TOKEN_BYTES / sum(computed))
+        if not loads and all(request.finished for request in requests):
+            break
+    assert len(ratios) > 100 and all(request.finished for request in requests)
+    assert 1 < max(ratios) <= 1.3
+    assert batcher.stats().kv_cache_bytes == 0 and batcher.stats().num_preemptions == 0
 
 
 def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrainedModel, watch: Watch) -> None:
