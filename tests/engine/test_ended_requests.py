@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.batching import continuous
 from mlserver_torch_stream.engine.core import EngineCore
@@ -38,47 +38,55 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def refs_of(engine: EngineCore, stream: TokenStream) -> list[weakref.ref[Any]]:
-    """Returns references to the mailbox, the requests and the sequences of a stream that is open."""
-    assert isinstance(stream, Mailbox)
-    requests = engine._open[stream]
-    sequences = [sequence for request in requests for sequence in request.sequences]
-    return [weakref.ref(each) for each in (stream, *requests, *sequences)]
+def submitted(engine: EngineCore, *requests: EngineRequest) -> tuple[Mailbox, list[weakref.ref[Any]]]:
+    """A stream of the requests, and references to its mailbox, its requests and its sequences.
+
+    The engine's thread waits until the references are made. Otherwise it could end the requests first.
+    """
+    made = threading.Event()
+
+    def wait() -> None:
+        made.wait()
+
+    engine._inbox.post(wait)
+    try:
+        stream = engine.submit(requests)
+        accepted = engine._open[stream]
+        sequences = [sequence for request in accepted for sequence in request.sequences]
+        return stream, [weakref.ref(each) for each in (stream, *accepted, *sequences)]
+    finally:
+        made.set()
 
 
 async def ends(engine: EngineCore) -> Refs:
-    stream = engine.submit([EngineRequest(prompt_of(5), greedy(12, n=2)), EngineRequest(prompt_of(9), greedy(5), 2)])
-    refs = refs_of(engine, stream)
+    requests = EngineRequest(prompt_of(5), greedy(12, n=2)), EngineRequest(prompt_of(9), greedy(5), 2)
+    stream, refs = submitted(engine, *requests)
     assert [event.finish_reason async for event in stream].count(FinishReason.LENGTH) == 3
     return refs
 
 
 async def is_cancelled(engine: EngineCore) -> Refs:
-    stream = engine.submit([EngineRequest(prompt_of(5), greedy(200, n=2))])
-    refs = refs_of(engine, stream)
+    stream, refs = submitted(engine, EngineRequest(prompt_of(5), greedy(200, n=2)))
     await anext(stream)
     stream.close()
     return refs
 
 
 async def is_cancelled_before_its_prompt_is_whole(engine: EngineCore) -> Refs:
-    stream = engine.submit([EngineRequest((), greedy(5), open=True)])
+    stream, refs = submitted(engine, EngineRequest((), greedy(5), open=True))
     stream.extend(prompt_of(9))
-    refs = refs_of(engine, stream)
     stream.close()
     return refs
 
 
 async def is_out_of_time(engine: EngineCore) -> Refs:
-    stream = engine.submit([EngineRequest((), greedy(5), open=True, timeout_s=0.05)])
-    refs = refs_of(engine, stream)
+    stream, refs = submitted(engine, EngineRequest((), greedy(5), open=True, timeout_s=0.05))
     assert [event.finish_reason async for event in stream] == [FinishReason.TIMEOUT]
     return refs
 
 
 async def ends_before_its_time_is_over(engine: EngineCore) -> Refs:
-    stream = engine.submit([EngineRequest(prompt_of(5), greedy(12), timeout_s=3600)])
-    refs = refs_of(engine, stream)
+    stream, refs = submitted(engine, EngineRequest(prompt_of(5), greedy(12), timeout_s=3600))
     assert [event async for event in stream][-1].finish_reason is FinishReason.LENGTH
     return refs
 
@@ -137,8 +145,7 @@ def test_requests_whose_step_fails_are_freed(
 
     async def scenario(engine: EngineCore) -> Refs:
         watch.fail = fail
-        stream = engine.submit([EngineRequest(prompt_of(5), greedy(9), index) for index in range(2)])
-        refs = refs_of(engine, stream)
+        stream, refs = submitted(engine, *(EngineRequest(prompt_of(5), greedy(9), index) for index in range(2)))
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR] * 2
         return refs
 
@@ -161,17 +168,16 @@ def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypa
 
     async def scenario(engine: EngineCore) -> Refs:
         beside = await decoding(engine, 3)
-        first = engine.submit([EngineRequest(prompt, greedy(4))])
+        first, refs = submitted(engine, EngineRequest(prompt, greedy(4)))
         await until(lambda: engine.stats().prefilling_requests == 1, "the first prompt in flight")
-        second = engine.submit([EngineRequest((*prompt, 5, 6), greedy(4))])
+        second, more = submitted(engine, EngineRequest((*prompt, 5, 6), greedy(4)))
         await until(lambda: engine.stats().prefilling_requests == 2, "both prompts in flight")
-        refs = [*refs_of(engine, first), *refs_of(engine, second)]
         gate.set()
         assert [event async for event in first][-1].finish_reason is FinishReason.ERROR
         assert [event async for event in second][-1].finish_reason is FinishReason.LENGTH
         for each in beside:
             each.close()
-        return refs
+        return [*refs, *more]
 
     model = laid_out(tiny_model("llama"), 3)
     with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
@@ -192,8 +198,7 @@ def test_a_request_with_a_constraint_is_freed_with_its_matchers(
 
     async def scenario(engine: EngineCore) -> Refs:
         params = greedy(60, n=2, temperature=1.0, seed=3)
-        stream = engine.submit([EngineRequest(prompt_of(5), params, constraint=constraint)])
-        refs = refs_of(engine, stream)
+        stream, refs = submitted(engine, EngineRequest(prompt_of(5), params, constraint=constraint))
         await anext(stream)
         if leaves:
             stream.close()
@@ -215,8 +220,7 @@ def test_a_request_whose_constraint_becomes_too_complex_is_freed(
     constraint = codec.submit(Constraint(ConstraintKind.GRAMMAR, f"start: /[bc]/ ({many})", "field")).result()
 
     async def fails(engine: EngineCore) -> Refs:
-        stream = engine.submit([EngineRequest(prompt_of(4), greedy(9), constraint=constraint)])
-        refs = refs_of(engine, stream)
+        stream, refs = submitted(engine, EngineRequest(prompt_of(4), greedy(9), constraint=constraint))
         assert [event async for event in stream][-1].finish_reason is FinishReason.ERROR
         return refs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mlserver_torch_stream.engine.replicas import ReplicatedEngine
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
+from tests.engine.emulated import before_each_forward
 from tests.engine.tiny import collect, greedy, prompt_of, run, until
 
 REQUESTS = [(prompt_of(3 + 5 * number, number), 8 + 5 * number) for number in range(6)]
@@ -62,6 +64,12 @@ async def sequence(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple
     return event.token_ids
 
 
+def slow_down(built: BuiltEngine) -> None:
+    """So that no answer of 600 tokens ends while a test looks at others."""
+    for member in members(built):
+        before_each_forward(member, lambda batch: time.sleep(0.003))
+
+
 async def kill(engine: EngineCore) -> None:
     """For good: what would start it anew fails as a lost device does."""
 
@@ -96,6 +104,8 @@ def test_replicas_of_one_machine_share_the_weights(tiny_model: Path) -> None:
 
 
 def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -> None:
+    slow_down(three)
+
     async def scenario() -> None:
         streams = [three.engine.submit([EngineRequest(prompt_of(5, number), greedy(900))]) for number in range(3)]
         assert [member.load for member in members(three)] == [1, 1, 1]
@@ -129,6 +139,7 @@ def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -
 
 def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path) -> None:
     built = build(tiny_model, replicas=2, max_queued_requests=1, max_num_seqs=1)
+    slow_down(built)
 
     async def scenario() -> None:
         streams = []
@@ -148,6 +159,8 @@ def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path)
 def test_ones_death_ends_its_own_streams_and_leaves_the_others_serving(
     three: BuiltEngine, deaths: list[BaseException]
 ) -> None:
+    slow_down(three)
+
     async def scenario() -> None:
         readers = [
             asyncio.create_task(collect(three.engine, [EngineRequest(prompt_of(5, number), greedy(600))]))  # type: ignore[arg-type]
@@ -215,6 +228,8 @@ def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
 
 
 def test_a_draining_engine_drains_all(three: BuiltEngine) -> None:
+    slow_down(three)
+
     async def scenario() -> None:
         stream = three.engine.submit([EngineRequest(prompt_of(5), greedy(900))])
         three.engine.drain("drained")

@@ -22,12 +22,14 @@ from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine import prepared_model
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.tensor_parallel import rank_group, shard
 from mlserver_torch_stream.engine.tensor_parallel.launch import prepare_ranks
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
+from tests.engine.emulated import before_each_forward, decodes_alone
 from tests.engine.recording_rank import attends_as_on_cuda
 from tests.engine.test_captured_forward import REQUESTS, Recorders, one_after_the_other
 from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, tiny_model, until
@@ -148,11 +150,17 @@ def test_an_engine_that_starts_again_captures_on_all_ranks_again(
     ranks: Ranks, built: BuiltEngine, expected: list[list[int]]
 ) -> None:
     captures = len(ranks.recorders.made)
+    gate = threading.Event()
+
+    def hold(batch: Batch) -> None:
+        assert not decodes_alone(batch) or gate.wait(30)
 
     async def die() -> None:
+        before_each_forward(built.engine, hold)
         reader = asyncio.create_task(collect(built.engine, [EngineRequest(prompt_of(9), greedy(200))]))
         await until(lambda: built.engine.stats().running_sequences == 1, "a sequence")
         built.engine.fail(RuntimeError("of no rank"))
+        gate.set()
         event = (await reader)[0]
         assert event.error is not None and "the engine died" in event.error.message
 
@@ -214,19 +222,29 @@ def test_what_one_rank_cannot_capture_no_rank_replays(
 def test_a_rank_that_is_killed_between_replays_ends_the_streams_with_an_error(ranks: Ranks, built: BuiltEngine) -> None:
     """The last test of these ranks."""
     (child,) = built.lease.value.weights.value.ranks.leader._other_ranks._children  # type: ignore[union-attr]
+    before, reached, gate = ranks.recorders.replays, threading.Event(), threading.Event()
+
+    def hold(batch: Batch) -> None:
+        if ranks.recorders.replays > before + 5:
+            reached.set()
+            assert gate.wait(30)
 
     async def scenario() -> None:
-        before = ranks.recorders.replays
         readers = [
             asyncio.create_task(collect(built.engine, [EngineRequest(prompt_of(9, number), greedy(200))]))
             for number in range(3)
         ]
-        await until(lambda: ranks.recorders.replays > before + 5, "replays")
+        await until(reached.is_set, "replays")
         os.kill(child.process.pid, signal.SIGKILL)
+        gate.set()
         for reader in readers:
             event = (await asyncio.wait_for(reader, 30))[0]
             assert event.finish_reason is FinishReason.ERROR
             assert isinstance(event.error, GenerationFailed) and "RanksLost" in event.error.message
         assert not built.engine.alive
 
-    run(scenario())
+    before_each_forward(built.engine, hold)
+    try:
+        run(scenario())
+    finally:
+        gate.set()
