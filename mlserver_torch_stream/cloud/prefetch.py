@@ -92,14 +92,16 @@ async def fetch_range(
     data = bytearray()
 
     async def attempt() -> None:
+        if len(data) == end - start:  # the connection broke after the last byte, before the end of the answer
+            return
         async with aclosing(store.read(info, start + len(data), end)) as chunks:
             async for chunk in chunks:
                 data.extend(chunk)
+                if len(data) > end - start:
+                    data.clear()  # none of them can be relied on
+                    raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
         if len(data) < end - start:
             raise StoreUnavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
 
-    if end > start:
-        await retry.run(attempt, on_retry=on_retry)
-    if len(data) > end - start:
-        raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
+    await retry.run(attempt, on_retry=on_retry)
     return bytes(data)

@@ -35,7 +35,8 @@ from mlserver_torch_stream.cloud.object_upload import ObjectUpload
 # of 25.
 _GRACE_S = 0.05
 _MEMORY = "memory://"
-_DATED = "modified:"  # marks a version without ETag, which is compared here: a server may ignore If-Match
+_DATED = "modified:"  # marks a version without ETag
+_UNMATCHED = (_DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
 _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
@@ -153,7 +154,7 @@ class Store:
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
-        options: Any = {} if info.etag.startswith(_DATED) else {"if_match": info.etag}
+        options: Any = {} if info.etag.startswith(_UNMATCHED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):
             options["range"] = (start, end)
         answer = await self._call(info.key, lambda: self._library.get_async(self._backend, info.key, options=options))

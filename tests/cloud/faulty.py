@@ -19,7 +19,11 @@ from tests.scripted_http import Handler, serving
 
 @dataclass
 class Fault:
-    """What happens to a GET instead of an answer: ``kind`` is a status, or reset, cut, stall, change."""
+    """What happens to a GET instead of an answer: ``kind`` is a status, or reset, cut, stall, change.
+
+    Or it has all bytes and no end (``unended``), more bytes than were asked for (``more``), or another size of the
+    object (``resized``).
+    """
 
     kind: str | int
     retry_after: str | None = None
@@ -37,6 +41,7 @@ class FaultyServer:
     delay: float = 0.0
     listing: int = 200  # the status of a listing, which is empty
     denied: set[str] = field(default_factory=set)  # paths that may not even be looked at
+    weak: bool = False  # ETags are weak, and meet no If-Match
     quiet: threading.Event = field(default_factory=threading.Event)  # set: stalled answers end
 
     def gets(self, path: str) -> list[str | None]:
@@ -70,7 +75,7 @@ def _handler(server: FaultyServer) -> type[Handler]:
             body = server.objects.get(path)
             if body is None:
                 return self._plain(404, b"<Error><Code>NoSuchKey</Code></Error>")
-            if self.headers.get("If-Match") not in (None, _etag(body)):
+            if self.headers.get("If-Match") not in (None, "" if server.weak else _etag(body)):
                 return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             pending = server.faults.get(path) or []
             fault = pending.pop(0) if send and pending else None
@@ -88,18 +93,27 @@ def _handler(server: FaultyServer) -> type[Handler]:
             if wanted:
                 first, _, last = wanted.removeprefix("bytes=").partition("-")
                 start, end = int(first), min(len(body), int(last or len(body)) + 1)
+            kind = None if fault is None else fault.kind
+            more = b"more" if kind == "more" else b""
+            total = len(body) + (kind == "resized")
             self.send_response(206 if wanted else 200)
-            self.send_header("Content-Length", str(end - start))
-            self.send_header("ETag", _etag(body))
+            self.send_header("Content-Length", str(end - start + len(more)))
+            if kind == "unended":
+                self.send_header("Transfer-Encoding", "chunked")
+            self.send_header("ETag", "W/" + _etag(body) if server.weak else _etag(body))
             self.send_header("Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT")
             self.send_header("x-goog-generation", "1")
             if wanted:
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{total}")
             self.end_headers()
             if not send:
                 return
-            if fault is None:
-                self.wfile.write(body[start:end])
+            if fault is None or kind in ("more", "resized"):
+                self.wfile.write(body[start:end] + more)
+                return
+            if kind == "unended":
+                self.wfile.write(b"%x\r\n%b\r\n" % (end - start, body[start:end]))
+                self.close_connection = True
                 return
             self.wfile.write(body[start : (start + end) // 2])
             self.wfile.flush()

@@ -79,6 +79,38 @@ def test_a_body_that_is_cut_twice_goes_on_each_time_from_what_has_come(server: F
     assert starts == sorted(set(starts)) and len(starts) == 3
 
 
+def test_a_connection_that_breaks_between_the_last_byte_and_the_end_has_brought_everything(
+    server: FaultyServer,
+) -> None:
+    server.faults["/bucket/a.bin"] = [Fault("unended")]
+    body, retried = _fetch(server, "http")
+    assert body == _BODY and len(retried) == 1
+    assert len(server.gets("/bucket/a.bin")) == 1
+
+
+def test_no_byte_is_kept_of_an_answer_with_more_bytes_than_were_asked_for(server: FaultyServer) -> None:
+    server.faults["/bucket/a.bin"] = [Fault("cut"), Fault("more")]
+    assert _fetch(server, "http")[0] == _BODY
+    assert [asked is None for asked in server.gets("/bucket/a.bin")] == [True, False, True]
+
+
+def test_a_range_of_an_object_of_another_size_is_refused(server: FaultyServer) -> None:
+    server.faults["/bucket/a.bin"] = [Fault("cut"), Fault("resized")]
+    with pytest.raises(ObjectChanged, match=r"a\.bin"):
+        _fetch(server, "http")
+
+
+@pytest.mark.parametrize("fault", ["cut", "change"])
+def test_a_weak_etag_meets_no_condition_and_is_compared_all_the_same(server: FaultyServer, fault: str) -> None:
+    server.weak = True
+    server.faults["/bucket/a.bin"] = [Fault(fault)]
+    if fault == "cut":
+        assert _fetch(server, "http")[0] == _BODY
+        return
+    with pytest.raises(ObjectChanged, match=r"a\.bin"):
+        _fetch(server, "http")
+
+
 def test_an_object_that_changes_between_cut_and_resume_is_never_spliced(server: FaultyServer) -> None:
     server.faults["/bucket/a.bin"] = [Fault("change")]
     with pytest.raises(ObjectChanged, match=r"a\.bin"):

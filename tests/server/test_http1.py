@@ -1,4 +1,4 @@
-"""HTTP/1 as some clients speak it: an offer of HTTP/2 with a body behind it, and HTTP/1.0, which knows no chunks."""
+"""HTTP/1 as some clients speak it: an offer of HTTP/2 with a body behind it, HTTP/1.0, requests that never end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from mlserver_torch_stream.client import EventParser
 from tests.server import raw, v2
 from tests.server.harness import Server
+from tests.waiting import wait_until
 
 _OFFER = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
 _BODY = json.dumps(v2.rest_body("Hello fox", max_tokens=4)).encode()
@@ -182,3 +183,63 @@ def test_a_client_that_ends_its_side_has_left(slow: Server) -> None:
         connection.shutdown(socket.SHUT_WR)
         assert raw.read_all(connection) == b""
     slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 0)
+
+
+# --- clients that leave, or never end a request ---
+
+
+def test_a_client_that_leaves_ends_the_requests_that_it_has_sent_ahead(slow: Server) -> None:
+    stream = raw.post(_STREAM, v2.rest_body("Hello", max_tokens=900, ignore_eos=True))  # 18 s of steps
+    begun = len(slow.log)
+    with raw.connected(slow) as connection:
+        connection.sendall(stream * 3)
+        slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
+    slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 0, seconds=8)
+    wait_until(lambda: "client=disconnected" in slow.log[begun:], "the line of the request")
+    assert "Traceback" not in slow.log[begun:]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"POST /",
+        raw.head(_INFER)[:-2] + b"X: ",
+        raw.head(_INFER, "Transfer-Encoding: chunked") + b"1;x=",
+        raw.head(_INFER, "Transfer-Encoding: chunked") + raw.chunked([_BODY])[:-2] + b"X: ",
+    ],
+    ids=["path", "header", "chunk extension", "trailer"],
+)
+def test_what_never_ends_beside_a_body_is_cut_off(server: Server, text: str, begin: bytes) -> None:
+    sent = 0
+    with raw.connected(server) as connection, suppress(OSError):
+        connection.sendall(begin)
+        while sent < 64 * 2**20:
+            sent += connection.send(b"a" * 65536)
+    assert sent < 64 * 2**20
+    assert v2.rest_unary(server.url, _INFER, json.loads(_BODY)).text == text
+
+
+def test_a_head_within_the_bound_may_have_many_headers(server: Server, text: str) -> None:
+    with raw.connected(server) as connection:
+        connection.sendall(raw.post(_INFER, _BODY, *(f"X-{number}: {'a' * 500}" for number in range(100))))
+        assert [_text(body) for _, body in _answers(connection, 1)] == [text]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"", raw.head(_INFER)[:20], raw.post(_INFER, _BODY)[:-5], raw.post(_INFER, _BODY) + raw.head(_INFER)[:20]],
+    ids=["nothing", "half a head", "half a body", "half a head after a request"],
+)
+def test_a_client_that_does_not_end_its_request_is_disconnected(impatient: Server, begin: bytes) -> None:
+    with raw.connected(impatient) as connection:
+        connection.settimeout(15)  # the limit is 2 s
+        connection.sendall(begin)
+        received = raw.read_all(connection)
+    assert received.count(b"HTTP/1.1") == begin.count(_BODY)
+
+
+def test_a_client_that_waits_for_its_answer_is_not_disconnected(impatient: Server) -> None:
+    with raw.connected(impatient) as connection:
+        for _ in range(2):
+            connection.sendall(raw.post(_INFER, v2.rest_body("Hello", max_tokens=200, ignore_eos=True)))  # 4 s of steps
+            assert [status for status, _ in _answers(connection, 1)] == [200]

@@ -299,3 +299,15 @@ def test_the_channel_of_this_process_is_not_a_forked_one() -> None:
         channel = Channel(near)
         assert not channel.forked
         channel._reader.close()
+
+
+def test_a_handler_gets_no_error_of_a_connection_that_the_server_has_closed() -> None:
+    """Its traceback would be logged at a shutdown; the process ends instead."""
+    lost: list[bool] = []
+    near, far = socket.socketpair()
+    with near:
+        channel = Channel(near, lost=lambda: lost.append(True))
+        far.close()
+        channel.send("metric")
+        assert lost == [True]
+        channel._reader.close()

@@ -109,7 +109,8 @@ async def _drain(server: MLServer, why: str) -> None:
     if all(map(is_ours, await server._model_registry.get_models())):
         await LIFECYCLE.stop_listeners(_GRPC_STOP_TIMEOUT)
         await server._grpc_server._server.stop(_GRPC_STOP_TIMEOUT)
-        rest.config.timeout_graceful_shutdown = _REST_STOP_TIMEOUT
+        # Connections are cut off before: uvicorn cancels what is left, and logs a traceback for each task.
+        rest.config.timeout_graceful_shutdown = 2 * _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
     metrics = server._metrics_server
     _wrap_listeners(rest, [rest] if metrics is None else [rest, metrics._server])
@@ -129,6 +130,8 @@ def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:
         async def shut_down(*args: Any, **options: Any) -> None:
             if listener is rest:
                 LIFECYCLE.listeners_closed.set()
+                if rest.config.timeout_graceful_shutdown is not None:
+                    asyncio.get_running_loop().call_later(_REST_STOP_TIMEOUT, _cut_off, rest)
             await shutdown(*args, **options)
             open_listeners.remove(listener)
             if LIFECYCLE.failure is not None and not open_listeners:
@@ -138,3 +141,9 @@ def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:
 
     for listener in listeners:
         listener.shutdown = wrapped(listener)
+
+
+def _cut_off(listener: Any) -> None:
+    """Drops the connections of clients that read nothing, or have not sent all of their request."""
+    for connection in list(listener.server_state.connections):
+        connection.transport.abort()

@@ -1,4 +1,4 @@
-"""Extends uvicorn for two kinds of HTTP/1 clients: those that offer another protocol, and those of HTTP/1.0.
+"""Extends uvicorn for HTTP/1 clients that offer another protocol, that speak HTTP/1.0, or that never end a request.
 
 Knows nothing of requests and replies. It applies to every request of the REST port, as uvicorn has one protocol class
 for all of them.
@@ -6,28 +6,74 @@ for all of them.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
 import httptools
 from mlserver.rest.server import RESTServer
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+# Of a head, and between the bytes of a body: chunk extensions and trailers. httptools takes any number.
+_MOST_BYTES_BESIDE_BODY = 64 * 1024
+_GRACE_S = 1.0  # for an endpoint that answers a silent client itself, as an upload does
 
-def install(server: RESTServer) -> None:
-    """Connections that are made from now on are read by ``Http1``. uvicorn's protocol over h11 needs none of it."""
+
+def install(server: RESTServer, silent_after: float) -> None:
+    """Connections that are made from now on are read by ``Http1``. uvicorn's protocol over h11 needs none of it, but
+    the time limit ``silent_after``."""
     config = server._server.config
     if not config.loaded:
         config.load()
     if config.http_protocol_class is HttpToolsProtocol:
-        config.http_protocol_class = Http1
+        config.http_protocol_class = partial(Http1, silent_after=silent_after)
 
 
 class Http1(HttpToolsProtocol):
-    """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is."""
+    """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    A client must send the head of a request within ``silent_after`` seconds, and the next bytes of its body within as
+    many (0: no limit); otherwise its connection is closed. When it disconnects, all requests that it has sent ahead
+    end.
+    """
+
+    def __init__(self, *args: Any, silent_after: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser: Any = _Parser(self)
+        self._beside_body = 0
+        self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
+        self._silent_after = silent_after
+        self._waiting_since: float | None = None  # for the rest of a request; None: the last one is complete
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the last request only."""
+        for cycle in self._earlier:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._beside_body += len(data)
+        super().data_received(data)
+        if self._beside_body > _MOST_BYTES_BESIDE_BODY and not self.transport.is_closing():
+            self.logger.warning("The head of a request is too long.")
+            self.send_400_response("The head of the request is too long.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait_for_more()
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_body = 0
+        self._waiting_since = self.loop.time()
+        super().on_body(body)
 
     def declines(self) -> bool:
         """True if the request at hand offers a protocol that uvicorn does not speak."""
@@ -35,15 +81,38 @@ class Http1(HttpToolsProtocol):
         return offered and not self._should_upgrade()
 
     def on_headers_complete(self) -> None:
+        self._beside_body = 0
+        self._waiting_since = self.loop.time()
         if self.declines():
             return  # the parser reads this head again, without the offer
+        self._earlier = [cycle for cycle in (*self._earlier, self.cycle) if cycle and not cycle.response_complete]
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _UntilClosed
 
     def on_message_complete(self) -> None:
+        self._beside_body = 0
         if not self.declines():
+            self._waiting_since = None
             super().on_message_complete()
+
+    def _wait_for_more(self) -> None:
+        self._waiting_since = self.loop.time()
+        if self._timer is None and self._silent_after:
+            self._timer = self.loop.call_later(self._silent_after + _GRACE_S, self._check_silence)
+
+    def _check_silence(self) -> None:
+        """Many requests share one timer. While reading is paused, the client cannot send."""
+        self._timer = None
+        if self._waiting_since is None:
+            return
+        now = self.loop.time()
+        since = now if self.flow.read_paused else self._waiting_since
+        left = since + self._silent_after + _GRACE_S - now
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_silence)
+        else:
+            self.transport.close()
 
     def plain_head(self) -> bytes:
         """The head of the request at hand without its offer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,16 @@ class SentPiece:
 
 
 class Channel:
-    """Sends from any thread; reads in one. A message has at most ``most_bytes``."""
+    """Sends from any thread; reads in one. A message has at most ``most_bytes``.
 
-    def __init__(self, connection: socket.socket, most_bytes: int = MOST_BYTES) -> None:
+    ``lost`` is called in place of an error if a message cannot be sent because the server has closed its end.
+    """
+
+    def __init__(
+        self, connection: socket.socket, most_bytes: int = MOST_BYTES, *, lost: Callable[[], object] = lambda: None
+    ) -> None:
         self.pid = os.getpid()
+        self._lost = lost
         self._connection = connection
         self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
@@ -148,4 +154,7 @@ class Channel:
             if held is not None and header["t"] != "pieces":
                 self._held = [*held, frame]
                 return
-            self._connection.sendall(b"".join((*held, frame)) if held else frame)
+            try:
+                self._connection.sendall(b"".join((*held, frame)) if held else frame)
+            except OSError:
+                self._lost()

@@ -27,7 +27,7 @@ def main(descriptor: int) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    worker = HandlerHost(Channel(connection))
+    worker = HandlerHost(Channel(connection, lost=_end))
     worker.load()
     worker.run()
 
