@@ -129,8 +129,10 @@ def _no_text(body: Mapping[str, Any]) -> InvalidInput:
     alias = next((key for key in names.PROMPT_TENSORS if key in body), None)
     few = (values.printable(key) for key in islice(body, _MOST_KEYS))
     near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)
-    hint = "" if near is None else f", not in {near!r}"
-    return InvalidInput(names.TEXT_INPUT, f"is missing; flat JSON has its prompt in it{hint}")
+    hint = "" if near is None else f" (the body has {near!r})"
+    return InvalidInput(
+        names.TEXT_INPUT, f"is missing{hint}; it holds the prompt of flat JSON, and {_V2_TENSORS} the tensors of V2"
+    )
 
 
 def _check_id(value: Any) -> None:

@@ -62,9 +62,9 @@ def test_only_a_text_input_at_the_top_makes_a_body_flat() -> None:
 @pytest.mark.parametrize(
     ("body", "hint"),
     [
-        ({"prompt": "x"}, ", not in 'prompt'"),
-        ({"max_tokens": 3, "text_imput": "x"}, ", not in 'text_imput'"),
-        ({"inputs": "x"}, ", not in 'inputs'"),
+        ({"prompt": "x"}, r" \(the body has 'prompt'\)"),
+        ({"max_tokens": 3, "text_imput": "x"}, r" \(the body has 'text_imput'\)"),
+        ({"inputs": "x"}, r" \(the body has 'inputs'\)"),
         ({"max_tokens": 3}, ""),
         ({}, ""),
     ],
@@ -73,7 +73,7 @@ def test_a_body_without_text_input_and_without_tensors_is_flat_and_lacks_it(
     info: ModelInfo, body: dict[str, Any], hint: str
 ) -> None:
     assert FLAT.accepts(body)
-    with pytest.raises(InvalidInput, match=rf"^text_input: is missing; flat JSON has its prompt in it{hint}$"):
+    with pytest.raises(InvalidInput, match=rf"^text_input: is missing{hint}; it holds the prompt"):
         _decode(body, info)
 
 
