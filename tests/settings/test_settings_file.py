@@ -77,6 +77,12 @@ def test_the_place_of_an_error_is_the_line_of_its_key_in_the_file(file: Path) ->
             ", line 1: no runtime mlserver_torch_stream.TorchStreamRuntim; did you mean "
             "mlserver_torch_stream.TorchStreamRuntime?",
         ),
+        (
+            '{"implementation": "mlserver_torch_strean.TorchServeRuntime"}',
+            ", line 1: no runtime mlserver_torch_strean.TorchServeRuntime; did you mean "
+            "mlserver_torch_stream.TorchServeRuntime?",
+        ),
+        ('{"implementation": "mlserver_torch_stream"}', ", line 1: no runtime mlserver_torch_stream; "),
     ],
 )
 def test_a_model_whose_settings_mlserver_cannot_read_says_why(file: Path, text: str, says: str) -> None:

@@ -6,6 +6,7 @@ Knows nothing of the model: in place of it MLServer would log a traceback and go
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlserver.settings import ModelParameters
 from pydantic import ValidationError
 
 import mlserver_torch_stream
-from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_name
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.status import ModelNotLoaded
@@ -61,9 +62,11 @@ def complaint(error: ValidationError, path: Path) -> str:
 
 
 def _refuse_unknown_runtime(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises SettingsError for a runtime of this package that does not exist."""
-    package, _, name = str(settings.get("implementation")).rpartition(".")
-    known = [each for each in mlserver_torch_stream.__all__ if each.endswith("Runtime")]
-    if package == _PACKAGE and name not in known:
-        hint = did_you_mean_or_known(name, known, lambda near: f"{_PACKAGE}.{near}")
-        raise SettingsError(f"{place_of('implementation', path)}: no runtime {package}.{name}{hint}")
+    """Raises SettingsError for a runtime of this package that does not exist, and where the package is misspelt."""
+    given = str(settings.get("implementation", ""))
+    package, root = given.rpartition(".")[0], given.partition(".")[0]
+    known = [f"{_PACKAGE}.{name}" for name in mlserver_torch_stream.__all__ if name.endswith("Runtime")]
+    misspelt = nearest_name(root, [_PACKAGE], 0.8) not in (None, root) and find_spec(root) is None
+    if given not in known and (misspelt or _PACKAGE in (package, given)):
+        hint = did_you_mean_or_known(given, known, str)
+        raise SettingsError(f"{place_of('implementation', path)}: no runtime {given}{hint}")
