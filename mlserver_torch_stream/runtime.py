@@ -21,6 +21,7 @@ from mlserver_torch_stream.server.observability.request_observer import ModelReq
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
 from mlserver_torch_stream.server.streams.token_opener import TokenOpener
+from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class TorchStreamRuntime(BaseRuntime):
     """Streams the tokens of a Hugging Face causal language model."""
 
     _slot: ModelSlot[BuiltEngine]
+    extra_keys = KNOWN_KEYS
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)

@@ -19,6 +19,13 @@ def count(text: str) -> int:
     return _whole(text, 0)
 
 
+def port_number(text: str) -> int:
+    number = _whole(text, 0)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535, got {text!r}")
+    return number
+
+
 def above_zero(text: str) -> float:
     return _real(text, "a number")
 

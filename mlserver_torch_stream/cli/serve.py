@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cli.announcement import Announcement
-from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.cli.argument_types import port_number
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.free_port import free_port, is_free
 from mlserver_torch_stream.model_source import EMBEDDED_SCHEME
 
@@ -52,12 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key, value in DEFAULTS.items():
         os.environ.setdefault(f"MLSERVER_{key.upper()}", value)
     os.environ.setdefault(PAGE, "true")
-    host = _host(folder)
     try:
+        _check_settings(folder)
+        host = _host(folder)
         _check_embedded(model)
         options = {role: getattr(arguments, f"{role}_port") for role in PORTS}
         ports = choose_ports(host, asked_ports(options, folder, os.environ))
-    except (LoadFailed, PortTaken) as error:
+    except (LoadFailed, PortTaken, SettingsError) as error:
         sys.exit(f"error: {error}")
     os.environ.update({f"MLSERVER_{role.upper()}_PORT": str(port) for role, port in ports.items()})
     with tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-") as scratch:
@@ -85,6 +87,13 @@ def is_repository(folder: Path) -> bool:
         return True
     is_model = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
     return not is_model and any(folder.glob(f"**/{MODEL_SETTINGS}"))
+
+
+def _check_settings(folder: Path) -> None:
+    """Raises SettingsError, where ``mlserver start`` would end with a traceback that names no file."""
+    from mlserver_torch_stream.server.server_settings import check_server_settings
+
+    check_server_settings(folder)
 
 
 def _check_embedded(model: str | None) -> None:
@@ -167,5 +176,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", help="the name of the model for clients (default: the name of its folder or file)")
     for role, usual in PORTS.items():
-        parser.add_argument(f"--{role}-port", type=int, help=f"default: {usual} if free, else a free port")
+        parser.add_argument(f"--{role}-port", type=port_number, help=f"default: {usual} if free, else a free port")
     return parser

@@ -6,8 +6,10 @@ Knows nothing of tensors: parameters and values stand side by side in one object
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+from mlserver_torch_stream.did_you_mean import nearest_name
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
@@ -30,20 +32,24 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt
 _ID = "id"
 _PARAMETERS = "parameters"
 _DETAILS = "details"
+_V2_TENSORS = "inputs"
+_MOST_KEYS = 32  # of a body that are compared with the names of prompts: a comparison takes microseconds
 _NO_PARAMETERS = SILENT | {_ID, _PARAMETERS, names.TEXT_INPUT}
 _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
 
 class FlatGenerate(Spelling):
-    """Parameters stand at the top level or in ``parameters``."""
+    """Parameters stand at the top level or in ``parameters``. A body without V2's list ``inputs`` is flat too."""
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
-        return names.TEXT_INPUT in body
+        return names.TEXT_INPUT in body or not isinstance(body.get(_V2_TENSORS), list)
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         body = posted.json
         refuse_left_over(len(posted.raw))
         _check_id(body.get(_ID))
+        if names.TEXT_INPUT not in body:
+            raise _no_text(body)
         texts = _texts(body[names.TEXT_INPUT], values.most_elements(info.max_model_len))
         parameters = _parameters(body)
         details = values.named(_DETAILS, values.boolean, parameters.pop(_DETAILS, False), info)
@@ -116,6 +122,17 @@ def _texts(value: Any, most: int) -> list[str]:
     if len(texts) > most:
         raise InvalidInput(names.TEXT_INPUT, f"must have at most {most} elements, got {len(texts)}")
     return texts
+
+
+def _no_text(body: Mapping[str, Any]) -> InvalidInput:
+    """The error of a body without a prompt; it names the key that seems to have the prompt."""
+    alias = next((key for key in names.PROMPT_TENSORS if key in body), None)
+    few = (values.printable(key) for key in islice(body, _MOST_KEYS))
+    near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)
+    hint = "" if near is None else f" (the body has {near!r})"
+    return InvalidInput(
+        names.TEXT_INPUT, f"is missing{hint}; it holds the prompt of flat JSON, and {_V2_TENSORS} the tensors of V2"
+    )
 
 
 def _check_id(value: Any) -> None:

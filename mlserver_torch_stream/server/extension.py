@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlserver.grpc.servicers import InferenceServicer
@@ -35,6 +36,7 @@ from mlserver_torch_stream.server.rest import (
     routes,
     torchserve_routes,
 )
+from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
@@ -75,6 +77,7 @@ async def extend(server: RESTServer) -> ServerOptions:
 
 async def _extend(server: RESTServer, options: ServerOptions) -> None:
     ports.check(server, options)
+    refuse_ignored_keys(Path(server._settings.model_repository_root))
     routes.install(server)
     http1.install(server, options.piece_timeout)
     add_routes(server, options)

@@ -84,6 +84,19 @@ def test_a_port_of_the_servers_settings_that_is_taken_is_an_error(
         main([str(tmp_path)])
 
 
+@pytest.mark.parametrize("port", ["70000", "-1", "http"])
+def test_an_option_that_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--http-port", port])
+    assert "--http-port: must be a" in capsys.readouterr().err
+
+
+def test_a_settings_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text('{\n "debug": false,\n}')
+    with pytest.raises(SystemExit, match=rf"error: {tmp_path}/settings\.json, line 3, column 1: a comma before"):
+        main([str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("model", "name", "served_as"),
     [("org/some-model", None, "some-model"), ("embedded://x", "chat", "chat"), ("{folder}/a b", None, "a-b")],

@@ -59,6 +59,24 @@ def test_only_a_text_input_at_the_top_makes_a_body_flat() -> None:
     assert not FLAT.accepts({"inputs": [{"name": "text_input"}], "parameters": {"text_input": "x"}})
 
 
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        ({"prompt": "x"}, r" \(the body has 'prompt'\)"),
+        ({"max_tokens": 3, "text_imput": "x"}, r" \(the body has 'text_imput'\)"),
+        ({"inputs": "x"}, r" \(the body has 'inputs'\)"),
+        ({"max_tokens": 3}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_body_without_text_input_and_without_tensors_is_flat_and_lacks_it(
+    info: ModelInfo, body: dict[str, Any], hint: str
+) -> None:
+    assert FLAT.accepts(body)
+    with pytest.raises(InvalidInput, match=rf"^text_input: is missing{hint}; it holds the prompt"):
+        _decode(body, info)
+
+
 def test_parameters_stand_at_the_top_or_nested(info: ModelInfo) -> None:
     top = _decode({"text_input": "x", "max_tokens": 5, "top_p": 0.5, "stop": ["a", "b"]}, info)
     nested = _decode({"text_input": "x", "parameters": {"max_tokens": 5, "top_p": 0.5, "stop": ["a", "b"]}}, info)

@@ -109,6 +109,17 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         assert not [process for process in family if process.is_running()]
 
 
+def test_ctrl_c_closes_every_listener_as_sigterm_does(tiny_model: Path, tmp_path: Path) -> None:
+    """uvicorn would end its other listener in haste, and log the traceback of its interrupted shutdown."""
+    with draining_server(tiny_model, tmp_path, 0.0, 5.0) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert exit_code(server) == 0, server.log
+        assert "Traceback" not in server.log
+        assert (
+            server.log.count("Application shutdown complete") == server.log.count("Application startup complete") == 2
+        )
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_drains_as_sigterm_does_and_a_second_signal_cuts_the_grace_short(
     tiny_model: Path, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
@@ -92,6 +93,47 @@ def test_keys_that_would_not_be_asked_for_end_the_server_with_an_error(
     assert said in log and "Traceback" not in log and "Loaded the weights" not in log
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{\n  "name": "broken",\n}', ", line 3, column 1: a comma before '}'"),
+        pytest.param('{"name": "broken", "parameters": 7}', "line 1: parameters: ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_settings_file_that_cannot_be_read_ends_the_server_with_its_line(
+    text: str, says: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "models" / "broken" / "model-settings.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text(text)
+    models = [Model("tiny", str(tiny_model))]
+    with serve(tmp_path / "models", models, settings=QUIET, environment=_GUARDED, ready=False) as server:
+        status, log = ended(server)
+    assert status == 1
+    lines = [line for line in log.splitlines() if str(broken) in line]
+    assert len(lines) == 1 and "Cannot load model 'broken'" in lines[0] and says in lines[0], log
+    assert "Traceback" not in log
+
+
+def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: Path, tmp_path: Path) -> None:
+    place = tmp_path / "models"
+    (place / "stray").mkdir(parents=True)
+    settings = {**Model("stray", str(tiny_model)).settings(), "max_num_seqs": 8}
+    (place / "stray" / "model-settings.json").write_text(json.dumps(settings))
+    with serve(place, [], settings=QUIET, ready=False) as server:
+        status, log = ended(server)
+    assert status == 1 and "Traceback" not in log
+    assert f"{place}/stray/model-settings.json, line 1: 'max_num_seqs' belongs into parameters.extra" in log
+
+
+def test_a_setting_of_the_server_that_mlserver_ignores_ends_the_server(tiny_model: Path, tmp_path: Path) -> None:
+    settings = {**QUIET, "paralel_workers": 0}
+    with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], settings=settings, ready=False) as server:
+        status, log = ended(server)
+    assert status == 1 and "Traceback" not in log
+    assert "unknown key 'paralel_workers'; did you mean 'parallel_workers'?" in log
+
+
 def test_a_foreign_model_that_cannot_load_is_mlservers_own_affair(tiny_model: Path, tmp_path: Path) -> None:
     models = [Model("tiny", str(tiny_model)), Model("broken", None, "foreign_models.Broken")]
     with serve(tmp_path / "models", models, settings=QUIET, environment=foreign(tmp_path), ready=False) as server:
@@ -111,6 +153,13 @@ def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
         taken = unused if port == "grpc_port" else holder.getsockname()[1]
         problem = port_problem(Settings(host=HOST, **{**ports, port: taken}), options)
     assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
+
+
+@pytest.mark.parametrize("port", ["http_port", "grpc_port", "metrics_port"])
+def test_a_number_that_is_no_port_is_named(port: str) -> None:
+    ports = dict(zip(("http_port", "metrics_port", "grpc_port"), free_ports(3), strict=True))
+    problem = port_problem(Settings(host=HOST, **{**ports, port: 70000}), ServerOptions())
+    assert problem is not None and problem.startswith(f"port 70000 ({port}) cannot be listened on at {HOST}: ")
 
 
 def test_a_look_at_the_ports_leaves_no_descriptor() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
@@ -24,6 +24,7 @@ from mlserver_torch_stream.engine.loading.generation_config import generation_de
 from mlserver_torch_stream.engine.loading.gguf import load_gguf, load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt
+from mlserver_torch_stream.engine.loading.model_kind import refuse_other_kinds
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_tied, read_placement
 from mlserver_torch_stream.engine.loading.quantised import (
@@ -46,6 +47,7 @@ from mlserver_torch_stream.settings import ResolvedSettings
 logger = logging.getLogger(__name__)
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 
 
@@ -84,7 +86,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     settings, name = resolved.settings, resolved.source.name
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
-    model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings))
+    model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings), files.place)
     model.eval()
     model.requires_grad_(False)
     give_contiguous_states(model)
@@ -104,14 +106,20 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
         if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
             fields, _ = PreTrainedConfig.get_config_dict(files.location)
             known["config"] = plain_config({**fields, "_name_or_path": files.location})
-        return AutoTokenizer.from_pretrained(
-            settings.tokenizer or files.location,
-            **known,
-            revision=(settings.revision if settings.tokenizer is None else None) or "main",
-            trust_remote_code=settings.trust_remote_code,
-        )
+        try:
+            return AutoTokenizer.from_pretrained(
+                settings.tokenizer or files.location,
+                **known,
+                revision=(settings.revision if settings.tokenizer is None else None) or "main",
+                trust_remote_code=settings.trust_remote_code,
+            )
+        except Exception as error:
+            if place.is_dir() and not any(any(place.glob(name)) for name in _TOKENIZER_FILES):
+                raise LoadFailed(f"no tokenizer in {place}; name one in parameters.extra.tokenizer") from error
+            raise
 
-    tokenizer = attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load)
+    place = files.place if settings.tokenizer is None else Path(settings.tokenizer)
+    tokenizer = attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load, place)
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     return tokenizer
@@ -179,6 +187,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
+    refuse_other_kinds(AutoConfig.from_pretrained(place, **code))
     # Else transformers asks a service of the hub to convert pickles, and loads the weights that the service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)

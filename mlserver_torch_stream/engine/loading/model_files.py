@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.engine.loading.file_damage import find_damage
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
 from mlserver_torch_stream.engine.loading.load_process import in_process
+from mlserver_torch_stream.engine.loading.model_kind import SERVED
 from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 
+_OTHER_KIND = re.compile(r"Unrecognized configuration class <class '.*\.(\w+)Config'>")
 ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"
 
 
@@ -36,6 +39,11 @@ class ModelFiles:
     gguf_file: Path | None
     packed: bool = False
 
+    @property
+    def place(self) -> Path:
+        """The file or folder on this machine; a path without files for a hub id."""
+        return self.gguf_file or Path(self.location)
+
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:
     """Finds the files, and converts a GGUF file if needed. Raises LoadFailed."""
@@ -45,7 +53,7 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
         return ModelFiles("", file)
-    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype))
+    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
     return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
 
 
@@ -61,7 +69,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
     try:
-        folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place))
+        folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
     if folder is None:
@@ -79,8 +87,11 @@ def _on_our_kernels(settings: EngineSettings) -> bool:
     return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
 
 
-def attempt(what: str, load: Callable[[], Any]) -> Any:
-    """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do."""
+def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
+    """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
+
+    ``place``: the file or folder that it reads, whose damage may be the reason.
+    """
     try:
         return load()
     except NotPacked:
@@ -88,13 +99,16 @@ def attempt(what: str, load: Callable[[], Any]) -> Any:
     except LoadFailed as error:
         raise LoadFailed(f"cannot load {what}: {error}") from None
     except Exception as error:
-        raise LoadFailed(f"cannot load {what}: {_reason(error)}") from error
+        damage = None if place is None else find_damage(place)
+        raise LoadFailed(f"cannot load {what}: {damage or _reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
+    if (other := _OTHER_KIND.match(text)) is not None:
+        return f"{other[1]} is no causal language model; {SERVED}"
     if "cannot be loaded with `safetensors`" in text:
         return f"the hub has no safetensors of it; {ALLOW_PICKLE}"
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]

@@ -1,17 +1,22 @@
 """A model repository for MLServer; its construction guards every port with keys and TLS, and patches MLServer.
 
-Knows nothing of models: it lists them as MLServer's own repository does. MLServer creates its repository, whose class
-is a setting, before it opens its ports; it resolves the class of a model only after that.
+Knows nothing of models: it lists them as MLServer's own repository does, and those too whose settings cannot be read.
+MLServer creates its repository, whose class is a setting, before it opens its ports; it resolves the class of a model
+only after that.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from mlserver import ModelSettings
 from mlserver.grpc import server as grpc_server
 from mlserver.metrics.server import MetricsServer
 from mlserver.rest.server import RESTServer
@@ -21,8 +26,10 @@ from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
 from mlserver_torch_stream.server.access.rest_guard import RestGuard
+from mlserver_torch_stream.server.lifecycle.unreadable_model import readable_or_not
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import ACCESS
+from mlserver_torch_stream.settings import SETTINGS_FILE
 
 if TYPE_CHECKING:
 
@@ -30,6 +37,8 @@ if TYPE_CHECKING:
         """The part of MLServer's class that is used."""
 
         def __init__(self, root: str) -> None: ...
+
+        async def list(self) -> list[ModelSettings]: ...
 else:
     from mlserver.repository.repository import SchemalessModelRepository
 
@@ -44,12 +53,21 @@ class GuardedModelRepository(SchemalessModelRepository):
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
+        self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # as MLServer's repository finds them
         try:
             ACCESS.configure(read_options())
         except SettingsError as error:
             sys.exit(f"The server cannot start: {error}")
         install(ACCESS)
         patches.install()
+
+    async def list(self) -> list[ModelSettings]:
+        """A model whose settings cannot be read is listed too, so that its load fails with the reason.
+
+        Without a file, the variables may name a model, as in MLServer's repository.
+        """
+        found = [readable_or_not(Path(path)) for path in glob.glob(self._files, recursive=True)]
+        return found or await super().list()
 
 
 def install(access: AccessControl) -> None:

@@ -5,10 +5,12 @@ Knows nothing of engines, nor of how a request is read: a runtime's opener makes
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -27,6 +29,7 @@ from mlserver_torch_stream.server.observability.request_record import EndpointKi
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
+from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
 
 if TYPE_CHECKING:
 
@@ -43,15 +46,19 @@ if TYPE_CHECKING:
 else:
     from mlserver import MLModel
 
+_PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
+
 
 class BaseRuntime(MLModel, ABC):
     """A runtime derives from it, declares the type of ``_slot`` and has an opener. MLServer reloads their modules only.
 
-    ``rest_routes``: the rows of the table of paths that a server with this model has.
+    ``rest_routes``: the rows of the table of paths that a server with this model has. ``extra_keys``: the keys of its
+    ``parameters.extra``.
     """
 
     streams_tokens = True  # the server's mark of a model of ours
     rest_routes: Sequence[RestRoute] = REST_ROUTES
+    extra_keys: Collection[str] = ()
     _slot: ModelSlot[Any]
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -118,15 +125,24 @@ class BaseRuntime(MLModel, ABC):
             ModelRequestObservers(self.name, self.version, endpoint).refused(request_id, error)
             raise
 
+    def _refuse_stray_settings(self) -> None:
+        """Raises SettingsError for a key of model-settings.json that MLServer ignores where it stands."""
+        if self.settings._source and os.path.isfile(self.settings._source):
+            fields = {name.rstrip("_") for name in ModelSettings.model_fields}
+            elsewhere = dict.fromkeys(self.extra_keys, "parameters.extra") | dict.fromkeys(_PARAMETERS, "parameters")
+            refuse_stray_keys(Path(self.settings._source), fields, elsewhere)
+
     @contextmanager
     def _loading(self) -> Iterator[None]:
         """Logs an error of the block in one line, and raises it as the error that MLServer returns for the load."""
         try:
             patches.refuse_worker_process()
+            self._refuse_stray_settings()
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
-            logger.error(f"Cannot load model '{self.name}': {error}")
-            raise ModelNotLoaded(str(error)) from None
+            place = place_of_error(error, self.settings._source) if isinstance(error, SettingsError) else ""
+            logger.error(f"Cannot load model '{self.name}': {error}{place}")
+            raise ModelNotLoaded(f"{error}{place}") from None
         except Exception as error:  # a defect of ours: the log gets its traceback
             logger.exception(f"Cannot load model '{self.name}'")
             raise ModelNotLoaded(f"{type(error).__name__}: {error}") from None

@@ -19,6 +19,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+from mlserver_torch_stream.server.server_settings import MOST_PORT
 from mlserver_torch_stream.work_threads import exit_now
 
 # Of ServerOptions: those of MLServer's host, and those of the management API's address.
@@ -63,6 +64,9 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
             if port in (*ports.values(), settings.grpc_port):
                 return template.format(port, name, addresses[name], "it is another port of this server")
             ports[name] = port
+    for name, port in {**ports, "grpc_port": settings.grpc_port}.items():
+        if not 0 <= port <= MOST_PORT:
+            return template.format(port, name, addresses.get(name, host), f"ports are 0 to {MOST_PORT}")
     for name, port in ports.items():
         address = addresses.get(name, host)
         try:

@@ -53,6 +53,8 @@ def install() -> None:
                 LIFECYCLE.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
+        # uvicorn raises the signal again for the listener that ends first; a second SIGINT would cut the others off.
+        sig = signal.SIGTERM if sig == signal.SIGINT else sig
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM

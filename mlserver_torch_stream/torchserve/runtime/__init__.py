@@ -27,6 +27,7 @@ from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.endpoints import Context
 from mlserver_torch_stream.server.rest.prediction_body import BodyField
+from mlserver_torch_stream.torchserve.config import KEYS, OURS
 from mlserver_torch_stream.torchserve.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.torchserve.handler_request import RequestPart
 from mlserver_torch_stream.torchserve.runtime.build import BuiltPool, build
@@ -42,6 +43,7 @@ class TorchServeRuntime(BaseRuntime):
     """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
 
     _slot: ModelSlot[BuiltPool]
+    extra_keys = (*KEYS, *OURS)
 
     async def load(self) -> bool:
         join_mlservers_log()

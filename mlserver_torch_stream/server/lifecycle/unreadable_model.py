@@ -1,0 +1,72 @@
+"""A model whose ``model-settings.json`` MLServer cannot read; its load fails with the file, the line and the key.
+
+Knows nothing of the model: in place of it MLServer would log a traceback and go on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mlserver import MLModel, ModelSettings
+from mlserver.logging import logger
+from mlserver.repository.load import load_model_settings
+from mlserver.settings import ModelParameters
+from pydantic import ValidationError
+
+import mlserver_torch_stream
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_name
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.settings_file import place_of, read_settings_file
+
+_PACKAGE = mlserver_torch_stream.__name__
+
+
+class UnreadableModel(MLModel):  # type: ignore[misc]
+    """Its settings hold the reason."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        patches.keep_out_of_workers(settings)
+
+    async def load(self) -> bool:
+        why = str(self.settings.parameters.extra["why"])
+        logger.error(f"Cannot load model '{self.name}': {why}")
+        raise ModelNotLoaded(why)
+
+
+def readable_or_not(path: Path) -> ModelSettings:
+    """The settings in the file, else those of an ``UnreadableModel`` that has the name of the file's folder."""
+    try:
+        _refuse_unknown_runtime(path, read_settings_file(path))
+        return load_model_settings(str(path))
+    except SettingsError as error:
+        why = str(error)
+    except ValidationError as error:
+        why = complaint(error, path)
+    runtime = f"{UnreadableModel.__module__}.{UnreadableModel.__name__}"
+    return ModelSettings(name=path.parent.name, implementation=runtime, parameters=ModelParameters(extra={"why": why}))
+
+
+def complaint(error: ValidationError, path: Path) -> str:
+    """The first key that has a wrong value, with its place in the file."""
+    first = error.errors()[0]
+    keys = [str(part) for part in first["loc"]]
+    if first["type"] == "missing":
+        return f"{path}: {'.'.join(keys)} is missing"
+    return f"{place_of(keys[-1], path)}: {'.'.join(keys)}: {first['msg']}, got {first['input']!r}"
+
+
+def _refuse_unknown_runtime(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises SettingsError for a runtime of this package that does not exist, and where the package is misspelt."""
+    given = str(settings.get("implementation", ""))
+    package, root = given.rpartition(".")[0], given.partition(".")[0]
+    known = [f"{_PACKAGE}.{name}" for name in mlserver_torch_stream.__all__ if name.endswith("Runtime")]
+    misspelt = nearest_name(root, [_PACKAGE], 0.8) not in (None, root) and find_spec(root) is None
+    if given not in known and (misspelt or _PACKAGE in (package, given)):
+        hint = did_you_mean_or_known(given, known, str)
+        raise SettingsError(f"{place_of('implementation', path)}: no runtime {given}{hint}")

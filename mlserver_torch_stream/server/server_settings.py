@@ -1,0 +1,52 @@
+"""Checks a ``settings.json`` of MLServer's: its JSON, its values, its ports, and keys that MLServer would ignore.
+
+Knows nothing of models. ``mlserver start`` itself reads the file before it imports this package; only the keys that it
+ignores can be refused there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlserver.settings import ModelSettings, Settings
+from pydantic import ValidationError
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.settings import KNOWN_KEYS, SETTINGS_FILE
+from mlserver_torch_stream.settings_file import place_of, read_settings_file, refuse_stray_keys
+
+SERVER_SETTINGS_FILE = "settings.json"
+MOST_PORT = 65535
+_PORTS = ("http_port", "grpc_port", "metrics_port")
+_ELSEWHERE = {
+    **{key.rstrip("_"): SETTINGS_FILE for key in ModelSettings.model_fields},
+    **{key: f"parameters.extra of {SETTINGS_FILE}" for key in KNOWN_KEYS},
+}
+
+
+def check_server_settings(folder: Path) -> None:
+    """Checks the file in the folder, if there is one, and MLServer's variables. Raises SettingsError."""
+    path = folder / SERVER_SETTINGS_FILE
+    given = read_settings_file(path) if path.is_file() else {}
+    try:
+        settings = Settings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise SettingsError(f"{_origin(key, path, key in given)}: {first['msg']}, got {first['input']!r}") from None
+    for key in _PORTS:
+        port = getattr(settings, key)
+        if not 0 <= port <= MOST_PORT:
+            raise SettingsError(f"{_origin(key, path, key in given)}: must be a port, 0 to {MOST_PORT}, got {port}")
+    refuse_ignored_keys(folder)
+
+
+def refuse_ignored_keys(folder: Path) -> None:
+    """Raises SettingsError for a key of the file that MLServer ignores, if it is known elsewhere or nearly known."""
+    path = folder / SERVER_SETTINGS_FILE
+    if path.is_file():
+        refuse_stray_keys(path, Settings.model_fields, _ELSEWHERE)
+
+
+def _origin(key: str, path: Path, in_file: bool) -> str:
+    return f"{place_of(key, path)}: {key}" if in_file else f"MLSERVER_{key.upper()}"

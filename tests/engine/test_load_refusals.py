@@ -1,0 +1,121 @@
+"""Loads that fail because of their files: the error names the damaged file, or says what kind of model it is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config, ViTConfig
+
+from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.loading.model_kind import SERVED, refuse_other_kinds
+from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny_gguf import write_tiny_gguf
+
+_POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
+)
+
+
+@pytest.fixture
+def folder(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may spoil."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def refusal(place: Path, cache: Path) -> str:
+    """The error of a load, one line."""
+    with pytest.raises(LoadFailed) as error:
+        build_engine(parse_settings(str(place), {"cache_dir": str(cache)}, environ={}), resources=ProcessResources())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def cut(file: Path, share: float) -> tuple[int, int]:
+    """Leaves the beginning of the file; returns its bytes before and after."""
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    return len(whole), int(len(whole) * share)
+
+
+def test_weights_that_are_cut_off_are_named_with_their_sizes(folder: Path, tmp_path: Path) -> None:
+    whole, left = cut(folder / "model.safetensors", 0.5)
+    said = refusal(folder, tmp_path)
+    assert f"{folder}/model.safetensors is cut off or damaged: it has {left:,} bytes in place of {whole:,}" in said
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7, 0.99])
+def test_a_gguf_file_that_is_cut_off_is_named(tmp_path: Path, share: float) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    _, left = cut(file, share)
+    assert f"{file} is cut off or damaged: its {left:,} bytes" in refusal(file, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", _POINTER, "model.safetensors is a Git LFS pointer"),
+        ("model.safetensors", "", "model.safetensors is empty"),
+        ("model.safetensors", "<!doctype html><title>Sign in</title>", "model.safetensors is cut off, or is no"),
+        ("config.json", _POINTER, "config.json is a Git LFS pointer"),
+        ("config.json", '{\n"model_type": "llama",\n}', "config.json, line 3, column 1: a comma before"),
+        ("tokenizer.json", _POINTER, "tokenizer.json is a Git LFS pointer"),
+        ("model.gguf", _POINTER, "model.gguf is a Git LFS pointer"),
+        ("model.gguf", "<!doctype html>", "model.gguf is no GGUF file"),
+        ("model.gguf", "", "model.gguf is empty"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named(
+    folder: Path, tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    (folder / name).write_text(content)
+    place = folder / name if name.endswith(".gguf") else folder
+    assert f"{folder}/{says}" in refusal(place, tmp_path / "cache")
+
+
+def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    """transformers would load these weights into ``BertLMHeadModel``, whose answers have no sense."""
+    config = BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    (folder / "model.safetensors").unlink()
+    BertForMaskedLM(config).save_pretrained(folder)
+    said = refusal(folder, tmp_path)
+    assert f"model type 'bert' (BertForMaskedLM) is an encoder; {SERVED}" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            T5Config(architectures=["T5ForConditionalGeneration"]),
+            "'t5' (T5ForConditionalGeneration) is an encoder-decoder",
+        ),
+        (BartConfig(), "'bart' is an encoder-decoder model"),
+        (ViTConfig(), "ViT is no causal language model"),
+    ],
+    ids=["t5", "bart", "vit"],
+)
+def test_other_kinds_of_models_are_refused_by_name(folder: Path, tmp_path: Path, config: object, says: str) -> None:
+    config.save_pretrained(folder)  # type: ignore[attr-defined]
+    said = refusal(folder, tmp_path)
+    assert says in said and SERVED in said
+
+
+def test_a_decoder_whose_config_says_that_it_is_none_is_served() -> None:
+    config = GPTNeoXConfig(architectures=[GPTNeoXForCausalLM.__name__])
+    assert config.is_decoder is False
+    refuse_other_kinds(config)
+    refuse_other_kinds(BartConfig(is_encoder_decoder=False, is_decoder=True, architectures=["BartForCausalLM"]))
+
+
+def test_a_folder_whose_tokenizer_is_missing_says_what_to_set(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert re.search(r"no tokenizer in .*parameters\.extra\.tokenizer", refusal(folder, tmp_path))
+    assert json.loads((folder / "config.json").read_text())
