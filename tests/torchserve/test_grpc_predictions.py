@@ -525,7 +525,7 @@ def test_our_messages_have_the_fields_that_clients_know() -> None:
 def test_at_sigterm_a_stream_in_flight_ends_and_new_requests_are_refused(tmp_path: Path) -> None:
     models = [Model("echo", write_handler(tmp_path / "echo", _ECHO), implementation=TORCHSERVE, extra=SHIM)]
     (port,) = free_ports(1)
-    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "3", _PORT: str(port)}
+    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "600", _PORT: str(port)}
     with (
         serve(tmp_path / "models", models, settings=SETTINGS, environment=environment) as running,
         grpc.insecure_channel(f"{HOST}:{port}") as channel,
@@ -540,6 +540,7 @@ def test_at_sigterm_a_stream_in_flight_ends_and_new_requests_are_refused(tmp_pat
         said = f"the server is shutting down\n{_SERVERS_ERROR}"
         refused = (grpc.StatusCode.UNAVAILABLE, said)
         assert _error(lambda: _unary(stub, _ask())) == refused
+        running.process.terminate()  # the second signal ends the grace
         assert _error(lambda: list(idle)) == refused
         assert _error(lambda: list(call)) == refused
         waiting.put(None)

@@ -308,7 +308,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(server: Ser
 @pytest.mark.slow
 def test_at_sigterm_a_stream_in_flight_breaks_off_and_new_requests_are_refused(tmp_path: Path) -> None:
     models = [Model("echo", write_handler(tmp_path / "echo", ECHO), implementation=TORCHSERVE, extra=SHIM)]
-    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "3"}
+    environment = {"MLSERVER_TORCH_STREAM_DRAIN_GRACE": "600"}
     with serve(tmp_path / "models", models, settings=SETTINGS, environment=environment) as running:
         url = f"{running.url}/predictions/echo"
         with (
@@ -321,6 +321,7 @@ def test_at_sigterm_a_stream_in_flight_breaks_off_and_new_requests_are_refused(t
             wait_until(lambda: _ping(running) == (503, "Unhealthy"))
             refused = _post(running, content=b"")
             assert _error(refused)[:2] == (503, "ServiceUnavailableException") and refused.headers["retry-after"] == "1"
+            running.process.terminate()  # the second signal ends the grace
             for _ in chunks:
                 pass
         assert running.process.wait(30) == 0

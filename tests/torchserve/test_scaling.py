@@ -174,7 +174,8 @@ def test_a_worker_that_cannot_be_started_for_load_leaves_the_others_serving(
             jobs = [pool.submit(request("sleep 0.2", str(each))) for each in range(12)]
             assert [len(await texts(job)) for job in jobs] == [2] * 12
             await until(lambda: "no memory left on the device" in caplog.text)
-            assert len(pool.supervisor.slots) == 1 and pool.trouble is None
+            await until(lambda: len(pool.supervisor.slots) == 1)  # one more may have been tried meanwhile
+            assert pool.trouble is None
 
     run(scenario())
 
