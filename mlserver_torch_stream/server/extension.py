@@ -76,7 +76,7 @@ async def extend(server: RESTServer) -> ServerOptions:
 async def _extend(server: RESTServer, options: ServerOptions) -> None:
     ports.check(server, options)
     routes.install(server)
-    http1.install(server, options.piece_timeout)
+    http1.install(server, options)
     add_routes(server, options)
     shutdown.take_signals()
     _warn_of_server_settings(server._settings)
