@@ -79,7 +79,7 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     ports.check(server, options)
     refuse_ignored_keys(Path(server._settings.model_repository_root))
     routes.install(server)
-    http1.install(server, options.piece_timeout)
+    http1.install(server, options)
     add_routes(server, options)
     shutdown.take_signals()
     _warn_of_server_settings(server._settings)

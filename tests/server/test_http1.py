@@ -243,3 +243,12 @@ def test_a_client_that_waits_for_its_answer_is_not_disconnected(impatient: Serve
         for _ in range(2):
             connection.sendall(raw.post(_INFER, v2.rest_body("Hello", max_tokens=200, ignore_eos=True)))  # 4 s of steps
             assert [status for status, _ in _answers(connection, 1)] == [200]
+
+
+def test_a_client_that_reads_none_of_its_whole_answers_is_disconnected(slow: Server) -> None:
+    """Its sockets take some megabytes before the server holds answers."""
+    begun = len(slow.log)
+    with raw.connected(slow, receive_buffer=4096) as connection:
+        connection.sendall(b"GET /v1/openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
+        wait_until(lambda: "has read nothing for 0.5 s: its connection is closed" in slow.log[begun:])
+        assert raw.read_all(connection).count(b"HTTP/1.1 200") < 500

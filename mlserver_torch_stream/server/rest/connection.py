@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -38,15 +39,19 @@ class NotesTransport:
 def notice_lag_early(scope: Scope) -> None:
     """Lets back-pressure begin after some kilobytes rather than megabytes."""
     if _NOTSENT_LOWAT is not None:
-        _set_option(scope, socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
+        _set_option(scope.get(_KEY), socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def abort(scope: Scope) -> None:
     """Drops the connection with all that its client has not read. Closing it would wait for the client to read."""
     transport = scope.get(_KEY)
     if transport is not None:
-        _set_option(scope, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        transport.abort()
+        reset(transport)
+
+
+def reset(transport: Any) -> None:
+    _set_option(transport, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    transport.abort()
 
 
 async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
@@ -64,8 +69,7 @@ async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
         abort(scope)
 
 
-def _set_option(scope: Scope, level: int, option: int, value: int | bytes) -> None:
-    transport = scope.get(_KEY)
+def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> None:
     connection = transport.get_extra_info("socket") if transport is not None else None
     if connection is not None:
         with suppress(OSError):  # no TCP socket

@@ -1,4 +1,4 @@
-"""Extends uvicorn for HTTP/1 clients that offer another protocol, that speak HTTP/1.0, or that never end a request.
+"""Extends uvicorn for HTTP/1 clients that offer another protocol, speak HTTP/1.0, or never end or read anything.
 
 Knows nothing of requests and replies. It applies to every request of the REST port, as uvicorn has one protocol class
 for all of them.
@@ -7,6 +7,7 @@ for all of them.
 from __future__ import annotations
 
 import asyncio
+import math
 from functools import partial
 from typing import Any
 
@@ -14,37 +15,42 @@ import httptools
 from mlserver.rest.server import RESTServer
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.rest.connection import reset
+
 # Of a head, and between the bytes of a body: chunk extensions and trailers. httptools takes any number.
 _MOST_BYTES_BESIDE_BODY = 64 * 1024
-_GRACE_S = 1.0  # for an endpoint that answers a silent client itself, as an upload does
+_GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request itself, as an upload and a stream do
 
 
-def install(server: RESTServer, silent_after: float) -> None:
-    """Connections that are made from now on are read by ``Http1``. uvicorn's protocol over h11 needs none of it, but
-    the time limit ``silent_after``."""
+def install(server: RESTServer, options: ServerOptions) -> None:
+    """Connections that are made from now on are read by ``Http1``. Of this, uvicorn's protocol over h11 needs the time
+    limits only."""
     config = server._server.config
     if not config.loaded:
         config.load()
     if config.http_protocol_class is HttpToolsProtocol:
-        config.http_protocol_class = partial(Http1, silent_after=silent_after)
+        config.http_protocol_class = partial(Http1, options=options)
 
 
 class Http1(HttpToolsProtocol):
     """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is.
 
-    A client must send the head of a request within ``silent_after`` seconds, and the next bytes of its body within as
-    many (0: no limit); otherwise its connection is closed. When it disconnects, all requests that it has sent ahead
-    end.
+    A client must send the head of a request within ``piece_timeout`` seconds, and the next bytes of its body within as
+    many; it must read some of its answers in each ``stalled_reader_timeout`` (0: no limits). Otherwise its connection
+    is closed. When it disconnects, all requests that it has sent ahead end.
     """
 
-    def __init__(self, *args: Any, silent_after: float, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
+        super().__init__(*args, **more)
         self.parser: Any = _Parser(self)
         self._beside_body = 0
         self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
-        self._silent_after = silent_after
+        self._silent_after = options.piece_timeout
+        self._stalled_after = options.stalled_reader_timeout
         self._waiting_since: float | None = None  # for the rest of a request; None: the last one is complete
         self._timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -55,9 +61,25 @@ class Http1(HttpToolsProtocol):
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader_timer is not None and not self.transport.is_closing():
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closing waits until the client has read everything."""
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
         self._beside_body += len(data)
@@ -113,6 +135,20 @@ class Http1(HttpToolsProtocol):
             self._timer = self.loop.call_later(left, self._check_silence)
         else:
             self.transport.close()
+
+    def _watch_reader(self) -> None:
+        if self._reader_timer is None and self._stalled_after:
+            self._check_reader(math.inf)
+
+    def _check_reader(self, before: float) -> None:
+        """``before``: bytes that were left to send at the last check. None are added while writing is paused."""
+        self._reader_timer = None
+        left = self.transport.get_write_buffer_size()
+        if 0 < left < before:
+            self._reader_timer = self.loop.call_later(self._stalled_after + _GRACE_S, self._check_reader, left)
+        elif left:
+            self.logger.warning(f"A client has read nothing for {self._stalled_after:g} s: its connection is closed")
+            reset(self.transport)
 
     def plain_head(self) -> bytes:
         """The head of the request at hand without its offer."""
