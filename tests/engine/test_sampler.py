@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling import candidates
+from mlserver_torch_stream.engine.sampling.adjust_rows import FEW
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
@@ -329,6 +330,20 @@ def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() ->
     mixed = [constrained[i] if i % 3 else free[i] for i in order]
     both = torch.where(torch.tensor([i % 3 > 0 for i in range(len(counts))])[:, None], logits, expected_logits)
     assert _ids(sample(both, mixed, order)) == [expected[i] for i in order]
+
+
+@pytest.mark.parametrize("count", [FEW - 1, FEW, FEW + 1])
+def test_a_constraint_that_allows_about_as_many_tokens_as_a_table_holds_gives_those_of_whole_rows(count: int) -> None:
+    """Among so many candidates the last one has noise of its own in a table, and is the tail of a whole row."""
+    vocab_size, rows = 1500, 1000
+    start = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).result().start
+    ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(1))[:count]
+    logits, whole = _logits(1, vocab_size, spread=0.3), torch.full((1, vocab_size), -torch.inf)
+    whole[0, ids] = logits[0, ids]
+    options: dict[str, Any] = {"vocab_size": vocab_size, "temperature": 1.0}
+    constrained = [_row(seed=seed, matcher=_allowing(ids, vocab_size, start), **options) for seed in range(rows)]
+    free = [_row(seed=seed, **options) for seed in range(rows)]
+    assert _ids(sample(logits, constrained, [0] * rows)) == _ids(sample(whole, free, [0] * rows))
 
 
 def test_no_rows_no_choices() -> None:

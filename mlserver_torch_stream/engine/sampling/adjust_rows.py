@@ -20,7 +20,7 @@ _Floats = np.ndarray[Any, np.dtype[np.float32]]
 NO_IDS: _Ids = np.zeros(0, dtype=np.int64)
 NO_FLOATS: _Floats = np.zeros(0, dtype=np.float32)
 NO_TOKEN = -1
-FEW = 128  # tokens: a row that is allowed no more is sampled from a table of them
+FEW = 128  # tokens: a row that is allowed fewer is sampled from a table of them
 _BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1  # of each byte of a mask
 _CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 
@@ -46,17 +46,18 @@ class RowEdits:
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
     """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    None if the mask allows more tokens, or if the row has other changes.
+    None if the mask allows ``FEW`` tokens or more, or if the row has other changes. Of ``FEW`` tokens the last one
+    would have noise of its own, while in a whole row it is the tail beyond the candidates (``candidates.py``).
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
         return None
-    if np.count_nonzero(edits.allowed) > FEW:
+    if np.count_nonzero(edits.allowed) >= FEW:
         return None
     nonzero = np.flatnonzero(edits.allowed)
     byte, bit = np.nonzero(_BITS[edits.allowed[nonzero]])
     known = 8 * nonzero[byte] + bit
     known = known[known < vocab_size]
-    if len(known) > FEW:
+    if len(known) >= FEW:
         return None
     ids = np.full(FEW, NO_TOKEN, dtype=np.int64)
     ids[: len(known)] = known
