@@ -185,9 +185,11 @@ def _parameter(parameter: BodyParameter) -> JsonObject:
 
 
 def _one_of(values: Sequence[Any]) -> JsonObject:
-    """Several plain values, or one of any kind; generators of clients understand no ``enum`` of lists or objects."""
+    """Several plain values, or one of any kind; generators of clients know no ``enum`` but of texts and numbers."""
     if not values:
         return {"type": []}
+    if isinstance(values[0], bool):
+        return {"anyOf": [*({"const": each} for each in values), {"type": "null"}]}
     return _exactly(values[0]) if isinstance(values[0], (list, dict)) else {"enum": list(values)}
 
 
