@@ -115,6 +115,7 @@ def test_a_settings_file_that_cannot_be_read_ends_the_server_with_its_line(
     assert "Traceback" not in log
 
 
+@pytest.mark.slow  # tests/settings/test_settings_file.py has the keys
 def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: Path, tmp_path: Path) -> None:
     place = tmp_path / "models"
     (place / "stray").mkdir(parents=True)
