@@ -15,7 +15,7 @@ import h11
 
 from mlserver_torch_stream.cli.object_row import AnswerTooLarge
 from mlserver_torch_stream.cloud.chunk_join import MOST_ANSWER_BYTES
-from mlserver_torch_stream.cloud.store import within
+from mlserver_torch_stream.cloud.time_limit import within
 
 _AT_ONCE = 1 << 16
 _CONNECT_S = 10.0

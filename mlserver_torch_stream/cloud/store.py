@@ -11,11 +11,11 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
@@ -29,6 +29,7 @@ from mlserver_torch_stream.cloud.cloud_errors import (
     StoreUnavailable,
 )
 from mlserver_torch_stream.cloud.object_upload import ObjectUpload
+from mlserver_torch_stream.cloud.time_limit import within
 
 # A process that ends right after an awaited call of obstore 0.12 may abort at its exit: a thread of the library enters
 # an interpreter that is shutting down. With this pause before the loop ends 0 of 75 runs aborted, without it up to 18
@@ -44,7 +45,6 @@ _LISTED_AT_ONCE = 1000
 _LOCK_LOOK_S = 0.01
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,29 +306,6 @@ def _files(folder: Path) -> list[tuple[str, int]]:
             if path.is_file() and not _BEING_WRITTEN.search(name):
                 found.append((path.relative_to(folder).as_posix(), path.stat().st_size))
     return found
-
-
-async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
-    """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
-    answer, so that a run went on after a signal.
-
-    If the caller is cancelled or the time is over, and the call has a result all the same, ``lost`` is called with it.
-    """
-    future = asyncio.ensure_future(call)
-    try:
-        if not (await asyncio.wait({future}, timeout=seconds))[0]:
-            raise asyncio.TimeoutError
-        return future.result()
-    except BaseException:
-        future.add_done_callback(lambda ended: _pass_result(ended, lost))
-        if future.cancel():
-            await asyncio.wait({future})
-        raise
-
-
-def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
-    if not ended.cancelled() and ended.exception() is None:
-        lost(ended.result())
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:

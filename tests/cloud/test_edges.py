@@ -20,7 +20,8 @@ from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
-from mlserver_torch_stream.cloud.store import Store, settle, within
+from mlserver_torch_stream.cloud.store import Store, settle
+from mlserver_torch_stream.cloud.time_limit import within
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests import plain_http
 from tests.cloud.azure import azure_server

@@ -18,7 +18,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_damage(place: Path) -> str | None:
-    """Says what is wrong with a file, or with the first damaged file of a folder; None if nothing is found."""
+    """Describes the damage of a file, or of the first damaged file of a folder; None if no file is damaged."""
     files = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.is_file())
     return next((damage for file in files if (damage := _damage(file)) is not None), None)
 
