@@ -48,7 +48,7 @@ def started_ahead(*modules: str) -> Iterator[None]:
 
 
 def in_process(function: Callable[..., T], *args: object) -> T:
-    """Returns what ``function(*args)`` returns in another process, or raises what it raises there. Blocks.
+    """Calls ``function(*args)`` in another process. Returns its result, or raises its error. Blocks.
 
     Within a block of ``started_ahead``, the first call uses the process that waits there. Every other call starts a
     process. Each process runs one function and then ends.

@@ -45,7 +45,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """``norms`` holds the float32 factors of each norm, by role, and those of "query" and "key"."""
+    """``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key"."""
 
     qkv: Projection
     out: Projection

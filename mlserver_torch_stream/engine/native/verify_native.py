@@ -58,7 +58,9 @@ def take_rounded(
 
 
 def verify_packed(model: Any, decoder: Decoder, threads: int, cache_dir: Path) -> tuple[NativeForward, SelfCheckResult]:
-    """Returns the forward of ``decoder``, whose logits are those of ``model``, which ``gguf_packed`` has loaded.
+    """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
+
+    ``gguf_packed`` has loaded the model.
 
     Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
     """
