@@ -40,41 +40,57 @@ class Concurrency:
 
 
 class Gate:
-    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival."""
+    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival. A task that wants to
+    be alone waits until all others have left, and those behind it wait until it has left."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency
         self.inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._closed = False  # the task inside is alone
+        self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
 
     @asynccontextmanager
-    async def through(self) -> AsyncIterator[int]:
+    async def through(self, alone: bool = False) -> AsyncIterator[int]:
         """Yields the argument for ``Concurrency.refused``."""
-        if self.inside < self.concurrency.limit and not self._waiting:
-            self.inside += 1
+        if not self._waiting and self._has_room(alone):
+            self._enter(alone)
         else:
-            await self._wait()
+            await self._wait(alone)
         try:
             yield self.concurrency.started()
         finally:
             self._leave()
 
-    async def _wait(self) -> None:
+    def _has_room(self, alone: bool) -> bool:
+        return not self._closed and self.inside < (1 if alone else self.concurrency.limit)
+
+    def _enter(self, alone: bool) -> None:
+        self.inside += 1
+        self._closed = alone
+
+    async def _wait(self, alone: bool) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, alone))
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # the task was let through before it was cancelled
                 self._leave()
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            else:
+                self._admit()  # the task may have been alone at the head, before others that have room
             raise
 
     def _leave(self) -> None:
         self.inside -= 1
-        while self._waiting and self.inside < self.concurrency.limit:
-            turn = self._waiting.popleft()
+        self._closed = False
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            turn, alone = self._waiting[0]
             if not turn.done():  # a cancelled task's turn is done
-                self.inside += 1
+                if not self._has_room(alone):
+                    return
+                self._enter(alone)
                 turn.set_result(None)
+            self._waiting.popleft()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli.interruptible import in_a_thread
@@ -95,6 +95,8 @@ class HandlerInfer:
         return read_parts([part], headers, request_id, self.built.engine.config)
 
     async def _outcome(self, job: HandlerJob) -> Outcome:
+        from mlserver_torch_stream.torchserve.handler_request import WorkerLost
+
         pieces, began = PieceCollector(), time.monotonic()
         try:
             async for piece in job:
@@ -102,7 +104,7 @@ class HandlerInfer:
         except NotServing:
             raise
         except RequestError as error:
-            return Outcome(failure=refusal(error))
+            return Outcome(failure=replace(refusal(error), shared=isinstance(error, WorkerLost)))
         except AnswerTooLarge as error:
             job.close()
             return answer_too_large(error)

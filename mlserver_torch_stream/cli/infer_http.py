@@ -116,16 +116,20 @@ class HttpInfer:
             return Outcome(failure=refusal(error))
         except (ValueError, RecursionError) as error:  # a lone surrogate, NaN, or nesting without end
             return refused("invalid_request", f"cannot be sent as JSON: {error}")
-        return await self._tried(lambda: self._attempt(path, content, ask))
+        return await self._tried(lambda alone: self._attempt(path, content, ask))
 
-    async def _tried(self, once: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass."""
+    async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
+        """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+
+        It is called with True at the row's last try: another row that the server put into the same batch may have
+        failed the tries before, so that the row should be sent while no other is.
+        """
         failures = 0
 
         async def attempt() -> Outcome:
             nonlocal failures
             try:
-                return await once()
+                return await once(failures == _TRIES_OF_A_ROW - 1)
             except RowFailed as error:
                 failures += 1
                 if failures == _TRIES_OF_A_ROW:

@@ -43,11 +43,11 @@ class PredictionInfer(HttpInfer):
             "content-type": self.request.content_type(row),
             "x-request-id": self.request.request_id(row),
         }
-        return await self._tried(lambda: self._posted(row.data, headers))
+        return await self._tried(lambda alone: self._posted(row.data, headers, alone))
 
-    async def _posted(self, content: bytes, headers: Mapping[str, str]) -> Outcome:
+    async def _posted(self, content: bytes, headers: Mapping[str, str], alone: bool) -> Outcome:
         found = PieceCollector()
-        async with self.gate.through() as started:
+        async with self.gate.through(alone) as started:
             began = time.monotonic()
             try:
                 path = f"/predictions/{quote(self.model)}"

@@ -32,12 +32,12 @@ class TensorInfer(HttpInfer):
         tensor: dict[str, Any] = {"name": self.tensor, "shape": [1], "datatype": "BYTES"}
         tensor["parameters"] = {"binary_data_size": len(raw), "content_type": self.request.content_type(row)}
         head = json.dumps({"parameters": self.request.all_headers(row), "inputs": [tensor]}).encode()
-        return await self._tried(lambda: self._tensor_attempt(len(head), head + raw))
+        return await self._tried(lambda alone: self._tensor_attempt(len(head), head + raw, alone))
 
-    async def _tensor_attempt(self, head: int, content: bytes) -> Outcome:
+    async def _tensor_attempt(self, head: int, content: bytes, alone: bool) -> Outcome:
         path = f"/v2/models/{quote(self.model, safe='')}/infer"
         headers = {"Content-Type": "application/octet-stream", _JSON_BYTES: str(head)}
-        async with self.gate.through() as started:
+        async with self.gate.through(alone) as started:
             began, pieces = time.monotonic(), PieceCollector()
             async with self._answered(started, path, content, headers) as response:
                 try:

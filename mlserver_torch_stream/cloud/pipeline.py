@@ -41,8 +41,8 @@ def _size(row: Row) -> int:
     return row.size
 
 
-def _inference_failed(error: Exception) -> Failure:
-    return Failure("inference_failed", f"{type(error).__name__}: {error}")
+def _inference_failed(error: Exception, shared: bool = False) -> Failure:
+    return Failure("inference_failed", f"{type(error).__name__}: {error}", shared=shared)
 
 
 async def infer_rows(
@@ -82,6 +82,7 @@ class _Flow:
         )
         self._join = ChunkJoin()
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
+        self._suspects: deque[_Ticketed] = deque()  # rows of batches that failed
         self._running: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()  # an item has left the window
@@ -141,10 +142,18 @@ class _Flow:
     def _send(self, batch: Sequence[_Ticketed]) -> None:
         if batch:
             self._waiting.append(batch)
-        while self._waiting and len(self._running) < self._limits.batches and self._error is None:
-            task = asyncio.create_task(self._run(self._waiting.popleft()))
-            self._running.add(task)
-            task.add_done_callback(self._ended)
+        while self._error is None:
+            if self._suspects and not self._running:
+                self._start([self._suspects.popleft()], by_itself=True)
+            elif self._waiting and not self._suspects and len(self._running) < self._limits.batches:
+                self._start(self._waiting.popleft())
+            else:
+                return
+
+    def _start(self, batch: Sequence[_Ticketed], by_itself: bool = False) -> None:
+        task = asyncio.create_task(self._run(batch, by_itself))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -154,22 +163,28 @@ class _Flow:
             self._fail(error)
         self._send(())
 
-    async def _run(self, batch: Sequence[_Ticketed]) -> None:
+    async def _run(self, batch: Sequence[_Ticketed], by_itself: bool) -> None:
+        """Settles the rows of a batch. Rows that another row of the batch may have failed are inferred once more, each
+        while no other batch is: a model may put the rows of several batches together."""
         rows = [row for _, row in batch]
         began = time.monotonic()
         try:
             outcomes = await self._infer(rows)
             if len(outcomes) != len(rows):
                 raise RuntimeError(f"{len(outcomes)} outcomes came for {len(rows)} rows")
-            self._metrics.batch_inferred(rows, outcomes, began, time.monotonic())
         except CloudError:
             self._metrics.batch_failed()
             raise
         except Exception as error:
             self._metrics.batch_failed()
-            outcomes = [Outcome(failure=_inference_failed(error))] * len(rows)
+            outcomes = [Outcome(failure=_inference_failed(error, shared=len(rows) > 1))] * len(rows)
+        else:
+            self._metrics.batch_inferred(rows, outcomes, began, time.monotonic())
         for (ticket, row), outcome in zip(batch, outcomes, strict=True):
-            self._settle(ticket, row, outcome)
+            if outcome.failure is not None and outcome.failure.shared and not by_itself:
+                self._suspects.append((ticket, row))
+            else:
+                self._settle(ticket, row, outcome)
 
     def _settle(self, ticket: int, row: Row, outcome: Outcome) -> None:
         self._window.settle(ticket, Result(row, outcome))

@@ -31,13 +31,15 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    ``status`` and ``error``: the answer of OpenAI's API, where a model refused the row or failed at it.
+    ``status`` and ``error``: the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``:
+    another row of the batch may be the cause.
     """
 
     code: str
     message: str
     status: int | None = None
     error: Mapping[str, Any] | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +156,5 @@ def refusal(error: RequestError) -> Failure:
 
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 """Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
-exception fails the rows of the batch."""
+exception fails the batch. Each row of a batch that failed, or that failed with a ``shared`` failure, is inferred once
+more, by itself."""

@@ -84,7 +84,7 @@ class RunMetrics:
 
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
         """A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed."""
-        self.num_inferences += len(rows)
+        self.num_inferences += sum(outcome.failure is None or not outcome.failure.shared for outcome in outcomes)
         self.inference_request_batch_size.update(len(rows))
         self.inference_request_batch_byte_size.update(sum(row.size for row in rows))
         self.inference_batch_latency_micro_secs.update(round((now - began) * 1e6))

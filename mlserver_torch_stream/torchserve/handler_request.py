@@ -36,6 +36,10 @@ class HandlerFailed(RequestError):
         self.piece = piece
 
 
+class WorkerLost(HandlerFailed):
+    """The worker died, or was killed, while it ran the request, perhaps because of another request of its batch."""
+
+
 class RequestTooLarge(RequestError):
     """The request does not fit into one message to a worker."""
 

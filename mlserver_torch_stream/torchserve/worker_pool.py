@@ -17,7 +17,13 @@ from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.frames import MOST_BYTES, split
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, ResponsePiece
+from mlserver_torch_stream.torchserve.handler_request import (
+    HandlerFailed,
+    HandlerJob,
+    HandlerRequest,
+    ResponsePiece,
+    WorkerLost,
+)
 from mlserver_torch_stream.torchserve.rank_messages import pass_rank_message
 from mlserver_torch_stream.torchserve.response_timeout import ResponseTimeout
 from mlserver_torch_stream.torchserve.supervisor import WorkerSlot, WorkerSupervisor
@@ -190,7 +196,7 @@ class WorkerPool:
         slot.batches.clear()
         slot.batch_s = None
         for job in lost:
-            self._end(job, HandlerFailed(f"the handler's {why}"))
+            self._end(job, WorkerLost(f"the handler's {why}"))
         self._dispatcher.dispatch_due()
 
     def unavailable(self, why: str) -> None:

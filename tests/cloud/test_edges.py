@@ -119,6 +119,26 @@ def test_a_place_at_a_gate_goes_past_a_task_that_was_cancelled_in_the_same_breat
     asyncio.run(asyncio.wait_for(run(), _SOON_S))
 
 
+def test_a_task_that_is_to_be_alone_in_a_gate_is_and_leaves_no_other_waiting_when_it_is_cancelled() -> None:
+    async def run() -> None:
+        gate, most = Gate(Concurrency(3, 3)), list[int]()
+
+        async def enter(alone: bool) -> None:
+            async with gate.through(alone):
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                    if alone:
+                        most.append(gate.inside)
+
+        tasks = [asyncio.create_task(enter(number % 3 == 1)) for number in range(9)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()  # waits at the head
+        await asyncio.wait(tasks)
+        assert most == [1] * 6 and gate.inside == 0
+
+    asyncio.run(asyncio.wait_for(run(), _SOON_S))
+
+
 def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
     (tmp_path / "list").write_bytes(b"\xef\xbb\xbfa.jsonl\r\n")

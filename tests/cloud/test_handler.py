@@ -288,6 +288,27 @@ def handle(data, context):
     assert "exited with status 1" in found[2]["response"]["body"]["error"]["message"]
 
 
+def test_an_object_at_which_the_worker_dies_fails_alone_in_its_batch(folder: Path, capfd: Any) -> None:
+    source = """
+import os
+
+def handle(data, context):
+    if data and any(bytes(row["body"]) == b"die" for row in data):
+        os._exit(1)
+    return data and [str(len(data)) for row in data]
+"""
+    for number in range(8):
+        (folder / "in" / f"{number}.x").write_bytes(b"die" if number in (2, 5) else b"fine")
+    run = ("run", "--input", folder / "in", "--glob", "*.x", "--handler", write(folder / "h", source), *_SHIM)
+    batches = ("--batch-rows", "4", "--max-wait", "5")
+    assert cloud(*run, *batches, "--output", folder / "out") == 1
+    found = rows(joined(folder / "out"))
+    assert [row["key"] for row in found if trouble(row)] == ["2.x", "5.x"]
+    assert cloud(*run, *batches, "--fail-fast") == 3
+    out, err = capfd.readouterr()
+    assert [trouble(row) is None for row in rows(out)] == [True, True, False] and "1 rows failed, more than 0" in err
+
+
 def test_mlservers_environment_does_not_reach_the_handlers_settings(
     folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

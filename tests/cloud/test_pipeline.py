@@ -7,6 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -51,6 +52,31 @@ def test_results_keep_the_order_of_the_rows_whatever_the_batches_take() -> None:
     assert [result.row.index for result in found] == list(range(50))
     assert found[7].outcome.failure == Failure("invalid_row", "bad")
     assert all(result.outcome.response == {"text": f"k:{i}"} for i, result in enumerate(found) if i != 7)
+
+
+def test_rows_of_a_batch_that_failed_are_inferred_once_more_by_themselves_while_nothing_else_is() -> None:
+    inside, asked = 0, Counter[int]()
+
+    async def poisoned(rows: Sequence[Row]) -> list[Outcome]:
+        nonlocal inside
+        inside += 1
+        asked.update(row.index for row in rows)
+        again = asked[rows[0].index] == 2
+        assert not again or (len(rows) == 1 and inside == 1)
+        await asyncio.sleep(0.001)
+        inside -= 1
+        if any(row.index in (5, 12) for row in rows):
+            raise ValueError("poison")
+        return await _echo(rows)
+
+    metrics = RunMetrics()
+    limits = PipelineLimits(batch_rows=4, batches=3, window=10)
+    found = asyncio.run(_collect(infer_rows(_rows(30), poisoned, limits, metrics)))
+    assert [result.row.index for result in found] == list(range(30))
+    assert [result.row.index for result in found if result.outcome.failure is not None] == [5, 12]
+    assert found[5].outcome.failure == Failure("inference_failed", "ValueError: poison")
+    assert max(asked.values()) == 2 and 2 <= sum(count == 2 for count in asked.values()) <= 8
+    assert (metrics.num_inferences, metrics.failed_batches_counter) == (28, 4)
 
 
 @pytest.mark.slow
@@ -136,15 +162,15 @@ def test_batches_side_by_side_are_bounded() -> None:
 
 def test_an_exception_fails_its_batch_alone_and_a_wrong_number_of_outcomes_too() -> None:
     async def breaks(rows: Sequence[Row]) -> list[Outcome]:
-        if rows[0].index == 2:
+        if rows[0].index in (2, 3):
             raise ValueError("it burned")
-        return (await _echo(rows))[: 1 if rows[0].index == 4 else None]
+        return (await _echo(rows))[: 0 if rows[0].index in (4, 5) else None]
 
     found = _run(_rows(8), breaks, batch_rows=2)
     failures = {r.row.index: r.outcome.failure for r in found if r.outcome.failure is not None}
     assert sorted(failures) == [2, 3, 4, 5]
     assert failures[2] == Failure("inference_failed", "ValueError: it burned")
-    assert "1 outcomes came for 2 rows" in failures[4].message
+    assert "0 outcomes came for 1 rows" in failures[4].message
 
 
 @pytest.mark.parametrize("where", ["source", "infer"])

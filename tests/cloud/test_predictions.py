@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,6 +108,9 @@ class _TorchServe:
     url: str = ""
     script: dict[bytes, list[tuple[int, str]]] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    delay: float = 0.0
+    flying: list[list[bytes]] = field(default_factory=list)  # those that are there when an answer of 200 is sent
+    here: list[bytes] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -121,6 +125,12 @@ def _torchserve() -> Iterator[_TorchServe]:
                 server.asked.append((self.path, {name.lower(): text for name, text in self.headers.items()}, body))
                 coming = server.script.get(body) or []
                 status, kind = coming.pop(0) if coming else (200, "")
+                server.here.append(body)
+            time.sleep(server.delay)
+            with server.lock:
+                if status == 200:
+                    server.flying.append(list(server.here))
+                server.here.remove(body)
             if kind == "cut":
                 self.send_response(200)
                 self.send_header("Transfer-Encoding", "chunked")
@@ -195,6 +205,17 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
     assert found[2]["response"]["status_code"] == status
     said = {"": "the handler's own", "cut": "after 1 pieces of the answer"}.get(failure[1], "as asked")
     assert said in found[2]["response"]["body"]["error"]["message"]
+
+
+def test_the_last_try_of_an_object_is_made_while_no_other_is_sent(
+    torchserve: _TorchServe, folder: Path, capfd: Any
+) -> None:
+    """The server may have failed it for another object that it put into the same batch."""
+    torchserve.script = {b"object %d" % number: [(500, "InternalServerException")] * 2 for number in range(4)}
+    torchserve.delay = 0.2
+    assert cloud(*_run(torchserve, folder)) == 0
+    assert all(len(together) == 1 for together in torchserve.flying)
+    assert [predictions(row) for row in rows(capfd.readouterr().out)] == [[f"answer to object {n}"] for n in range(4)]
 
 
 @pytest.mark.parametrize("failure", [(404, "ModelNotFoundException"), (401, "InvalidKeyException"), (403, "")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused, TooManyFailures
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.retry_failed import FailedRow, FailedRowRetry
-from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result, Row
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests import plain_http
@@ -41,6 +41,19 @@ def test_rows_that_failed_get_their_answers_in_their_places_and_no_other_is_infe
     assert json.loads((folder / "out" / "done.json").read_bytes())["failed"] == 1
     nobody = Model()
     assert run(job(folder), nobody) == 1 and nobody.asked == []
+
+
+def test_rows_that_failed_only_with_others_of_their_batch_are_answered(folder: Path) -> None:
+    class Poisoned(Model):
+        async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+            if any((row.body or {}).get("prompt") == "fail 20" for row in rows):
+                raise ValueError("poison")
+            return [Outcome({"text": row.custom_id}) for row in rows]
+
+    run(job(folder), Model(fails=""))
+    assert len(_records(failed(folder))) == 37
+    assert run(job(folder, retry_failed=True), Poisoned()) == 2
+    assert [record["index"] for record in _records(failed(folder))] == [9, 20]
 
 
 def test_a_row_that_fails_again_says_why_it_did_this_time(folder: Path) -> None:
