@@ -40,8 +40,10 @@ class Concurrency:
 
 
 class Gate:
-    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival. A task that wants to
-    be alone waits until all others have left, and those behind it wait until it has left."""
+    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival.
+
+    A task that is to be alone waits until all others have left, and those behind it wait until it has left.
+    """
 
     def __init__(self, concurrency: Concurrency) -> None:
         self.concurrency = concurrency

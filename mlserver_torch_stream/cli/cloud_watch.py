@@ -21,7 +21,7 @@ from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.polling import Poller
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Credentials, Queue
+from mlserver_torch_stream.cloud.sqs import Queue, read_credentials
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watching import Watcher
 
@@ -92,7 +92,7 @@ async def _objects(
                 await poller.save()
         return
     bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
-    credentials = Credentials.read(os.environ)
+    credentials = read_credentials(os.environ)
     queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _report_foreign)
     try:
         await watcher.watch(queue.announcements(), arguments.limit)

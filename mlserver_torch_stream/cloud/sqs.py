@@ -1,14 +1,12 @@
 """Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
 
-Speaks SQS' JSON protocol and signs its requests itself (Signature Version 4): a client library for one queue is larger
-than this package. Knows nothing of results. Credentials are read from the environment, AWS_ACCESS_KEY_ID and its like.
+Speaks SQS' JSON protocol. Knows nothing of results. Credentials are read from the environment, AWS_ACCESS_KEY_ID and
+its like.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -20,6 +18,7 @@ from urllib.parse import unquote_plus, urlsplit
 
 import httpx
 
+from mlserver_torch_stream.cloud.aws_signature import AwsRequest, Credentials, signed
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import (
     AccessDenied,
@@ -35,46 +34,18 @@ _HELD_S = 60  # a message is hidden from other consumers for so long; prolonged 
 _MOST = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    key: str
-    secret: str
-    region: str
-    token: str | None = None
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Credentials:
-        """Raises RunRefused."""
-        region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-        key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
-        if not (key and secret and region):
-            raise RunRefused(
-                "--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment"
-            )
-        return cls(key, secret, region, environ.get("AWS_SESSION_TOKEN") or None)
+def read_credentials(environ: Mapping[str, str]) -> Credentials:
+    """Raises RunRefused."""
+    found = Credentials.find(environ)
+    if found is None:
+        raise RunRefused("--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment")
+    return found
 
 
-def signed(
-    credentials: Credentials, host: str, target: str, body: bytes, now: datetime, service: str = "sqs"
-) -> dict[str, str]:
-    """The headers of a POST to ``/`` under Signature Version 4."""
-    stamp, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
-    headers = {"content-type": "application/x-amz-json-1.0", "host": host, "x-amz-date": stamp, "x-amz-target": target}
-    if credentials.token:
-        headers["x-amz-security-token"] = credentials.token
-    names = ";".join(sorted(headers))
-    lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-    request = f"POST\n/\n\n{lines}\n{names}\n{hashlib.sha256(body).hexdigest()}"
-    scope = f"{day}/{credentials.region}/{service}/aws4_request"
-    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
-    key = f"AWS4{credentials.secret}".encode()
-    for part in scope.split("/"):
-        key = hmac.digest(key, part.encode(), "sha256")
-    signature = hmac.digest(key, text.encode(), "sha256").hex()
-    authorization = (
-        f"AWS4-HMAC-SHA256 Credential={credentials.key}/{scope}, SignedHeaders={names}, Signature={signature}"
-    )
-    return {**headers, "authorization": authorization}
+def signed_post(credentials: Credentials, host: str, target: str, body: bytes, now: datetime) -> dict[str, str]:
+    """The headers of a POST to ``/``."""
+    headers = {"content-type": "application/x-amz-json-1.0", "host": host, "x-amz-target": target}
+    return signed(credentials, AwsRequest("POST", "/", headers, {}, body), now, "sqs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +159,7 @@ class Queue:
 
     async def _attempt(self, action: str, values: Mapping[str, Any]) -> Any:
         body = json.dumps({"QueueUrl": self._url, **values}).encode()
-        headers = signed(self._credentials, self._host, f"AmazonSQS.{action}", body, datetime.now(timezone.utc))
+        headers = signed_post(self._credentials, self._host, f"AmazonSQS.{action}", body, datetime.now(timezone.utc))
         try:
             answer = await self._client.post(self._endpoint, content=body, headers=headers)
         except httpx.HTTPError as error:

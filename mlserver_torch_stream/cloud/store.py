@@ -29,6 +29,7 @@ from mlserver_torch_stream.cloud.cloud_errors import (
     StoreUnavailable,
 )
 from mlserver_torch_stream.cloud.object_upload import ObjectUpload
+from mlserver_torch_stream.cloud.s3_listing import S3Listing
 from mlserver_torch_stream.cloud.time_limit import within
 
 # A process that ends right after an awaited call of obstore 0.12 may abort at its exit: a thread of the library enters
@@ -42,6 +43,7 @@ _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
 _LISTED_AT_ONCE = 1000
+_UNNAMEABLE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # a key for which the library has no name
 _LOCK_LOOK_S = 0.01
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -65,7 +67,14 @@ async def settle() -> None:
 class Store:
     """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer."""
 
-    def __init__(self, backend: Any, url: str, stall_s: float = 30.0, listable: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        url: str,
+        stall_s: float = 30.0,
+        listable: bool = True,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
         import obstore
 
         self._library: Any = obstore
@@ -73,6 +82,7 @@ class Store:
         self.url = url
         self._stall_s = stall_s
         self.listable = listable
+        self._options = options or {}
 
     @classmethod
     def open(
@@ -95,7 +105,8 @@ class Store:
                 if not make and not folder.is_dir():
                     return cls(obstore.store.MemoryStore(), str(folder), stall_s)
                 return cls(obstore.store.LocalStore(folder, mkdir=True), str(folder), stall_s)
-            return cls(_remote(url, scheme, dict(options or {})), url.rstrip("/"), stall_s, scheme in _SCHEMES)
+            backend = _remote(url, scheme, dict(options or {}))
+            return cls(backend, url.rstrip("/"), stall_s, scheme in _SCHEMES, options)
         except CloudError:
             raise
         except Exception as error:
@@ -115,14 +126,15 @@ class Store:
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
         """All objects, in a cloud store in the order of their keys; ``after``: only keys after this one.
 
-        The library stops to list a folder at a file that it cannot name, such as one with a newline in its name. The
-        other files are then listed without the library.
+        The library stops to list at an object that it cannot name, such as one with a newline or an empty level in its
+        name. The others are then listed without the library. Raises RunRefused where that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
         from obstore.exceptions import InvalidPathError
 
         seen: set[str] = set()  # of a folder
+        last = after
         try:
             batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
@@ -133,16 +145,37 @@ class Store:
                 for meta in batch:
                     if self._local:
                         seen.add(meta["path"])
+                    last = meta["path"]
                     yield ObjectInfo(meta["path"], meta["size"], self._version(meta))
         except Exception as error:
-            if not self._local or not isinstance(error, InvalidPathError):
+            if not isinstance(error, InvalidPathError):
                 raise self._as_cloud_error(error, "") from error
+            unnamed = _first_line(error)
+        if not self._local:
+            async for info in self._list_s3(last, unnamed):
+                yield info
+            return
         for key, size in await asyncio.to_thread(_files, Path(self.url)):
             if key not in seen and (after is None or key > after):
                 try:
                     yield await self.head(key)
                 except RunRefused:
                     yield ObjectInfo(key, size, "")
+
+    async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
+        """``unnamed``: what the library said of the key."""
+        listing = S3Listing.find(self.url, self._options, self._stall_s)
+        if listing is None:
+            raise RunRefused(
+                f"{self.url}: cannot be listed, because one of its keys cannot be named here ({unnamed}); name the "
+                "others with --manifest"
+            )
+        async for key, size, etag in listing.objects(after):
+            key = key.removesuffix("/")  # as the library lists them
+            if not etag and not _UNNAMEABLE.search(key):
+                yield await self.head(key)
+            else:
+                yield ObjectInfo(key, size, "" if _UNNAMEABLE.search(key) else etag)
 
     @property
     def _local(self) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -25,7 +28,7 @@ from mlserver_torch_stream.cloud.time_limit import within
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
 from tests import plain_http
 from tests.cloud.azure import azure_server
-from tests.cloud.command import cloud
+from tests.cloud.command import cloud, joined
 from tests.cloud.models import ModelServer
 
 _SOON_S = 20.0
@@ -141,9 +144,11 @@ def test_a_task_that_is_to_be_alone_in_a_gate_is_and_leaves_no_other_waiting_whe
 
 def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
-    (tmp_path / "list").write_bytes(b"\xef\xbb\xbfa.jsonl\r\n")
+    (tmp_path / "b\u2028.txt").write_text("c")
+    (tmp_path / "list").write_bytes("\ufeffa.jsonl\r\nb\u2028.txt".encode())
     found = _all(CloudRun(str(tmp_path), manifest=str(tmp_path / "list")))
-    assert [(each.row.line, each.outcome.response) for each in found] == [(1, {"text": "a"}), (3, {"text": "b"})]
+    answers = [(each.row.line, each.outcome.response) for each in found]
+    assert answers == [(1, {"text": "a"}), (3, {"text": "b"}), (None, {"text": "c"})]
 
 
 def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket: str) -> None:
@@ -169,6 +174,52 @@ def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path)
     (found,) = _all(CloudRun("s3://bucket/in", manifest=str(tmp_path / "list"), storage={"region": "us-east-1"}))
     assert found.outcome.failure is not None and found.outcome.failure.code == "refused"
     assert "a//b.txt: " in found.outcome.failure.message and "empty path segment" in found.outcome.failure.message
+
+
+def _put_raw(aws: dict[str, str], path: str, body: bytes) -> None:
+    """A PUT to a path that is not normalized."""
+    parts = urlsplit(aws["AWS_ENDPOINT_URL"])
+    connection = HTTPConnection(parts.netloc)
+    connection.request("PUT", quote(path), body)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+_UNNAMEABLE = ["a/../b.txt", "c/./d.txt", "e//f.txt", "m\x7f.txt", "n\x01.txt"]
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_keys_that_the_library_has_no_name_for_are_error_rows_in_their_places_and_the_others_are_answered(
+    aws: dict[str, str], bucket: str, tmp_path: Path, server: ModelServer, capfdbinary: Any, output: bool
+) -> None:
+    good = ["0.txt", "b+ c%2F.txt", "d.txt", "f/", "l.txt", "z.txt"]
+    for key in (*good, *_UNNAMEABLE):
+        _put_raw(aws, f"/{bucket}/in/{key}", b"" if key.endswith("/") else b"text")
+    run = ("run", "--input", f"s3://{bucket}/in", "--url", server.url, "--part-rows", "3")
+    out = tmp_path / "out"
+    assert cloud(*run, *(("--output", out) if output else ())) == 1
+    found = [json.loads(line) for line in (joined(out) if output else capfdbinary.readouterr().out).splitlines()]
+    assert [row["key"] for row in found] == sorted({*good, *_UNNAMEABLE} - {"f/"})
+    assert [row["key"] for row in found if row["error"]] == _UNNAMEABLE
+    assert found[1]["error"] == {
+        "code": "refused",
+        "message": "'a/../b.txt': the library of stores has no way to name it",
+    }
+
+
+def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_listed_otherwise(
+    aws: dict[str, str], bucket: str, server: ModelServer, capfd: Any
+) -> None:
+    _put_raw(aws, f"/{bucket}/in/e//f.txt", b"text")
+    place = (f"endpoint={aws['AWS_ENDPOINT_URL']}/{bucket}", "virtual_hosted_style_request=true")
+    hosted = [part for option in place for part in ("--storage", option)]
+    assert cloud("run", "--input", f"s3://{bucket}/in", "--url", server.url, *hosted) == 2
+    said = capfd.readouterr().err
+    assert (
+        f"error: s3://{bucket}/in: cannot be listed" in said
+        and "e//f.txt" in said
+        and "name the others with --manifest" in said
+    )
 
 
 def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cloud.aws_signature import Credentials
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Created, Credentials, read_notification, signed
+from mlserver_torch_stream.cloud.sqs import Created, read_notification, signed_post
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
@@ -226,7 +227,8 @@ def test_requests_are_signed_as_botocore_signs_them() -> None:
     from botocore.credentials import Credentials as Known
 
     now, body = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc), b'{"QueueUrl": "x"}'
-    ours = signed(Credentials("AK", "SK", "eu-west-1", "TOKEN"), "sqs.example", "AmazonSQS.ReceiveMessage", body, now)
+    credentials = Credentials("AK", "SK", "eu-west-1", "TOKEN")
+    ours = signed_post(credentials, "sqs.example", "AmazonSQS.ReceiveMessage", body, now)
     request = AWSRequest("POST", "https://sqs.example/", data=body)
     for name in ("content-type", "host", "x-amz-target", "x-amz-security-token"):
         request.headers[name] = ours[name]
