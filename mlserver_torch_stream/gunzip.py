@@ -32,7 +32,7 @@ class Gunzip:
                 data = data.lstrip(b"\0") if self._padded else data
                 if not data:
                     return
-                self._member, self._begun = zlib.decompressobj(_GZIP), False
+                self._member = zlib.decompressobj(_GZIP)
             try:
                 piece = self._member.decompress(data, most)
             except zlib.error as error:
@@ -43,6 +43,8 @@ class Gunzip:
                 yield piece
 
     def end(self) -> None:
-        """Raises Damaged where the last member is cut off."""
-        if self._begun and not self._member.eof:
+        """Raises Damaged where the last member is cut off, or where there is none."""
+        if not self._begun:
+            raise Damaged("is empty, which is not gzip")
+        if not self._member.eof:
             raise Damaged("is gzip that ends before its end")

@@ -51,7 +51,13 @@ def test_no_piece_is_larger_than_asked_for(data: bytes, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: data[:-9], lambda data: data[:40] + b"!!" + data[42:], lambda data: b"{}"]
+    "damage",
+    [
+        *(lambda data, left=left: data[:left] for left in (-9, -1, 10, 1, 0)),
+        lambda data: data + data[:1],
+        lambda data: data[:40] + b"!!" + data[42:],
+        lambda data: b"{}",
+    ],
 )
 def test_what_is_damaged_is_never_taken_for_whole(damage: Any) -> None:
     with pytest.raises(Damaged):
@@ -95,6 +101,13 @@ def test_where_it_breaks_one_error_row_stands_for_the_rest() -> None:
     assert 0 < len(rows) < 200 and [row.index for row in rows] == list(range(len(rows)))
     assert [row.failure and row.failure.code for row in rows[-2:]] == [None, "invalid_gzip"]
     assert rows[-1].line is None
+
+
+@pytest.mark.parametrize(("body", "said"), [(b"", "is empty, which is not gzip"), (_BODY[:3], "ends before its end")])
+def test_an_object_without_a_whole_row_is_one_error_row(body: bytes, said: str) -> None:
+    (row,) = _rows(body)
+    assert row.failure is not None and row.failure.code == "invalid_gzip" and said in row.failure.message
+    assert _rows(gzip.compress(b"")) == []
 
 
 def test_junk_behind_the_last_member_is_one_error_row_however_much_of_it_there_is() -> None:

@@ -144,6 +144,4 @@ class _Gzip(_Plain):
             self._gunzip.end()
         except Damaged as error:
             raise InvalidInput("content-encoding", f"the body {error}") from None
-        if not self._packed:
-            raise InvalidInput("content-encoding", "the body is empty, which is not gzip")
         return super().whole()
