@@ -185,6 +185,7 @@ cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedde
 
 # In an environment of its own: nothing of the server's is needed.
 $(WHEEL)/.installed: constraints.txt
+	@echo 'Installing a compiler into $(WHEEL), 80 MB to download'
 	$(PYTHON) -m venv $(WHEEL)
 	sed -n '/^\(auditwheel\|build\|hatchling\|ziglang\)==/p' constraints.txt > $(WHEEL)/requirements.txt
 	$(WHEEL)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
@@ -192,8 +193,10 @@ $(WHEEL)/.installed: constraints.txt
 	@touch $@
 
 wheel: $(WHEEL)/.installed ## wheels with the kernels in them, for x86_64 and aarch64, and the sdist, into WHEEL_DIR
+	@echo 'Building into $(WHEEL_DIR): the sdist, and a wheel for each of $(WHEEL_MACHINES); minutes for each machine'
 	$(WHEEL)/bin/python -m build --no-isolation --sdist --outdir $(WHEEL_DIR)
-	for machine in $(WHEEL_MACHINES); do \
+	@for machine in $(WHEEL_MACHINES); do \
+		echo "Building the wheel for $$machine"; \
 		WHEEL_MACHINE=$$machine $(WHEEL)/bin/python -m build --no-isolation --wheel --outdir $(WHEEL_DIR) || exit 1; \
 		$(WHEEL)/bin/auditwheel show $(WHEEL_DIR)/*manylinux*_$$machine.whl || exit 1; \
 	done

@@ -38,7 +38,12 @@ class KernelsHook(BuildHookInterface[Any]):
             raise SystemExit(f"WHEEL_MACHINE: there are kernels for {', '.join(machines)}, not for {machine!r}")
         folder = Path(self.root) / "build" / "prebuilt"
         folder.mkdir(parents=True, exist_ok=True)
-        for variant in variants:
+        for number, variant in enumerate(variants, start=1):
+            print(
+                f"Compiling the kernels for {machine} with {variant.name}, {number} of {len(variants)}; the first takes "
+                "minutes, since the compiler compiles its own C++ library too",
+                flush=True,
+            )
             _compile(Path(self.root), variant, folder / variant.file_name)
             inside = _ROOM / "prebuilt" / variant.file_name
             build_data["force_include"][str(folder / variant.file_name)] = str(inside)

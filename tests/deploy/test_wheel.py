@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.native.kernel_variants import runnable
+from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.server.page.page_files import page_files
 from tests import markdown, plain_http
 from tests.server.harness import free_ports
@@ -63,6 +66,48 @@ def served(commands: Path, model: Path, folder: Path, **environment: str) -> Ite
     finally:
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
+
+
+_STANDS_IN = "import pathlib, sys; pathlib.Path(sys.argv[sys.argv.index('-o') + 1]).touch()"
+
+
+def test_the_build_of_a_wheel_says_what_it_does_before_it_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With stand-ins for the compiler, which takes minutes, and for the base class, which the tests do not install."""
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang/__main__.py").write_text(_STANDS_IN)
+    interface = ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = {Any: object}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("WHEEL_MACHINE", "x86_64")
+    (tmp_path / "mlserver_torch_stream").symlink_to(markdown.ROOT / "mlserver_torch_stream")
+    hook = runpy.run_path(str(markdown.ROOT / "hatch_build.py"))["KernelsHook"]()
+    hook.root = str(tmp_path)
+    hook.initialize("standard", {"force_include": {}})
+    said = capfd.readouterr().out.splitlines()
+    ours = [each.name for each in VARIANTS if each.machine == "x86_64"]
+    assert len(said) == len(ours)
+    for number, (line, name) in enumerate(zip(said, ours, strict=True), start=1):
+        assert line.startswith(f"Compiling the kernels for x86_64 with {name}, {number} of {len(ours)}")
+    make = [
+        "make",
+        "-n",
+        "-C",
+        str(markdown.ROOT),
+        "wheel",
+        f"VENV={tmp_path}",
+        "WHEEL_MACHINES=aarch64",
+        "PYTHON=python3",
+    ]
+    commands = subprocess.run(make, capture_output=True, text=True, check=True, timeout=60).stdout
+    for said_first, then in (
+        ("echo 'Installing a compiler", "-m venv"),
+        ("echo 'Building", "--sdist"),
+        ('echo "Building', "--wheel"),
+    ):
+        assert 0 <= commands.index(said_first) < commands.index(then)
 
 
 @pytest.mark.slow
