@@ -40,8 +40,8 @@ class KernelsHook(BuildHookInterface[Any]):
         folder.mkdir(parents=True, exist_ok=True)
         for number, variant in enumerate(variants, start=1):
             print(
-                f"Compiling the kernels for {machine} with {variant.name}, {number} of {len(variants)}; the first takes "
-                "minutes, since the compiler compiles its own C++ library too",
+                f"Compiling the kernels for {machine} with {variant.name}, {number} of {len(variants)}; the first takes"
+                " minutes, since the compiler compiles its own C++ library too",
                 flush=True,
             )
             _compile(Path(self.root), variant, folder / variant.file_name)

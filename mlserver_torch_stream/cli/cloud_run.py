@@ -87,7 +87,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(options.make_run(arguments, name))
-    check_objects(arguments, (each.info.key for each in planned.objects))
+    check_objects(arguments, (each.info.key for each in planned.objects if each.failure is None))
     if arguments.dry_run:
         print(_described(planned))
         return 0

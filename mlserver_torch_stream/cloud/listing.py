@@ -71,8 +71,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
     found: list[Listed] = []
     async for info in store.list():
         if pattern.fullmatch(info.key):
-            unreadable = Failure(RunRefused.code, f"{info.key!r}: the library of stores has no way to name it")
-            found.append(Listed(info, None if info.etag else unreadable))
+            unreadable = Failure(RunRefused.code, f"{info.key!r}: {info.trouble}")
+            found.append(Listed(info, unreadable if info.trouble else None))
             if len(found) > MOST_OBJECTS:
                 raise RunRefused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
     return found
@@ -80,14 +80,16 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
     """Leaves out the folders. Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``,
-    and no such object exists."""
-    empty = [each.info.key for each in found if each.info.key and not each.info.size]
-    failures = {each.info.key: each.failure for each in await heads(store, empty, retry)}
-    folders = {
-        "",
-        *(key for key, failure in failures.items() if failure is not None and failure.code == ObjectMissing.code),
-    }
-    return [each for each in found if each.info.key not in folders]
+    beside an object ``name`` if there is one."""
+    empty = [each.info.key for each in found if each.info.key and not each.info.size and each.failure is None]
+    now = {each.info.key: each for each in await heads(store, empty, retry)}
+    objects: dict[str, Listed] = {}
+    for each in found:
+        is_now = each if each.info.size else now.get(each.info.key, each)
+        missing = is_now.failure is not None and is_now.failure.code == ObjectMissing.code
+        if each.info.key and not missing and is_now.info.size == each.info.size:
+            objects[each.info.key] = each
+    return list(objects.values())
 
 
 def _manifest_keys(data: bytes) -> list[str]:

@@ -12,8 +12,8 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
 _LISTED_AT_ONCE = 1000
+_UNNAMED = "the library of stores has no way to name it"
 _UNNAMEABLE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # a key for which the library has no name
 _LOCK_LOOK_S = 0.01
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
@@ -52,11 +53,12 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One version of an object. ``etag`` pins it; where the store has no ETag, it is the time of the last change. It is
-    empty for a file that the library cannot name."""
+    empty where there is ``trouble``: the reason why the object cannot be read."""
 
     key: str
     size: int
     etag: str
+    trouble: str = ""
 
 
 async def settle() -> None:
@@ -127,7 +129,8 @@ class Store:
         """All objects, in a cloud store in the order of their keys; ``after``: only keys after this one.
 
         The library stops to list at an object that it cannot name, such as one with a newline or an empty level in its
-        name. The others are then listed without the library. Raises RunRefused where that is not possible.
+        name, and in a folder at links in a circle. The others are then listed without the library. Raises RunRefused
+        where that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -148,19 +151,28 @@ class Store:
                     last = meta["path"]
                     yield ObjectInfo(meta["path"], meta["size"], self._version(meta))
         except Exception as error:
-            if not isinstance(error, InvalidPathError):
+            if not self._local and not isinstance(error, InvalidPathError):
                 raise self._as_cloud_error(error, "") from error
+            why = self._as_cloud_error(error, "")
             unnamed = _first_line(error)
         if not self._local:
             async for info in self._list_s3(last, unnamed):
                 yield info
             return
-        for key, size in await asyncio.to_thread(_files, Path(self.url)):
-            if key not in seen and (after is None or key > after):
-                try:
-                    yield await self.head(key)
-                except RunRefused:
-                    yield ObjectInfo(key, size, "")
+        for info in await asyncio.to_thread(_files, Path(self.url)):
+            if not info.key:  # the folder itself cannot be read
+                raise why
+            if info.key not in seen and (after is None or info.key > after):
+                yield info if info.trouble else await self._look_at(info)
+
+    async def _look_at(self, info: ObjectInfo) -> ObjectInfo:
+        """The object as it is now, or with the trouble that it makes."""
+        try:
+            return await self.head(info.key)
+        except RunRefused:
+            return replace(info, trouble=_UNNAMED)
+        except CloudError as error:  # it has gone meanwhile, for example
+            return replace(info, trouble=error.message)
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
         """``unnamed``: what the library said of the key."""
@@ -172,10 +184,10 @@ class Store:
             )
         async for key, size, etag in listing.objects(after):
             key = key.removesuffix("/")  # as the library lists them
-            if not etag and not _UNNAMEABLE.search(key):
-                yield await self.head(key)
+            if _UNNAMEABLE.search(key):
+                yield ObjectInfo(key, size, "", _UNNAMED)
             else:
-                yield ObjectInfo(key, size, "" if _UNNAMEABLE.search(key) else etag)
+                yield ObjectInfo(key, size, etag)
 
     @property
     def _local(self) -> bool:
@@ -329,15 +341,36 @@ def _take_lock(file: int) -> bool:
     return True
 
 
-def _files(folder: Path) -> list[tuple[str, int]]:
-    """The keys and sizes of the files below a folder, as the library lists them: links are followed, and files that are
-    being written are left out."""
-    found = []
-    for place, _, names in os.walk(folder, followlinks=True):
+def _files(folder: Path) -> list[ObjectInfo]:
+    """The files below a folder, as the library lists them, without their versions: links are followed, and files that
+    are being written are left out.
+
+    A folder that cannot be read, or that is above itself, is there with its trouble; the key of ``folder`` is empty.
+    """
+    found: list[ObjectInfo] = []
+
+    def add(path: Path, size: int, trouble: str = "") -> None:
+        key = path.relative_to(folder).as_posix()
+        found.append(ObjectInfo("" if key == "." else key, size, "", trouble))
+
+    above = {str(folder): {os.path.realpath(folder)}}
+
+    def add_unread(error: OSError) -> None:
+        add(Path(error.filename), 0, f"is a folder that cannot be read: {error.strerror}")
+
+    for place, folders, names in os.walk(folder, onerror=add_unread, followlinks=True):
+        for name in list(folders):
+            below = os.path.join(place, name)
+            real = os.path.realpath(below)
+            if real in above[place]:
+                add(Path(below), 0, "is a link to a folder that it is in")
+                folders.remove(name)
+            above[below] = above[place] | {real}
         for name in names:
             path = Path(place, name)
-            if path.is_file() and not _BEING_WRITTEN.search(name):
-                found.append((path.relative_to(folder).as_posix(), path.stat().st_size))
+            with suppress(FileNotFoundError):  # it has gone meanwhile
+                if path.is_file() and not _BEING_WRITTEN.search(name):
+                    add(path, path.stat().st_size)
     return found
 
 

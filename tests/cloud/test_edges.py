@@ -32,6 +32,7 @@ from tests.cloud.command import cloud, joined
 from tests.cloud.models import ModelServer
 
 _SOON_S = 20.0
+_NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may read any folder")
 
 
 async def _answer(rows: Sequence[Row]) -> list[Outcome]:
@@ -152,11 +153,30 @@ def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
 
 
 def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket: str) -> None:
-    for key in ("in/", "in/sub/", "in/v1.0/", "in/sub/a.txt", "in/empty.txt"):
+    """Also those that are beside an object of the same name."""
+    for key in ("", "sub/", "v1.0/", "sub/a.txt", "sub/a.txt/", "empty.txt", "empty.txt/"):
         body = b"x" if key.endswith("a.txt") else b""
-        plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{key}", content=body).raise_for_status()
+        plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/in/{key}", content=body).raise_for_status()
     planned = asyncio.run(plan(CloudRun(f"s3://{bucket}/in")))
-    assert [each.info.key for each in planned.objects] == ["empty.txt", "sub/a.txt"]
+    assert [(each.info.key, each.info.size) for each in planned.objects] == [("empty.txt", 0), ("sub/a.txt", 1)]
+
+
+@pytest.mark.parametrize("unreadable", [False, pytest.param(True, marks=_NOT_ROOT)])
+def test_a_folder_that_cannot_be_walked_is_an_error_row_and_the_other_files_are_answered(
+    tmp_path: Path, server: ModelServer, capfdbinary: Any, unreadable: bool
+) -> None:
+    for key in ("a/1.txt", "b/2.txt", "z.txt"):
+        (tmp_path / key).parent.mkdir(exist_ok=True)
+        (tmp_path / key).write_text("x")
+    if unreadable:
+        (tmp_path / "a/up").mkdir(0)
+    else:
+        (tmp_path / "a/up").symlink_to(tmp_path)
+    assert cloud("run", "--input", tmp_path, "--url", server.url) == 1
+    found = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert [row["key"] for row in found] == ["a/1.txt", "a/up", "b/2.txt", "z.txt"]
+    said = "a folder that cannot be read: Permission denied" if unreadable else "a link to a folder that it is in"
+    assert [row["error"] and row["error"]["message"] for row in found] == [None, f"'a/up': is {said}", None, None]
 
 
 @pytest.mark.parametrize("body", [b'"\\ud800"', b'"x", "temperature": NaN'])
