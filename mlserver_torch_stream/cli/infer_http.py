@@ -60,6 +60,10 @@ class RowFailed(CloudError, retriable=True):
         self.failure = row_failure("server_error", message, status, error)
 
 
+class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
+    """The server takes no connection, or asks for a later attempt, whatever the row holds."""
+
+
 def unreadable_answer(error: Exception) -> RowFailed:
     return RowFailed(f"the server's answer cannot be read: {type(error).__name__}: {error}", _UNREADABLE)
 
@@ -77,7 +81,8 @@ class HttpInfer:
     """The callable that infers a batch. At most ``most`` requests are in flight, fewer after an answer of 429 or 503.
 
     Raises StoreUnavailable if the server does not answer within all tries of ``retry``, AccessDenied for a wrong key
-    and ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row.
+    and ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row. A row
+    at which the connection breaks each time fails alone if the server answers other rows meanwhile.
     """
 
     url: str
@@ -94,6 +99,7 @@ class HttpInfer:
     def __post_init__(self) -> None:
         self.gate = Gate(Concurrency(self.most))
         self.retries = 0
+        self._answers = 0
         limits = httpx.Limits(max_connections=self.most, max_keepalive_connections=self.most)
         timeout = httpx.Timeout(self.timeout, connect=10.0, pool=None)
         headers = authorization(self.key)
@@ -124,12 +130,21 @@ class HttpInfer:
         It is called with True at the row's last try: another row that the server put into the same batch may have
         failed the tries before, so that the row should be sent while no other is.
         """
-        failures = 0
+        failures = breaks = 0
+        before: int | None = None  # all answers before the second break; some may have come after the first
 
         async def attempt() -> Outcome:
-            nonlocal failures
+            nonlocal failures, breaks, before
             try:
-                return await once(failures == _TRIES_OF_A_ROW - 1)
+                outcome = await once(failures == _TRIES_OF_A_ROW - 1)
+                self._answers += 1
+                return outcome
+            except ServerUnready:
+                raise
+            except StoreUnavailable:
+                breaks += 1
+                before = self._answers if breaks == 2 else before
+                raise
             except RowFailed as error:
                 failures += 1
                 if failures == _TRIES_OF_A_ROW:
@@ -140,6 +155,11 @@ class HttpInfer:
             return await self.retry.run(attempt, on_retry=self._count_retry)
         except RowRejected as error:
             return Outcome(failure=error.failure)
+        except StoreUnavailable as error:
+            if isinstance(error, ServerUnready) or before in (None, self._answers):
+                raise
+            text = f"{error.message}, at each of {breaks} tries, while other rows were answered"
+            return Outcome(failure=row_failure("server_error", text, _UNREADABLE, None))
 
     def _count_retry(self, error: CloudError) -> None:
         self.retries += 1
@@ -180,7 +200,9 @@ class HttpInfer:
                     raise self._refusal(response, await response.aread())
                 yield response
         except httpx.HTTPError as error:
-            raise StoreUnavailable(f"{self.url}: {error or type(error).__name__}") from error
+            unconnected = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            kind = ServerUnready if unconnected else StoreUnavailable
+            raise kind(f"{self.url}: {error or type(error).__name__}") from error
         self.gate.concurrency.answered()
 
     async def _read(self, response: httpx.Response, answer: HttpAnswer) -> dict[str, Any]:
@@ -206,7 +228,8 @@ class HttpInfer:
         reason, error = _server_error(without_key(body.decode(errors="replace")))
         text = f"{self.url} answered {status}: {reason}"
         if status in _LATER:
-            return StoreUnavailable(text, retry_after_s(response.headers))
+            kind = ServerUnready if status in _SLOWER else StoreUnavailable
+            return kind(text, retry_after_s(response.headers))
         return lasting_refusal(text, status, missing=status == 404, error=error)
 
 

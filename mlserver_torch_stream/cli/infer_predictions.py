@@ -13,10 +13,16 @@ from typing import Any
 from urllib.parse import quote
 
 from mlserver_torch_stream.cli.answers_http import parse
-from mlserver_torch_stream.cli.infer_http import MOST_ERROR_CHARACTERS, HttpInfer, RowFailed, lasting_refusal
+from mlserver_torch_stream.cli.infer_http import (
+    MOST_ERROR_CHARACTERS,
+    HttpInfer,
+    RowFailed,
+    ServerUnready,
+    lasting_refusal,
+)
 from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector, answer_too_large
 from mlserver_torch_stream.cli.openai_key import authorization, without_key
-from mlserver_torch_stream.cli.posted_pieces import ConnectionBroke, PostedPiece, PostForPieces
+from mlserver_torch_stream.cli.posted_pieces import ConnectionBroke, NotConnected, PostedPiece, PostForPieces
 from mlserver_torch_stream.client.http_transport import retry_after_s
 from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
 from mlserver_torch_stream.cloud.rows import Outcome, Row
@@ -57,7 +63,8 @@ class PredictionInfer(HttpInfer):
             except ConnectionBroke as error:
                 if found.found:  # as where the handler fails after its first piece
                     raise RowFailed(f"{error}, after {len(found.found)} pieces of the answer", _CUT) from error
-                raise StoreUnavailable(str(error)) from error
+                kind = ServerUnready if isinstance(error, NotConnected) else StoreUnavailable
+                raise kind(str(error)) from error
             except AnswerTooLarge as error:
                 return answer_too_large(error)
             if piece.status not in _OK:
@@ -72,7 +79,7 @@ class PredictionInfer(HttpInfer):
         text = without_key(f"{self.url} answered {status}: {text}")
         if status == 429 or kind in _SLOWER:
             self.gate.concurrency.refused(started)
-            return StoreUnavailable(text, retry_after_s(answer.headers))
+            return ServerUnready(text, retry_after_s(answer.headers))
         return lasting_refusal(text, status, missing=kind in _UNKNOWN)
 
 

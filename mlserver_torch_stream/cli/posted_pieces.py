@@ -25,6 +25,10 @@ class ConnectionBroke(Exception):
     """The server is not there, is silent, or ends its answer early."""
 
 
+class NotConnected(ConnectionBroke):
+    """The server takes no connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class PostedPiece:
     """One chunk of an answer, or a whole answer without chunks. The names of ``headers`` are in lower case."""
@@ -59,11 +63,15 @@ class PostForPieces:
             raise ConnectionBroke(f"{self.url}: {error or type(error).__name__}") from error
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises NotConnected."""
         parts = urlsplit(self.url)
         safe = parts.scheme == "https"
         port = parts.port or (443 if safe else 80)
         connecting = asyncio.open_connection(parts.hostname, port, ssl=safe or None)
-        return await within(connecting, _CONNECT_S, lambda opened: opened[1].close())
+        try:
+            return await within(connecting, _CONNECT_S, lambda opened: opened[1].close())
+        except (OSError, TimeoutError, asyncio.TimeoutError) as error:
+            raise NotConnected(f"{self.url}: {error or type(error).__name__}") from error
 
     def _request(self, path: str, content: bytes, headers: Mapping[str, str]) -> h11.Request:
         parts = urlsplit(self.url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
 from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
 from tests.cloud.models import model_server
 from tests.scripted_http import Handler, serving
@@ -37,6 +38,37 @@ def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
             await infer.aclose()
 
     return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("trouble", ["cut", 502])
+def test_a_row_at_which_the_connection_breaks_each_time_fails_alone_while_others_are_answered(
+    trouble: int | str,
+) -> None:
+    async def rows() -> AsyncGenerator[Row, None]:
+        yield _row(0, "poison")
+        for number in range(1, 60):
+            yield _row(number)
+
+    async def run() -> list[Outcome]:
+        infer = HttpInfer(server.url, "m", "v2", RowRequest(), most=3, retry=_QUICK)
+        limits = PipelineLimits(batch_rows=1, batches=3)
+        found = [result.outcome async for result in infer_rows(rows(), infer, limits)]
+        await infer.aclose()
+        return found
+
+    with model_server(delay=0.01) as server:
+        server.trouble = lambda prompt, before: trouble if prompt == "poison" else None
+        bad, *good = asyncio.run(run())
+    assert bad.failure is not None and bad.failure.status == 502
+    assert "at each of 6 tries, while other rows were answered" in bad.failure.message
+    assert all(outcome.failure is None for outcome in good)
+
+
+@pytest.mark.parametrize("trouble", ["cut", 503])
+def test_a_server_that_goes_away_or_stays_busy_ends_the_run_and_fails_no_row(trouble: int | str) -> None:
+    with model_server() as server, pytest.raises(StoreUnavailable):
+        server.trouble = lambda prompt, before: None if prompt in ("row 0", "row 1") else trouble
+        _ask(server.url, [_row(number) for number in range(9)], most=2, retry=_QUICK)
 
 
 def _text(outcome: Outcome) -> str:
