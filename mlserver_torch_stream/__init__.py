@@ -23,6 +23,8 @@ _EXPORTS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("Torch") and name not in _EXPORTS:  # a misspelt runtime, which MLServer alone would skip
+        return import_module(f"{__name__}.server.lifecycle.unreadable_model").UnknownRuntime
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -115,6 +115,17 @@ def test_a_settings_file_that_cannot_be_read_ends_the_server_with_its_line(
     assert "Traceback" not in log
 
 
+def test_a_runtime_of_ours_that_does_not_exist_ends_a_server_without_settings(tmp_path: Path) -> None:
+    wrong = tmp_path / "models" / "m" / "model-settings.json"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text('{"name": "m",\n "implementation": "mlserver_torch_stream.TorchStreamRuntim"}')
+    with serve(tmp_path / "models", [], settings=None, ready=False, forked=False) as server:
+        status, log = ended(server)
+    assert status == 1
+    (line,) = [line for line in log.splitlines() if "Cannot load model 'm'" in line]
+    assert f"{wrong}, line 2: no runtime mlserver_torch_stream.TorchStreamRuntim; did you mean" in line
+
+
 @pytest.mark.slow  # tests/settings/test_settings_file.py has the keys
 def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: Path, tmp_path: Path) -> None:
     place = tmp_path / "models"

@@ -21,6 +21,7 @@ from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_na
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.settings import SETTINGS_FILE
 from mlserver_torch_stream.settings_file import place_of, read_settings_file
 
 _PACKAGE = mlserver_torch_stream.__name__
@@ -37,6 +38,22 @@ class UnreadableModel(MLModel):  # type: ignore[misc]
         why = str(self.settings.parameters.extra["why"])
         logger.error(f"Cannot load model '{self.name}': {why}")
         raise ModelNotLoaded(why)
+
+
+class UnknownRuntime(UnreadableModel):
+    """Its settings name a runtime of this package that does not exist, and were read by MLServer's own repository."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        patches.install()
+        super().__init__(settings)
+
+    async def load(self) -> bool:
+        path = Path(self.settings._source or SETTINGS_FILE)
+        try:
+            _refuse_unknown_runtime(path, {"implementation": self.settings.implementation_})
+        except SettingsError as error:
+            self.settings.parameters = ModelParameters(extra={"why": str(error)})
+        return await super().load()
 
 
 def readable_or_not(path: Path) -> ModelSettings:
