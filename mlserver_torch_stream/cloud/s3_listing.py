@@ -82,7 +82,10 @@ class S3Listing:
         except httpx.HTTPError as error:
             raise StoreUnavailable(f"{self.endpoint}: {error or type(error).__name__}") from None
         if answer.status_code == httpx.codes.OK:
-            return ElementTree.fromstring(answer.content)
+            try:
+                return ElementTree.fromstring(answer.content)
+            except ElementTree.ParseError as error:
+                raise StoreUnavailable(f"{self.endpoint} answered a listing with what is no XML: {error}") from None
         text = f"{self.endpoint} answered {answer.status_code} to a listing: {answer.text[:300]}"
         raise AccessDenied(text) if answer.status_code in (401, 403) else StoreUnavailable(text)
 

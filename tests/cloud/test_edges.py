@@ -23,6 +23,7 @@ from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
+from mlserver_torch_stream.cloud.s3_listing import S3Listing
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.time_limit import within
 from mlserver_torch_stream.cloud.watching import Announced, Watcher
@@ -30,6 +31,7 @@ from tests import plain_http
 from tests.cloud.azure import azure_server
 from tests.cloud.command import cloud, joined
 from tests.cloud.models import ModelServer
+from tests.scripted_http import Handler, serving
 
 _SOON_S = 20.0
 _NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may read any folder")
@@ -240,6 +242,21 @@ def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_
         and "e//f.txt" in said
         and "name the others with --manifest" in said
     )
+
+
+def test_a_listing_of_our_own_that_is_no_xml_is_an_error_that_may_pass() -> None:
+    class Page(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, b"<html>")
+
+    async def act() -> None:
+        listing = S3Listing.find("s3://b/in", {"endpoint": url, "skip_signature": "true"}, _SOON_S)
+        assert listing is not None
+        async for _ in listing.objects(None):
+            pass
+
+    with serving(Page) as url, pytest.raises(StoreUnavailable, match="what is no XML"):
+        asyncio.run(act())
 
 
 def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
