@@ -63,7 +63,7 @@ def test_a_package_of_torchserve_that_cannot_be_used_fails_the_load_with_the_rea
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: no such file')")
 
     async def scenario() -> None:
-        with pytest.raises(LoadFailed, match="package cannot be used: OSError: libtorch_cpu.so: no such file"):
+        with pytest.raises(LoadFailed, match="package cannot be used: OSError: libtorch_cpu"):
             async with running(write_handler(tmp_path, "def handle(data, context): return data"), "package"):
                 pass
 
