@@ -56,6 +56,8 @@ def install() -> None:
         # uvicorn raises the signal again for the listener that ends first; a second SIGINT would cut the others off.
         sig = signal.SIGTERM if sig == signal.SIGINT else sig
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
+            if read_options().skip_failed_models:
+                return
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
         if LIFECYCLE.members() or LIFECYCLE.listeners or LIFECYCLE.failure is not None:
