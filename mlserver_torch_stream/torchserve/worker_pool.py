@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
+from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.torchserve.batch_dispatch import BatchDispatcher
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
@@ -25,8 +26,6 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
 from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 from mlserver_torch_stream.work_threads import in_thread
-
-_SEQUENCE_END = "ts_request_sequence_end"
 
 
 class WorkerPool:
@@ -203,13 +202,14 @@ class WorkerPool:
 
     def _deliver_all(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         items = header["items"]
+        sequence_end = sequence_header("sequence_end")
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
             job = slot.active.get(item["id"])
             if job is None:
                 continue
             job.active_at = slot.active_at
             self.metrics.responses += 1
-            if _SEQUENCE_END in item["headers"]:
+            if sequence_end in map(str.lower, item["headers"]):
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
         if ended := header.get("ended"):
