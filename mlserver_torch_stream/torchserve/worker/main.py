@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import pickle
@@ -97,10 +98,16 @@ class HandlerHost:
         )
 
     def _initialize(self) -> None:
+        """A coroutine, such as the load call of a module-level ``async def handle``, runs to its end here."""
         try:
-            self._found.initialize(self._context)
+            returned = self._found.initialize(self._context)
+            if inspect.iscoroutine(returned) and self._loop is not None:
+                self._loop.run_until_complete(returned)
         except BaseException as error:
             raise handlers.HandlerRefused(f"initialize raised {handlers.described(error)}") from error
+        if inspect.iscoroutine(returned) and self._loop is None:
+            returned.close()
+            raise handlers.HandlerRefused("initialize is an `async def`, which needs asyncCommunication: true")
         self._exit_if_forked()
 
     def _prepare(self) -> Callable[[], object]:
