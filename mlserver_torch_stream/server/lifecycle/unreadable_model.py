@@ -18,6 +18,7 @@ from pydantic import ValidationError
 import mlserver_torch_stream
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_name
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.settings_file import place_of, read_settings_file
@@ -34,7 +35,7 @@ class UnreadableModel(MLModel):  # type: ignore[misc]
 
     async def load(self) -> bool:
         why = str(self.settings.parameters.extra["why"])
-        logger.error(f"Cannot load model '{self.name}': {why}")
+        logger.error(f"Cannot load model '{self.name}': {log_text(why)}")
         raise ModelNotLoaded(why)
 
 
