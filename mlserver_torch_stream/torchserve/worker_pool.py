@@ -91,8 +91,13 @@ class WorkerPool:
             self.metrics.gauges = None
 
     def gauges(self) -> dict[str, int]:
-        """Called by the metrics."""
+        """Called by the metrics, in any thread."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
+
+    @property
+    def waiting(self) -> int:
+        """The requests that count for ``jobQueueSize``."""
+        return self._queue.waiting(self._dispatcher.idle)
 
     @property
     def most_sequences(self) -> int:
@@ -112,7 +117,7 @@ class WorkerPool:
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
-        self._queue.add(job, now)
+        self._queue.add(job, now, self._dispatcher.idle)
         self.jobs[job.key] = job
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
