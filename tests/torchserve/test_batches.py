@@ -393,6 +393,27 @@ def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_handler_ends_a_sequence_by_the_header_that_torchserves_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_END", "X-Last")
+    source = """
+        def handle(data, context):
+            if data is None:
+                return None
+            context.set_response_header(0, context.header_key_sequence_end, context.get_request_id(0))
+            return ["over"]
+    """
+    config = {**_SEQUENCES, "maxNumSequence": 1, "sequenceMaxIdleMSec": 60_000, "batchSize": 1}
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, config)) as pool:
+            for name in ("a", "b"):  # there is room for one of them
+                assert await texts(pool.submit(request(request_id=name, sequence_id=name))) == ["over"]
+
+    run(scenario())
+
+
 def test_one_that_is_run_again_stays_with_the_worker_of_its_sequence_and_leaves_it_free() -> None:
     waiting = BatchQueue(HandlerConfig(**_SEQUENCES, minWorkers=2))
     for name in ("a1", "a2"):
