@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlserver_torch_stream.cli import import_mar
 from mlserver_torch_stream.cli.serve import start_mlserver
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def write_models(
             if isinstance(error, SettingsError) and each.name is not None:  # the configuration gives a wrong name
                 raise SettingsError(why) from None
             _write_settings(folder / path.name, unreadable_settings(path.name, why))
-            lines.append(f"not served: {why}")
+            lines.append(f"not served: {log_text(why)}")
             continue
         if (name, version) in served:
             raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")

@@ -140,7 +140,7 @@ def _read(folder: Path, source: Path, unpacked: OwnFolder | None = None) -> Arch
     try:
         manifest = _read_manifest(folder)
         return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), unpacked)
-    except LoadFailed as error:
+    except (LoadFailed, OSError) as error:
         raise LoadFailed(f"{source}: {error}") from None
 
 

@@ -380,11 +380,22 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
     broken = folder / "model-store/broken.mar"
     broken.write_bytes(b"PK no zip")
     _mar(folder, "spaced.mar", "a name of words")
+    (folder / "model-store/gone.mar").symlink_to("nothing")
+    manifest = folder / "model-store/folder/MAR-INF/MANIFEST.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.symlink_to("/proc/self/mem")  # whose first bytes cannot be read
     settings, variables, lines = _prepared(folder)
-    why = [each["extra"]["why"] for name, each in settings.items() if name.endswith(".mar None")]
+    why = [each["extra"]["why"] for name, each in settings.items() if name.endswith(" None")]
     assert [line for line in lines if line.startswith("not served: ")] == [f"not served: {each}" for each in why]
-    assert why[0].startswith(f"cannot unpack {broken}: ") and why[1].startswith(
-        f"{folder}/model-store/spaced.mar: 'a n"
-    )
-    assert sorted(settings)[-3:] == ["cat 2.0", "dog 1.0", "spaced.mar None"]
+    store = f"{folder}/model-store"
+    for place, start in enumerate(
+        (
+            f"cannot unpack {broken}: ",
+            f"{store}/folder: ",
+            f"{store}/gone.mar: parameters.uri: no such archive",
+            f"{store}/spaced.mar: 'a name of words' is not a valid name",
+        )
+    ):
+        assert why[place].startswith(start)
+    assert {"cat 1.0", "cat 2.0", "dog 1.0", "broken.mar None", "folder None"} < set(settings)
     assert variables["MLSERVER_TORCH_STREAM_SKIP_FAILED_MODELS"] == "true"
