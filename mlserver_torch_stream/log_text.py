@@ -12,5 +12,5 @@ _UNFIT = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u20
 
 
 def log_text(text: object) -> str:
-    """The text with escapes, such as ``\\\\x1b``, in place of characters that steer a terminal or end a line."""
+    """The text with escapes, such as ``\\x1b``, in place of characters that steer a terminal or end a line."""
     return _UNFIT.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))
