@@ -137,9 +137,8 @@ def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iter
     config = read_config(archive.yaml, extra)
     for line in not_honoured(archive.yaml, config):
         yield f"not honoured: {line}"
-    requirements = archive.model.get("requirementsFile")
-    if requirements:
-        yield not_installed(str(requirements), uri, config.useVenv)
+    if archive.requirements:
+        yield not_installed(archive.packed_requirements, uri, config.useVenv)
     file = archive.handler.partition(":")[0].rsplit("/", 1)[-1].removesuffix(".py")
     if not (archive.folder / f"{file}.py").is_file() and not (archive.folder / file).is_dir():
         known = f"TorchServe brings it; install {BUILT_IN[file]}" if file in BUILT_IN else None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlserver_torch_stream.cli import import_mar
 from mlserver_torch_stream.cli.serve import start_mlserver
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
@@ -92,37 +93,47 @@ def config_file(arguments: argparse.Namespace) -> Path | None:
 def write_models(
     stored: Sequence[StoredModel], properties: Mapping[str, str], defaults: ModelDefaults, folder: Path
 ) -> list[str]:
-    """Writes ``NAME/VERSION/model-settings.json`` for each. Raises SettingsError or LoadFailed."""
+    """Writes a model-settings.json for each. Raises SettingsError for a configuration that is wrong.
+
+    An archive that cannot be read becomes a model that cannot be loaded, so that the server's log has the reason.
+    """
+    from mlserver_torch_stream.server.lifecycle.unreadable_model import unreadable_settings
+    from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
+
     served: dict[tuple[str, str], Path] = {}
     lines = []
     for each in stored:
-        settings = _settings(each, properties, defaults)
-        name, version = settings["name"], settings["parameters"]["version"]
+        path = each.path.absolute()
+        try:
+            name, version, yaml = read_named(path, each.name)
+        except (LoadFailed, SettingsError) as error:
+            why = f"{path}: {error}" if isinstance(error, SettingsError) else str(error)
+            if isinstance(error, SettingsError) and each.name is not None:  # the configuration gives a wrong name
+                raise SettingsError(why) from None
+            _write_settings(folder / path.name, unreadable_settings(path.name, why))
+            lines.append(f"not served: {log_text(why)}")
+            continue
         if (name, version) in served:
             raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")
         served[name, version] = each.path
-        place = folder / name / version
-        place.mkdir(parents=True)
-        (place / import_mar.SETTINGS).write_text(json.dumps(settings))
+        extra = {**defaults.extra(name, version, yaml), **_own_extra(each, properties, name, version)}
+        _write_settings(folder / name / version, model_settings(name, str(path), version, extra))
         lines.append(f"model {name} {version}: {each.path}")
     return lines
 
 
-def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: ModelDefaults) -> dict[str, Any]:
-    """The model-settings.json of an archive: what the snapshot says of it beats its YAML, which beats the rest."""
-    from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
+def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / import_mar.SETTINGS).write_text(json.dumps(settings))
+
+
+def _own_extra(stored: StoredModel, properties: Mapping[str, str], name: str, version: str) -> dict[str, Any]:
+    """The keys of ``parameters.extra`` that the configuration sets for this archive, which beat its YAML."""
     from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
     from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
 
-    path = stored.path.absolute()
-    try:
-        name, version, yaml = read_named(path, stored.name)
-    except SettingsError as error:
-        raise SettingsError(f"{path}: {error}") from None
-    extra = {**defaults.extra(name, version, yaml), **own_keys(stored.given)}
-    if stored.is_default or default_of_models(properties, name, version):
-        extra[DEFAULT_VERSION] = True
-    return model_settings(name, str(path), version, extra)
+    is_default = stored.is_default or default_of_models(properties, name, version)
+    return {**own_keys(stored.given), **({DEFAULT_VERSION: True} if is_default else {})}
 
 
 def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:

@@ -12,5 +12,6 @@ SEQUENCE_PARAMETERS = {"sequence_id": "ID", "sequence_start": "START", "sequence
 
 
 def sequence_header(parameter: str) -> str:
+    """The name in lower case, since clients may spell a header in any case."""
     kind = SEQUENCE_PARAMETERS[parameter]
-    return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind.lower()}")
+    return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind}").lower()

@@ -68,6 +68,9 @@ class ServerOptions(BaseModel):
     allowed_urls: str = ""
     """Regular expressions, separated by commas. The management API downloads archives only from URLs that one of them
     matches as a whole; empty: none."""
+    skip_failed_models: bool = False
+    """True: a model of this package that cannot be loaded at the start is left out, and the log says why. Otherwise the
+    server ends with status 1. `serve-torchserve` sets it to true, as TorchServe goes on without such a model."""
     batch_store: str = ""
     """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)

@@ -54,6 +54,17 @@ class Archive:
         return str(self.model["handler"])
 
     @property
+    def requirements(self) -> str:
+        """The path of the file in ``folder``, empty if there is none."""
+        return str(self.model.get("requirementsFile") or "")
+
+    @property
+    def packed_requirements(self) -> str:
+        """The path of the same file in the packed archive."""
+        below = "." if self.unpacked is None else self.folder.relative_to(self.unpacked.path)
+        return str(PurePosixPath(below, self.requirements))
+
+    @property
     def envelope(self) -> str:
         """Empty if there is none."""
         return str(self.model.get("envelope") or "")
@@ -80,7 +91,7 @@ def open_archive(
     if path is None:
         raise SettingsError(f"parameters.uri: no such archive, folder or handler: {plain}")
     if path.is_dir():
-        return _read(path)
+        return _read(path, path)
     if match:
         function = f":{match['function']}" if match["function"] else ""
         return _bare_handler(path, path.name + function)
@@ -93,12 +104,15 @@ def _bare_handler(path: Path, handler: str) -> Archive:
     model = {"modelName": path.stem, "handler": handler}
     if (path.parent / _CONFIG).is_file():
         model["configFile"] = _CONFIG
-    return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model))
+    try:
+        return Archive(path.parent, {"model": model}, _read_yaml(path.parent, model))
+    except LoadFailed as error:
+        raise LoadFailed(f"{path}: {error}") from None
 
 
 def manifest_and_yaml(name: str) -> bool:
     """The members of an archive that describe its model."""
-    return name.removeprefix("./") == MANIFEST or name.endswith((".yaml", ".yml"))
+    return f"/{name}".replace("\\", "/").endswith((f"/{MANIFEST}", ".yaml", ".yml"))
 
 
 def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
@@ -106,7 +120,7 @@ def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
     try:
         unpacked = OwnFolder()
         unpack(path, unpacked.path, bounds, wanted)
-        return _read(unpacked.path, unpacked)
+        return _read(_root(unpacked.path), path, unpacked)
     except BaseException as error:
         if unpacked is not None:
             unpacked.remove()
@@ -115,15 +129,25 @@ def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
         raise
 
 
-def _read(folder: Path, unpacked: OwnFolder | None = None) -> Archive:
-    manifest = _read_manifest(folder)
-    return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), unpacked)
+def _root(unpacked: Path) -> Path:
+    """The folder of an archive's files. ``torch-model-archiver --archive-format tgz`` puts them below one folder."""
+    below = [each.parent.parent for each in unpacked.glob(f"*/{MANIFEST}")]
+    return below[0] if len(below) == 1 and not (unpacked / MANIFEST).is_file() else unpacked
+
+
+def _read(folder: Path, source: Path, unpacked: OwnFolder | None = None) -> Archive:
+    """``source``: what errors name. Raises LoadFailed."""
+    try:
+        manifest = _read_manifest(folder)
+        return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), unpacked)
+    except (LoadFailed, OSError) as error:
+        raise LoadFailed(f"{source}: {error}") from None
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise LoadFailed(f"no {MANIFEST} in {folder}: it is not a model archive of TorchServe")
+        raise LoadFailed(f"no {MANIFEST}: it is not a model archive of TorchServe")
     if path.stat().st_size > _MOST_MANIFEST_BYTES:
         raise LoadFailed(f"{MANIFEST}: larger than {_MOST_MANIFEST_BYTES} bytes")
     try:
@@ -146,7 +170,9 @@ def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
     path = folder / PurePosixPath(str(name)).name
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:  # its text names the folder that the archive is unpacked into
+        raise LoadFailed(f"cannot read {name}: {error.strerror}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise LoadFailed(f"cannot read {name}: {error}") from None
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")

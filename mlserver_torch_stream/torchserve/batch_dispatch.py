@@ -70,6 +70,11 @@ class BatchDispatcher:
             _begin(slot.batches[0], time.monotonic())
         self.dispatch_due()
 
+    @property
+    def idle(self) -> list[int]:
+        """The workers that gather their next batch; a request that joins a running batch is gathered by none."""
+        return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
+
     def has_room(self, slot: WorkerSlot) -> bool:
         return not slot.leaving and self._room(slot) > 0
 

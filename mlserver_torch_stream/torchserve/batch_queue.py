@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -36,7 +36,8 @@ class RequestSequence:
 
 
 class BatchQueue:
-    """At most ``jobQueueSize`` requests. The requests of a sequence go to one worker, in their order.
+    """At most ``jobQueueSize`` requests wait, beside those that idle workers gather into a batch. The requests of a
+    sequence go to one worker, in their order.
 
     A batch has at most one request of a sequence; a continuous batch may have several.
     """
@@ -74,14 +75,25 @@ class BatchQueue:
     def __len__(self) -> int:
         return sum(map(len, self._queues())) + self.ahead
 
-    def add(self, job: HandlerJob, now: float) -> None:
-        """Raises QueueFull or RequestTooLarge."""
+    def waiting(self, idle: Collection[int]) -> int:
+        """The requests that wait, without those that the idle workers gather into their next batches."""
+        return len(self) - len(self._gathered(idle))
+
+    def _gathered(self, idle: Collection[int]) -> set[str]:
+        gathered: set[str] = set()
+        for worker in idle:
+            rest = (job.key for job in self._candidates(worker) if job.key not in gathered)
+            gathered.update(list(islice(rest, self._config.batchSize)))
+        return gathered
+
+    def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
+        """``idle``: the workers that gather a batch, as in ``waiting``. Raises QueueFull or RequestTooLarge."""
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
-        if len(self) >= self._config.queue_size:
-            raise QueueFull(f"{len(self)} requests wait already (jobQueueSize)")
+        if len(self) >= self._config.queue_size and (count := self.waiting(idle)) >= self._config.queue_size:
+            raise QueueFull(f"{count} requests wait already (jobQueueSize)")
         if self._config.sequenceBatching and job.request.sequence_id is not None:
-            self._add_to_sequence(job, job.request.sequence_id, now)
+            self._add_to_sequence(job, job.request.sequence_id, now, idle)
         else:
             self._plain.append(job)
 
@@ -187,15 +199,17 @@ class BatchQueue:
             del self._sequences[sequence.id]
         return [*retries, *(job for sequence in lost for job in sequence.pending)]
 
-    def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float) -> None:
+    def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float, idle: Collection[int]) -> None:
         self._expire(now)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             if len(self._sequences) >= self.most_sequences:
                 raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
             sequence = self._sequences[sequence_id] = RequestSequence(sequence_id, now)
-        if len(sequence.pending) >= self._config.maxSequenceJobQueueSize:
-            raise QueueFull(f"sequence_id: {len(sequence.pending)} of its requests wait (maxSequenceJobQueueSize)")
+        if len(sequence.pending) >= (limit := self._config.maxSequenceJobQueueSize):
+            gathered = self._gathered(idle)
+            if (count := sum(each.key not in gathered for each in sequence.pending)) >= limit:
+                raise QueueFull(f"sequence_id: {count} of its requests wait (maxSequenceJobQueueSize)")
         sequence.pending.append(job)
 
     def _expire(self, now: float) -> None:

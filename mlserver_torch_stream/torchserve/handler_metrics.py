@@ -7,34 +7,39 @@ name and version, and the dimensions of a handler's own metrics, whose number is
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlserver_torch_stream.torchserve.handler_metric_names import families
+from mlserver_torch_stream.torchserve.handler_metric_names import (
+    MODEL_LABELS,
+    ExportedNames,
+    ModelLabels,
+    families,
+    our_families,
+)
 
+logger = logging.getLogger(__name__)
 _PREFIX = "torch_stream_handler_"
-_HANDLERS_PREFIX = "torchserve_"
-_LABELS = ("model", "version")
 _MOST_SERIES = 1000  # of one model's own metrics
+_MAX_WARNINGS = 20  # of one model, each of another metric
 _MOST_LABEL_CHARS = 128
-_UNFIT = re.compile(r"[^a-zA-Z0-9_]")
-
-ModelLabels = tuple[str, str]
-
+_UNFIT = re.compile(r"^(?=[0-9])|[^a-zA-Z0-9_]")
+_RESERVED = re.compile(r"__.*|le|quantile")  # labels that have a meaning for Prometheus
 
 _COUNTERS = {
     "responses": "Responses that handlers sent, intermediate and last ones",
     "batches": "Batches, or joins to a continuous batch, that were sent to workers",
     "batched_requests": "Requests in them",
     "worker_restarts": "Workers that were started again",
+    "dropped_metric_values": "Values of handlers' own metrics that are not exported, for a reason in the log",
 }
 _GAUGES = {"waiting_requests": "Requests that wait for a worker", "workers": "Workers that are ready"}
 
@@ -48,18 +53,38 @@ class HandlerMetrics:
     batches: int = 0
     batched_requests: int = 0
     worker_restarts: int = 0
+    dropped_metric_values: int = 0
     gauges: Callable[[], Mapping[str, int]] | None = None  # None: the model is not loaded
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
+    model: str = ""
+    names: ExportedNames = field(default_factory=ExportedNames)  # shared by all models
+    _dropped: set[str] = field(default_factory=set)  # the metrics that the log names
 
     def record(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
-        """Records a value of a handler's own metric. A histogram is exported as count and sum."""
-        fit = tuple(sorted((_fit(key), str(text)[:_MOST_LABEL_CHARS]) for key, text in labels.items()))
-        key = (_fit(name), kind, fit)
-        if key not in self.own and len(self.own) >= _MOST_SERIES:
+        """Records a value of a handler's own metric, or logs once why the metric is not exported.
+
+        A histogram is exported as count and sum.
+        """
+        fit = {_fit_label(key): str(text)[:_MOST_LABEL_CHARS] for key, text in labels.items()}
+        key = (_fit(name), kind, tuple(sorted(fit.items())))
+        if key not in self.own and (why := self._refusal(*key[:2])) is not None:
+            self._drop(name, why)
             return
         count_and_sum = self.own.setdefault(key, [0.0, 0.0])
         count_and_sum[0] += 1
         count_and_sum[1] = value if kind == "gauge" else count_and_sum[1] + value
+
+    def _refusal(self, name: str, kind: str) -> str | None:
+        if len(self.own) >= _MOST_SERIES:
+            return f"the handler has {_MOST_SERIES} series already"
+        owner = self.names.owner_of(name, kind)
+        return None if owner is None else f"the {owner[1]} {owner[0]} has the name already"
+
+    def _drop(self, name: str, why: str) -> None:
+        self.dropped_metric_values += 1
+        if name not in self._dropped and len(self._dropped) < _MAX_WARNINGS:
+            self._dropped.add(name)
+            logger.warning("Model '%s': values of the handler's metric %r are dropped: %s", self.model, name, why)
 
 
 class HandlerMetricsCollector(Collector):
@@ -68,11 +93,12 @@ class HandlerMetricsCollector(Collector):
     def __init__(self) -> None:
         self.torchserve_names = False
         self._models: dict[ModelLabels, HandlerMetrics] = {}
+        self._names = ExportedNames()
         self._lock = Lock()
 
     def of(self, model: str, version: str | None) -> HandlerMetrics:
         with self._lock:
-            return self._models.setdefault((model, version or ""), HandlerMetrics())
+            return self._models.setdefault((model, version or ""), HandlerMetrics(model=model, names=self._names))
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # the names of the handlers' own metrics are not known
@@ -82,52 +108,38 @@ class HandlerMetricsCollector(Collector):
             models = dict(self._models)
         if models:
             yield from _of_requests(models)
-            yield from _of_handlers(models)
+            yield from our_families({labels: metrics.own for labels, metrics in models.items()})
             if self.torchserve_names:
                 yield from families(metrics.own for metrics in models.values())
 
 
 def _of_requests(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
-    requests = CounterMetricFamily(_PREFIX + "requests", "Requests by how they ended", labels=(*_LABELS, "outcome"))
+    requests = CounterMetricFamily(
+        _PREFIX + "requests", "Requests by how they ended", labels=(*MODEL_LABELS, "outcome")
+    )
     for labels, metrics in models.items():
         for outcome, count in metrics.requests.items():
             requests.add_metric((*labels, outcome), count)
     yield requests
     for name, text in _COUNTERS.items():
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
+        counter = CounterMetricFamily(_PREFIX + name, text, labels=MODEL_LABELS)
         for labels, metrics in models.items():
             counter.add_metric(labels, getattr(metrics, name))
         yield counter
     for name, text in _GAUGES.items():
-        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
+        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=MODEL_LABELS)
         for labels, metrics in models.items():
             gauge.add_metric(labels, 0 if metrics.gauges is None else metrics.gauges()[name])
         yield gauge
 
 
-def _of_handlers(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metric]:
-    """Prometheus accepts one type and one set of labels for a name: series that differ from the first are left out."""
-    families: dict[str, tuple[str, tuple[str, ...], Any]] = {}
-    for model_labels, metrics in models.items():
-        for (name, kind, labels), (count, total) in list(metrics.own.items()):
-            names = tuple(key for key, _ in labels)
-            if name not in families:
-                families[name] = (kind, names, _family(name, kind, (*_LABELS, *names)))
-            known_kind, known_names, family = families[name]
-            if (kind, names) != (known_kind, known_names):
-                continue
-            values = (*model_labels, *(text for _, text in labels))
-            family.add_metric(values, count, total) if kind == "histogram" else family.add_metric(values, total)
-    yield from (family for _, _, family in families.values())
-
-
-def _family(name: str, kind: str, labels: tuple[str, ...]) -> Any:
-    make = {"counter": CounterMetricFamily, "histogram": SummaryMetricFamily}.get(kind, GaugeMetricFamily)
-    return make(_HANDLERS_PREFIX + name, "A handler's own metric", labels=labels)
-
-
 def _fit(name: str) -> str:
     return _UNFIT.sub("_", name)[:_MOST_LABEL_CHARS] or "_"
+
+
+def _fit_label(name: str) -> str:
+    fit = _fit(name)
+    return f"exported_{fit}" if _RESERVED.fullmatch(fit) else fit
 
 
 HANDLER_METRICS = HandlerMetricsCollector()

@@ -1,7 +1,8 @@
 """Logs the standard output and error of a worker line by line, at a limited rate.
 
-Knows nothing of what is written. It reads the pipe as fast as a worker writes, so that printing never blocks a handler.
-Of more than 100 lines in a second it counts the rest and drops them, so that a handler cannot flood the log.
+It escapes control characters, so that a handler neither forges a line nor steers a terminal. It reads the pipe as fast
+as a worker writes, so that printing never blocks a handler. Of more than 100 lines in a second it counts the rest and
+drops them, so that a handler cannot flood the log.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import select
 import threading
 import time
+
+from mlserver_torch_stream.log_text import log_text
 
 logger = logging.getLogger(__name__)
 _LINES_PER_S = 100
@@ -70,7 +73,8 @@ class _Drain:
             self._dropped += 1
             return
         self._lines += 1
-        logger.info("%s: %s", self._name, line[:_MOST_LINE_BYTES].decode(errors="backslashreplace"))
+        text = line[:_MOST_LINE_BYTES].removesuffix(b"\r").decode(errors="backslashreplace")
+        logger.info("%s: %s", self._name, log_text(text))
 
     def _milliseconds_left(self) -> int:
         """The rest of the current second, rounded up."""

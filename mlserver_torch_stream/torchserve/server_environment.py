@@ -22,11 +22,12 @@ _LOCAL = "127.0.0.1"
 _GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first of no other endpoint
 _OWN_GRPC_VARIABLE, _USUAL_GRPC_PORT = "MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE", "7070"
 _NAMES_VARIABLE = "MLSERVER_TORCH_STREAM_TORCHSERVE_METRIC_NAMES"
-# Settings of the server that suit handlers and streams.
+# Settings of the server that suit handlers, streams and a model store.
 _FIXED = {
     "MLSERVER_PARALLEL_WORKERS": "0",
     "MLSERVER_GZIP_ENABLED": "false",
     "MLSERVER_DEBUG": "false",
+    "MLSERVER_TORCH_STREAM_SKIP_FAILED_MODELS": "true",
     "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",  # for keys and TLS
 }
 _UNNAMED = {*_FIXED, _GRPC_VARIABLE, _VISIBLE}  # set by no key, or computed from the variable itself

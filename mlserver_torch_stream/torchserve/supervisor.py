@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.free_port import free_port
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.handler_request import HandlerJob
 from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
@@ -270,7 +271,7 @@ class WorkerSupervisor:
             except WorkerRemoved:
                 return
             except Exception as error:
-                logger.error("Model %s: cannot start worker %d again: %s", self._name, slot.number, error)
+                logger.error("Model %s: cannot start worker %d again: %s", self._name, slot.number, log_text(error))
                 if not self.ready:
                     self.trouble = f"its workers died, and cannot be started again: {error}"
                     self._listener.unavailable(self.trouble)

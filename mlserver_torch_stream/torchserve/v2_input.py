@@ -53,6 +53,7 @@ def read_parts(
     """Makes a request of the handler's own fields. ``headers`` and V2's ``parameters`` say everything else."""
     headers = {str(name).lower(): str(text) for name, text in headers.items()}
     sequence_id = _sequence(parameters, headers, config)
+    ends = headers.get(sequence_header("sequence_end"), "").lower() == "true"
     unnamed = _NO_HEADERS | set(SEQUENCE_PARAMETERS)
     own = {name: _header_text(value) for name, value in parameters.items() if name not in unnamed}
     return HandlerRequest(
@@ -60,7 +61,7 @@ def read_parts(
         parts,
         {**headers, **own},
         sequence_id,
-        bool(parameters.get("sequence_end")),
+        bool(parameters.get("sequence_end", ends)),
         _timeout(parameters.get("timeout"), config),
     )
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
+from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.torchserve.batch_dispatch import BatchDispatcher
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
@@ -31,8 +32,6 @@ from mlserver_torch_stream.torchserve.worker_process import WorkerProcess
 from mlserver_torch_stream.torchserve.worker_rank import WorkerOrder
 from mlserver_torch_stream.torchserve.worker_scaling import NO_WORKER, WorkerScaling
 from mlserver_torch_stream.work_threads import in_thread
-
-_SEQUENCE_END = "ts_request_sequence_end"
 
 
 class WorkerPool:
@@ -98,8 +97,13 @@ class WorkerPool:
             self.metrics.gauges = None
 
     def gauges(self) -> dict[str, int]:
-        """Called by the metrics."""
+        """Called by the metrics, in any thread."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
+
+    @property
+    def waiting(self) -> int:
+        """The requests that count for ``jobQueueSize``."""
+        return self._queue.waiting(self._dispatcher.idle)
 
     @property
     def most_sequences(self) -> int:
@@ -119,7 +123,7 @@ class WorkerPool:
             raise QueueFull("no worker is free (useJobTicket)")
         now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
-        self._queue.add(job, now)
+        self._queue.add(job, now, self._dispatcher.idle)
         self.jobs[job.key] = job
         if request.timeout_s is not None:
             job.deadline = self._loop.call_later(request.timeout_s, self._time_out, job, request.timeout_s)
@@ -209,13 +213,14 @@ class WorkerPool:
 
     def _deliver_all(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         items = header["items"]
+        sequence_end = sequence_header("sequence_end")
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
             job = slot.active.get(item["id"])
             if job is None:
                 continue
             job.active_at = slot.active_at
             self.metrics.responses += 1
-            if _SEQUENCE_END in item["headers"]:
+            if sequence_end in map(str.lower, item["headers"]):
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
         if ended := header.get("ended"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
 from mlserver_torch_stream.torchserve.config import HandlerConfig
 from mlserver_torch_stream.torchserve.supervisor import WorkerRemoved, WorkerSlot, WorkerSupervisor
@@ -96,7 +97,7 @@ class WorkerScaling:
         except LoadFailed as error:
             if isinstance(error, WorkerRemoved) or self._supervisor.ended:
                 return
-            logger.error("No further worker can be started for the requests that wait: %s", error)
+            logger.error("No further worker can be started for the requests that wait: %s", log_text(error))
             self._paused_until = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 2, _MOST_PAUSE_S)
             if not self._supervisor.staying:

@@ -20,6 +20,7 @@ from mlserver.settings import ModelParameters
 from mlserver_torch_stream import TorchServeRuntime
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.torchserve.archive_settings import read_named
 from mlserver_torch_stream.torchserve.runtime.build import build
 from mlserver_torch_stream.torchserve.unpacking import UnpackBounds
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
@@ -37,6 +38,22 @@ def _as_tar(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
     return str(path)
 
 
+def _as_archiver_tgz(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
+    """As ``torch-model-archiver --archive-format tgz`` writes it: all members are below the model's name."""
+    manifest = {"MAR-INF/MANIFEST.json": json.dumps({"model": model})}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in {**files, **manifest}.items():
+            info = tarfile.TarInfo(f"hello/{name}")
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return str(path)
+
+
+def _as_windows_zip(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
+    manifest = {"MAR-INF/MANIFEST.json": json.dumps({"model": model})}
+    return write_mar(path, {name.replace("/", "\\"): text for name, text in {**files, **manifest}.items()})
+
+
 def _as_folder(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
     for name, text in {**files, "MAR-INF/MANIFEST.json": json.dumps({"model": model})}.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,21 +62,57 @@ def _as_folder(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("hello.mar", write_mar), ("hello.tar.gz", _as_tar), ("hello", _as_folder)]
+    ("name", "write"),
+    [
+        ("hello.mar", write_mar),
+        ("hello.tar.gz", _as_tar),
+        ("hello.tar.gz", _as_archiver_tgz),
+        ("hello.mar", _as_windows_zip),
+        ("hello", _as_folder),
+    ],
 )
 def test_an_archive_of_each_kind_is_served_and_leaves_nothing_behind(tmp_path: Path, name: str, write: Any) -> None:
     uri = write(tmp_path / name, _FILES, _MODEL)
+    assert read_named(Path(uri), None) == ("hello", "1.0", {"batchSize": 4, "handler": {"a": 1}})
     archive = open_archive(uri, None)
     assert archive.yaml == {"batchSize": 4, "handler": {"a": 1}} and archive.handler == "hello.py"
     assert (archive.folder / "deep/er/data.txt").read_text().strip() == "x"
     archive.close()
     assert archive.folder.exists() == (not archive.own) == (name == "hello")
+    assert archive.unpacked is None or not archive.unpacked.path.exists()
 
     async def scenario() -> None:
         async with running(uri) as pool:
             assert await ask(pool) == ["hello", "hello", "hello", "hello world "]
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("files", "model", "said"),
+    [
+        ({}, None, "no MAR-INF/MANIFEST.json"),
+        ({}, {"handler": 1}, "MAR-INF/MANIFEST.json: has no model.handler"),
+        ({}, {"handler": "h.py", "configFile": "c.yaml"}, "cannot read c.yaml: No such file or directory"),
+        ({"c.yaml": "[1]"}, {"handler": "h.py", "configFile": "c.yaml"}, "c.yaml: must be a mapping"),
+    ],
+)
+def test_an_error_names_the_archive_and_not_the_folder_that_it_is_unpacked_into(
+    tmp_path: Path, files: dict[str, str], model: dict[str, Any] | None, said: str
+) -> None:
+    uri = write_mar(tmp_path / "m.mar", files, model)
+    with pytest.raises(LoadFailed) as raised:
+        open_archive(uri, None)
+    assert str(raised.value).startswith(f"{uri}: {said}") and "mlserver-torch-stream-mar-" not in str(raised.value)
+
+
+def test_requirements_of_an_archive_are_named_where_unpacking_puts_them(tmp_path: Path) -> None:
+    model = {**_MODEL, "requirementsFile": "requirements.txt"}
+    files = {**_FILES, "requirements.txt": ""}
+    for write, name in ((_as_tar, "requirements.txt"), (_as_archiver_tgz, "hello/requirements.txt")):
+        archive = open_archive(write(tmp_path / "m.tar.gz", files, model), None)
+        assert (archive.requirements, archive.packed_requirements) == ("requirements.txt", name)
+        archive.close()
 
 
 def test_a_bare_handler_and_a_function_in_it(tmp_path: Path) -> None:

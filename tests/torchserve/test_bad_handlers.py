@@ -13,8 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mlserver import ModelSettings
+from mlserver.settings import ModelParameters
 
+from mlserver_torch_stream import TorchServeRuntime
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
 from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
@@ -319,6 +323,36 @@ def test_output_without_end_stops_no_handler_and_the_lines_that_are_dropped_are_
     run(scenario())
     assert 0 < kept() < 5_000
     assert counted() + kept() == 320_000
+
+
+_STEERS = """
+import sys
+sys.stdout.buffer.write(b"\\x1b[31mred\\tand \\xff 10%\\r20%\\xc2\\x9b2J\\xe2\\x80\\xae\\r\\n")
+sys.stdout.flush()
+"""
+
+
+def test_what_a_handler_prints_steers_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, _STEERS + "def handle(data, context): return data")):
+            await until(lambda: "red" in caplog.text)
+
+    run(scenario())
+    (line,) = [record.getMessage() for record in caplog.records if "red" in record.getMessage()]
+    assert line == r"model worker 0: \x1b[31mred" + "\t" + r"and \xff 10%\r20%\x9b2J\u202e"
+
+
+def test_why_a_handler_cannot_be_loaded_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = write_handler(tmp_path, r"raise ValueError('\x1b[2Jgone\nforged \ud800')")
+    settings = ModelSettings(name="m", implementation=TorchServeRuntime, parameters=ModelParameters(uri=uri))
+    with pytest.raises(ModelNotLoaded):
+        run(TorchServeRuntime(settings).load())
+    said = [each.getMessage() for each in caplog.records if "Cannot load" in each.getMessage()]
+    assert said == [r"Cannot load model 'm': importing handler.py raised ValueError: \x1b[2Jgone\nforged \ud800"]
 
 
 def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path: Path) -> None:

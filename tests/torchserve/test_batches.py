@@ -56,6 +56,33 @@ def test_the_queue_has_a_bound() -> None:
         waiting.add(_job("more"), 0.0)
 
 
+def test_requests_that_idle_workers_gather_are_not_among_those_that_wait() -> None:
+    config = {"jobQueueSize": 2, "batchSize": 3, "maxBatchDelay": 1000, "minWorkers": 2, "sequenceBatching": True}
+    waiting = BatchQueue(read_config({}, config))
+    for number in range(5):
+        waiting.add(_job(f"r{number}"), 0.0, idle=[1])
+    assert (waiting.waiting([1]), waiting.waiting([0, 1]), waiting.waiting([])) == (2, 0, 5)
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        waiting.add(_job("more"), 0.0, idle=[1])
+    for name in ("s1", "s2"):
+        waiting.add(_job(name, sequence="s"), 0.0, idle=[0, 1])  # the second one waits for the first
+    assert waiting.waiting([0, 1]) == 1 and len(waiting) == 7
+    with pytest.raises(QueueFull, match="1 of its requests wait"):
+        waiting.add(_job("s3", sequence="s"), 0.0, idle=[0, 1])
+
+
+def test_a_batch_may_be_larger_than_the_queue(tmp_path: Path) -> None:
+    source = "def handle(data, context):\n    return None if data is None else [str(len(data))] * len(data)"
+
+    async def scenario() -> None:
+        config = {"batchSize": 12, "jobQueueSize": 4, "maxBatchDelay": 60_000}
+        async with running(write_handler(tmp_path, source, config)) as pool:
+            jobs = [pool.submit(request(request_id=f"r{number}")) for number in range(12)]
+            assert [await texts(job) for job in jobs] == [["12"]] * 12
+
+    run(scenario())
+
+
 def test_a_batch_is_no_larger_than_one_message_carries() -> None:
     waiting = BatchQueue(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
     for index in range(5):
@@ -362,6 +389,27 @@ def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
             for answers in [[(await texts(job))[0].split() for job in each] for each in jobs.values()]:
                 assert [answer[0] for answer in answers] == ["1", "3", "6"]
                 assert answers[0][1] == answers[1][1] and answers[2][1] == "over"
+
+    run(scenario())
+
+
+def test_a_handler_ends_a_sequence_by_the_header_that_torchserves_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_END", "X-Last")
+    source = """
+        def handle(data, context):
+            if data is None:
+                return None
+            context.set_response_header(0, context.header_key_sequence_end, context.get_request_id(0))
+            return ["over"]
+    """
+    config = {**_SEQUENCES, "maxNumSequence": 1, "sequenceMaxIdleMSec": 60_000, "batchSize": 1}
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, config)) as pool:
+            for name in ("a", "b"):  # there is room for one of them
+                assert await texts(pool.submit(request(request_id=name, sequence_id=name))) == ["over"]
 
     run(scenario())
 

@@ -190,6 +190,60 @@ def test_an_async_handler_and_its_setting_belong_together(tmp_path: Path, asynch
     run(scenario())
 
 
+_AWAITED = """
+import asyncio
+
+loaded = []
+
+async def load():
+    await asyncio.sleep(0.01)
+    loaded.append("weights")
+
+DEF
+"""
+_ASYNC_FUNCTION = """
+async def handle(data, context):
+    return await load() if data is None else ["+".join(loaded)]
+"""
+_ASYNC_INITIALIZE = """
+class Handler:
+    async def initialize(self, context):
+        await load()
+
+    async def handle(self, data, context):
+        return ["+".join(loaded)]
+"""
+
+
+@pytest.mark.parametrize("source", [_ASYNC_FUNCTION, _ASYNC_INITIALIZE])
+def test_an_async_load_has_ended_before_the_first_request(tmp_path: Path, source: str) -> None:
+    async def scenario() -> None:
+        uri = write_handler(tmp_path, _AWAITED.replace("DEF", source), {"asyncCommunication": True})
+        async with running(uri) as pool:
+            assert await texts(pool.submit(request())) == ["weights"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("source", "asynchronous", "said"),
+    [
+        (_ASYNC_FUNCTION.replace("await load()", "await missing()"), True, "initialize raised NameError"),
+        (_ASYNC_INITIALIZE.replace("async def handle", "def handle"), False, "initialize is an `async def`"),
+    ],
+)
+def test_an_async_load_that_fails_or_cannot_be_awaited_is_refused_with_the_reason(
+    tmp_path: Path, source: str, asynchronous: bool, said: str
+) -> None:
+    async def scenario() -> None:
+        uri = write_handler(tmp_path, _AWAITED.replace("DEF", source), {"asyncCommunication": asynchronous})
+        with pytest.raises(LoadFailed, match=said):
+            async with running(uri):
+                pass
+
+    run(scenario())
+
+
 def test_an_async_task_that_is_left_before_it_begins_is_done_with(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(_async_handler(tmp_path)) as pool:

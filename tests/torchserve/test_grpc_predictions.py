@@ -401,6 +401,15 @@ def test_a_sequence_that_starts_without_an_id_gets_one(one: Stub) -> None:
     assert second.prediction == b"8"
 
 
+def test_the_headers_of_http_end_a_sequence_and_make_room_for_others(served: Served) -> None:
+    url = f"{served.server.url}/predictions/stateful"
+    for number in range(3):  # one more than may be open at once
+        headers = {"ts_request_sequence_id": f"http-{number}"}
+        for end, total in (({}, "1"), ({"ts_request_sequence_end": "true"}, "2")):
+            reply = httpx.post(url, data={"data": "1"}, headers={**headers, **end}, timeout=_TIMEOUT_S)
+            assert (reply.status_code, reply.text) == (200, total)
+
+
 def test_the_handler_finds_the_sequence_in_its_headers(one: Stub) -> None:
     (response,) = _answers(one, _ask(sequence_id="s-2", input={**_START, **_END}))
     headers = httpx.Response(200, content=response.prediction).json()["headers"]

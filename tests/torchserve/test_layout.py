@@ -58,7 +58,7 @@ def _prepared(folder: Path, *typed: str) -> tuple[dict[str, Any], dict[str, str]
     variables, lines = serve_torchserve.prepare(arguments, into)
     settings = [json.loads(path.read_text()) for path in sorted(into.rglob("model-settings.json"))]
     shutil.rmtree(into)
-    by_name = {f"{each['name']} {each['parameters']['version']}": each["parameters"] for each in settings}
+    by_name = {f"{each['name']} {each['parameters'].get('version')}": each["parameters"] for each in settings}
     return by_name, variables, lines
 
 
@@ -86,6 +86,7 @@ def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(
         "MLSERVER_PARALLEL_WORKERS": "0",
         "MLSERVER_GZIP_ENABLED": "false",
         "MLSERVER_DEBUG": "false",
+        "MLSERVER_TORCH_STREAM_SKIP_FAILED_MODELS": "true",
         "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
     }
     assert lines[0] == "configuration: TorchServe's defaults, no file"
@@ -375,8 +376,26 @@ def test_options_of_torchserves_command_without_an_effect_are_named(folder: Path
         assert any(line.startswith(start) for line in lines), start
 
 
-def test_an_archive_that_is_none_is_refused_by_its_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) -> None:
     broken = folder / "model-store/broken.mar"
     broken.write_bytes(b"PK no zip")
-    assert main(["serve-torchserve", str(folder)]) == 1
-    assert f"cannot unpack {broken}" in capsys.readouterr().err
+    _mar(folder, "spaced.mar", "a name of words")
+    (folder / "model-store/gone.mar").symlink_to("nothing")
+    manifest = folder / "model-store/folder/MAR-INF/MANIFEST.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.symlink_to("/proc/self/mem")  # whose first bytes cannot be read
+    settings, variables, lines = _prepared(folder)
+    why = [each["extra"]["why"] for name, each in settings.items() if name.endswith(" None")]
+    assert [line for line in lines if line.startswith("not served: ")] == [f"not served: {each}" for each in why]
+    store = f"{folder}/model-store"
+    for place, start in enumerate(
+        (
+            f"cannot unpack {broken}: ",
+            f"{store}/folder: ",
+            f"{store}/gone.mar: parameters.uri: no such archive",
+            f"{store}/spaced.mar: 'a name of words' is not a valid name",
+        )
+    ):
+        assert why[place].startswith(start)
+    assert {"cat 1.0", "cat 2.0", "dog 1.0", "broken.mar None", "folder None"} < set(settings)
+    assert variables["MLSERVER_TORCH_STREAM_SKIP_FAILED_MODELS"] == "true"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetricsCollector
+from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics, HandlerMetricsCollector
 from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
-from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
+from tests.torchserve.workshop import HELLO, ask, run, running, until, write_handler, write_mar
 
 both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 METRICS = """
@@ -152,3 +153,34 @@ def test_import_mar_takes_the_servers_file_along(tmp_path: Path, capsys: pytest.
     assert main([*command, "--name", "other"]) == 1
     assert "config.properties: metrics_config: no such file: given.yaml" in capsys.readouterr().err
     assert not (tmp_path / "models/other").exists()
+
+
+@both
+def test_a_value_that_is_no_number_is_a_line_of_the_log_and_fails_no_request(
+    tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    source = """
+        def handle(data, context):
+            if data is None:
+                return None
+            context.metrics.add_error("Wrong", "a \\x1b text", [])
+            context.metrics.add_counter("Calls", None)
+            context.metrics.add_percent("Used", 10**400)
+            context.metrics.add_counter("Calls", "2")
+            return ["answered"] * len(data)
+    """
+
+    async def scenario() -> None:
+        metrics = HandlerMetrics()
+        async with running(write_handler(tmp_path, source), which, metrics=metrics) as pool:
+            assert await ask(pool) == ["answered"]
+            await until(lambda: "Metric Used" in caplog.text)
+        assert {name: total for (name, _, _), (_, total) in metrics.own.items() if name != "PredictionTime"} == {
+            "Calls": 2.0
+        }
+
+    run(scenario())
+    assert (
+        r"Metric Wrong: 'a \x1b text' is no number" in caplog.text and "Metric Calls: None is no number" in caplog.text
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def torchserve_port() -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, torchserve_port: str) -> Iterator[Server]:
-    """Two versions of one model, of which the older is the default, and a model with requirements."""
+    """Two versions of one model, of which the older is the default, a model with requirements, and two bad archives."""
     folder = tmp_path_factory.mktemp("layout") / "models"
     for each in ("model-store", "config"):
         (folder / each).mkdir(parents=True)
@@ -65,12 +66,23 @@ def server(tmp_path_factory: pytest.TempPathFactory, torchserve_port: str) -> It
         model = {"modelName": "cat", "modelVersion": version, "handler": "h.py"}
         write_mar(folder / f"model-store/cat-{version}.mar", {"h.py": _FINDS}, model)
     _mar_with_requirements(folder / "model-store/tiny.mar")
+    (folder / "model-store/broken.tar.gz").write_bytes(b"no archive")
+    failing = {"modelName": "failing", "handler": "h.py"}
+    write_mar(folder / "model-store/failing.mar", {"h.py": "raise ValueError('at import')"}, failing)
     (folder / "config/config.properties").write_text(_PROPERTIES)
     command = ["mlserver-torch-stream", "serve-torchserve", str(folder)]
     own = {"AWS_SECRET_KEY": "hidden", "AWS_REGION": "shown", TORCHSERVE_PORT: torchserve_port}
     own |= without_torchserve(folder.parent)
-    with serve(folder.parent / "work", [], command=command, environment=own) as found:
+    with serve(folder.parent / "work", [], command=command, environment=own, ready=False) as found:
+        _wait_for_log(found, {"Loaded model": 3, "Couldn't load model": 2})
         yield found
+
+
+def _wait_for_log(server: Server, counts: dict[str, int]) -> None:
+    end = time.monotonic() + _TIMEOUT_S
+    while any(server.log.count(text) < count for text, count in counts.items()):
+        assert time.monotonic() < end and server.process.poll() is None, server.log
+        time.sleep(0.1)
 
 
 def _mar_with_requirements(path: Path) -> None:
@@ -104,6 +116,16 @@ def test_versions_are_served_side_by_side_and_the_default_is_the_configured_one(
         assert _asked(server, f"/predictions/{path}").json()[0] == version, path
     assert _asked(server, "/v2/repository/models/cat/load").status_code == 200
     assert _asked(server, "/predictions/cat").json()[0] == "1.0"
+
+
+def test_an_archive_that_cannot_be_loaded_costs_its_own_model_alone(server: Server) -> None:
+    assert [_asked(server, f"/predictions/{name}").status_code for name in ("failing", "broken", "cat")] == [
+        404,
+        404,
+        200,
+    ]
+    assert "Cannot load model 'broken.tar.gz': cannot unpack " in server.log
+    assert "Cannot load model 'failing': importing h.py raised ValueError: at import" in server.log
 
 
 def test_handlers_find_what_config_properties_leaves_them(server: Server) -> None:

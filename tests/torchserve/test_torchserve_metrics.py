@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_fd_to_metric_families
+from prometheus_client.samples import Sample
 
 from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetricsCollector
 from tests import plain_http
@@ -93,6 +98,70 @@ def test_the_versions_of_a_model_are_added_up_and_what_does_not_fit_is_left_out(
         ("Sizes_count", "mine"): 2.0,
         ("Sizes_sum", "mine"): 5.0,
     }
+
+
+def _shown(collector: HandlerMetricsCollector) -> list[Sample]:
+    """The samples of handlers' own metrics, as a scraper reads them, in both formats, each once."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = openmetrics.generate_latest(registry).decode()
+    samples = [sample for family in text_fd_to_metric_families(io.StringIO(text)) for sample in family.samples]
+    assert samples and len({(each.name, *sorted(each.labels.items())) for each in samples}) == len(samples)
+    return [each for each in samples if not each.name.startswith("torch_stream_")]
+
+
+def _one(collector: HandlerMetricsCollector, name: str, **labels: str) -> float:
+    (value,) = [each.value for each in _shown(collector) if each.name == name and labels.items() <= each.labels.items()]
+    return value
+
+
+def test_a_dimension_that_is_called_as_a_label_of_ours_takes_no_series_of_another_version() -> None:
+    collector = HandlerMetricsCollector()
+    for version, value in (("1", 2.0), ("2", 3.0)):
+        dimensions = {"version": "own", "model": "mine", "exported_model": "x", "le": "9", "__name__": "n", "1st": "a"}
+        collector.of("m", version).record("Calls", "counter", value, dimensions)
+        collector.of("m", version).record("Sizes", "histogram", value, dimensions)
+    own = {"exported_version": "own", "exported_exported_model": "mine", "exported_model": "x", "_1st": "a"}
+    own |= {"exported_le": "9", "exported___name__": "n"}
+    for name in ("torchserve_Calls_total", "torchserve_Sizes_sum"):
+        assert _one(collector, name, model="m", version="1", **own) == 2.0
+        assert _one(collector, name, model="m", version="2", **own) == 3.0
+    collector.torchserve_names = True
+    assert _one(collector, "Calls", version="own", model="mine") == 5.0
+
+
+@pytest.mark.parametrize("torchserve_names", [False, True])
+def test_metrics_whose_names_clash_are_dropped_counted_and_named_once(
+    torchserve_names: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = HandlerMetricsCollector()
+    collector.torchserve_names = torchserve_names
+    first, second = collector.of("m", "1"), collector.of("m", "2")
+    first.record("C", "counter", 1.0, {})
+    first.record("Sizes", "histogram", 1.0, {"a": "x"})
+    first.record("Sizes", "histogram", 1.0, {"b": "x"})  # other dimensions are no clash
+    for _ in range(2):
+        first.record("C_total", "counter", 1.0, {})
+        second.record("C_total", "gauge", 1.0, {})
+        second.record("Sizes_sum", "gauge", 1.0, {})
+    assert _one(collector, "torchserve_C_total") == 1.0
+    assert _one(collector, "torchserve_Sizes_sum", a="x") == _one(collector, "torchserve_Sizes_sum", b="x") == 1.0
+    assert [first.dropped_metric_values, second.dropped_metric_values] == [2, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C has the name already",
+        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C has the name already",
+        "Model 'm': values of the handler's metric 'Sizes_sum' are dropped: the histogram Sizes has the name already",
+    ]
+
+
+def test_series_above_the_bound_are_dropped_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    collector = HandlerMetricsCollector()
+    metrics = collector.of("m", None)
+    for number in range(1010):
+        metrics.record("Calls", "counter", 1.0, {"user": str(number)})
+    metrics.record("Calls", "counter", 1.0, {"user": "0"})
+    assert len(_shown(collector)) == 1000 and metrics.dropped_metric_values == 10
+    assert len(caplog.records) == 1 and "the handler has 1000 series already" in caplog.text
 
 
 @pytest.mark.parametrize("asked", [False, True])

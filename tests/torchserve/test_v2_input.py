@@ -12,7 +12,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.v2_binary import has_tensors
 from mlserver_torch_stream.torchserve.config import read_config
 from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
-from mlserver_torch_stream.torchserve.v2_input import read_request
+from mlserver_torch_stream.torchserve.v2_input import read_parts, read_request
 
 
 def _read(parameters: dict[str, Any], **config: Any) -> HandlerRequest:
@@ -34,6 +34,24 @@ def test_a_sequence_ends_by_its_id_only() -> None:
     assert ends.headers["ts_request_sequence_end"] == "true"
     with pytest.raises(InvalidInput, match="sequence_id: is needed"):
         _read({"sequence_end": True}, sequenceBatching=True)
+
+
+@pytest.mark.parametrize(
+    ("header", "parameters", "ends"),
+    [
+        ({"X-Last": "True"}, {}, True),
+        ({"X-Last": "false"}, {}, False),
+        ({"x-last": "true"}, {"sequence_end": False}, False),
+        ({"ts_request_sequence_end": "true"}, {}, False),
+    ],
+)
+def test_the_header_of_torchserves_variable_ends_a_sequence_where_no_parameter_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, header: dict[str, str], parameters: dict[str, Any], ends: bool
+) -> None:
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_END", "X-Last")
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_ID", "X-Session")
+    read = read_parts([], {**header, "X-SESSION": "s"}, "r", read_config({}, {"sequenceBatching": True}), parameters)
+    assert (read.sequence_id, read.sequence_end) == ("s", ends)
 
 
 def test_a_request_without_a_sequence_begins_one() -> None:

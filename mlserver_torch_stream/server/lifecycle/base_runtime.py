@@ -19,6 +19,7 @@ from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, RequestError, SettingsError
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_outputs import as_response
 from mlserver_torch_stream.server import patches
@@ -141,7 +142,7 @@ class BaseRuntime(MLModel, ABC):
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
             place = place_of_error(error, self.settings._source) if isinstance(error, SettingsError) else ""
-            logger.error(f"Cannot load model '{self.name}': {error}{place}")
+            logger.error(f"Cannot load model '{self.name}': {log_text(f'{error}{place}')}")
             raise ModelNotLoaded(f"{error}{place}") from None
         except Exception as error:  # a defect of ours: the log gets its traceback
             logger.exception(f"Cannot load model '{self.name}'")

@@ -22,7 +22,7 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
@@ -56,6 +56,8 @@ def install() -> None:
         # uvicorn raises the signal again for the listener that ends first; a second SIGINT would cut the others off.
         sig = signal.SIGTERM if sig == signal.SIGINT else sig
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
+            if _options().skip_failed_models:
+                return
             LIFECYCLE.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
         if LIFECYCLE.members() or LIFECYCLE.listeners or LIFECYCLE.failure is not None:
@@ -94,11 +96,15 @@ def _handled_by_the_loop(*_: object) -> None:
     pass
 
 
-async def _drain(server: MLServer, why: str) -> None:
+def _options() -> ServerOptions:
     try:
-        options = read_options()
+        return read_options()
     except SettingsError:  # this error has failed the start
-        options = read_options({})
+        return read_options({})
+
+
+async def _drain(server: MLServer, why: str) -> None:
+    options = _options()
     members = LIFECYCLE.members()
     LIFECYCLE.begin_shutdown(_WHY)
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")

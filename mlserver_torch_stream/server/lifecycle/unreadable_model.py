@@ -1,4 +1,4 @@
-"""A model whose ``model-settings.json`` MLServer cannot read; its load fails with the file, the line and the key.
+"""A model whose settings or archive cannot be read; its load fails with the reason, such as the file, line and key.
 
 Knows nothing of the model: in place of it MLServer would log a traceback and go on without it.
 """
@@ -13,12 +13,12 @@ from typing import Any
 from mlserver import MLModel, ModelSettings
 from mlserver.logging import logger
 from mlserver.repository.load import load_model_settings
-from mlserver.settings import ModelParameters
 from pydantic import ValidationError
 
 import mlserver_torch_stream
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_name
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.settings import SETTINGS_FILE
@@ -36,7 +36,7 @@ class UnreadableModel(MLModel):  # type: ignore[misc]
 
     async def load(self) -> bool:
         why = str(self.settings.parameters.extra["why"])
-        logger.error(f"Cannot load model '{self.name}': {why}")
+        logger.error(f"Cannot load model '{self.name}': {log_text(why)}")
         raise ModelNotLoaded(why)
 
 
@@ -65,8 +65,13 @@ def readable_or_not(path: Path) -> ModelSettings:
         why = str(error)
     except ValidationError as error:
         why = complaint(error, path)
+    return ModelSettings(**unreadable_settings(path.parent.name, why))
+
+
+def unreadable_settings(name: str, why: str) -> dict[str, Any]:
+    """The content of a model-settings.json whose model cannot be loaded, for the reason ``why``."""
     runtime = f"{UnreadableModel.__module__}.{UnreadableModel.__name__}"
-    return ModelSettings(name=path.parent.name, implementation=runtime, parameters=ModelParameters(extra={"why": why}))
+    return {"name": name, "implementation": runtime, "parameters": {"extra": {"why": why}}}
 
 
 def complaint(error: ValidationError, path: Path) -> str:

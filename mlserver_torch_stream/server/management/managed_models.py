@@ -15,6 +15,7 @@ from mlserver.logging import logger
 from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server.lifecycle import default_version
 from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
@@ -203,4 +204,4 @@ class ManagedModels:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error(f"Management API: {error}")
+            logger.error(f"Management API: {log_text(error)}")

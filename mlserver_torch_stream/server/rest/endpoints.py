@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.cloud_events import as_headers
@@ -95,7 +96,7 @@ class Endpoint:
         except ClientLeft:
             pass
         except _AlreadyReported as reported:
-            logger.warning(f"A stream of model '{request.name}' failed: {reported.__cause__}")
+            logger.warning(f"A stream of model '{request.name}' failed: {log_text(reported.__cause__)}")
         except asyncio.CancelledError:
             if not request.left:
                 raise

@@ -16,6 +16,7 @@ from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
+from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.torchserve_document import model_document
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
@@ -104,7 +105,7 @@ class PredictionEndpoint:
         except ClientLeft:
             pass
         except _BrokenStream as broken:
-            logger.warning(f"A stream of model '{request.path.name}' breaks off: {broken.__cause__}")
+            logger.warning(f"A stream of model '{request.path.name}' breaks off: {log_text(broken.__cause__)}")
             await break_off(scope, receive, _CLOSING_S)
         except asyncio.CancelledError:
             if not request.left:

@@ -128,7 +128,7 @@ class GrpcPrediction:
         sequence_id = self._request.sequence_id
         if not self._in_sequence:
             return {"sequence_id": sequence_id} if sequence_id else {}
-        given = {entry.key: entry.value for entry in self._request.input}
+        given = {entry.key.lower(): entry.value for entry in self._request.input}
         flags = {
             name: given.get(sequence_header(name), b"").lower() == _TRUE for name in ("sequence_start", "sequence_end")
         }

@@ -63,13 +63,12 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
         config = read_config(archive.yaml, extra)
         for line in not_honoured(archive.yaml, config):
             logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
-        requirements = archive.model.get("requirementsFile")
-        if requirements and workers.installs:
+        if archive.requirements and workers.installs:
             if not archive.own:
                 raise SettingsError("parameters.extra.install_py_dep_per_model: needs an archive, not a folder")
-            install_requirements(workers.python, archive.folder, str(requirements))
-        elif requirements and workers.python is None:
-            line = not_installed(str(requirements), uri, config.useVenv)
+            install_requirements(workers.python, archive.folder, archive.requirements)
+        elif archive.requirements and workers.python is None:
+            line = not_installed(archive.packed_requirements, uri, config.useVenv)
             if config.useVenv:
                 raise SettingsError(line)
             logger.warning("Model '%s': %s", settings.name, line)

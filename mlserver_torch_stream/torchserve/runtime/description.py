@@ -19,7 +19,7 @@ def describe_pool(built: BuiltPool) -> dict[str, Any]:
     """Times as in the model's settings: ms for ``maxBatchDelay``, s for the timeouts; memory in bytes."""
     pool = built.engine
     config = pool.config
-    waiting = pool.gauges()["waiting_requests"]
+    waiting = pool.waiting
     return {
         "runtime": str(built.archive.manifest.get("runtime", "python")),
         "minWorkers": pool.scaling.least,

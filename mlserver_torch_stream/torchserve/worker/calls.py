@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,12 @@ class Caller:
                 self.channel.failed(left, *failure(error), retry=len(requests) > 1)
         self.stop.end()
         return pieces
+
+
+def run_calls(caller: Caller, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
+    """Runs for ever. ``take(True)`` waits for the requests of the next batch."""
+    while True:
+        caller.call(take(True))
 
 
 def answer(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import pickle
@@ -15,7 +16,8 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from functools import partial
+from typing import Any, Callable
 
 from mlserver_torch_stream.torchserve.frames import BrokenFrame, split
 from mlserver_torch_stream.torchserve.worker import handler as handlers
@@ -33,7 +35,7 @@ def main(descriptor: int) -> None:
 
 
 class HandlerHost:
-    """Call ``load`` once, then ``run``, which ends with the process."""
+    """Call ``load`` once, then ``run``, which tells the server that the worker is ready and ends with the process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -63,12 +65,18 @@ class HandlerHost:
             )
             self._context = self._make_context()
             self._initialize()
+            self._serve = self._prepare()
         except handlers.HandlerRefused as error:
-            if error.__cause__ is not None:
-                logging.error("The handler cannot be loaded", exc_info=error.__cause__)
-            self._exit_if_forked()
-            self._channel.send("refused", message=str(error))
-            _end()
+            self._refuse(str(error), error.__cause__)
+        except Exception as error:  # the handler's own exceptions are causes above
+            self._refuse(f"TorchServe's package cannot be used: {handlers.described(error)}", error)
+
+    def _refuse(self, message: str, cause: BaseException | None) -> None:
+        if cause is not None:
+            logging.error("The handler cannot be loaded", exc_info=cause)
+        self._exit_if_forked()
+        self._channel.send("refused", message=message)
+        _end()
 
     def _make_context(self) -> Any:
         from ts import __version__
@@ -90,13 +98,20 @@ class HandlerHost:
         )
 
     def _initialize(self) -> None:
+        """A coroutine, such as the load call of a module-level ``async def handle``, runs to its end here."""
         try:
-            self._found.initialize(self._context)
+            returned = self._found.initialize(self._context)
+            if inspect.iscoroutine(returned) and self._loop is not None:
+                self._loop.run_until_complete(returned)
         except BaseException as error:
             raise handlers.HandlerRefused(f"initialize raised {handlers.described(error)}") from error
+        if inspect.iscoroutine(returned) and self._loop is None:
+            returned.close()
+            raise handlers.HandlerRefused("initialize is an `async def`, which needs asyncCommunication: true")
         self._exit_if_forked()
 
-    def run(self) -> None:
+    def _prepare(self) -> Callable[[], object]:
+        """Returns the loop that runs requests, and imports what it needs: TorchServe's package imports torch here."""
         mode = self._order["mode"]
         entry, context, channel = self._found.entry, self._context, self._channel
         if mode == "async":
@@ -104,19 +119,18 @@ class HandlerHost:
 
             assert self._loop is not None
             self._tasks = Tasks(entry, context, channel, self._loop)
-        channel.send("ready")
-        if self._loop is not None:
-            self._loop.run_forever()
-        elif mode == "continuous":
+            return self._loop.run_forever
+        if mode == "continuous":
             from mlserver_torch_stream.torchserve.worker.continuous import Continuous, run_steps
 
-            run_steps(Continuous(entry, context, channel), self._take)
-        else:
-            from mlserver_torch_stream.torchserve.worker.calls import Caller
+            return partial(run_steps, Continuous(entry, context, channel), self._take)
+        from mlserver_torch_stream.torchserve.worker.calls import Caller, run_calls
 
-            caller = Caller(entry, context, channel, self._order["responds"], self._stop)
-            while True:
-                caller.call(self._take(True))
+        return partial(run_calls, Caller(entry, context, channel, self._order["responds"], self._stop), self._take)
+
+    def run(self) -> None:
+        self._channel.send("ready")
+        self._serve()
 
     def _take(self, wait: bool) -> list[Any]:
         """The requests that have arrived."""

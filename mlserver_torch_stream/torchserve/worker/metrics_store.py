@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import partial
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
 
@@ -36,20 +36,25 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
     def add_metric_to_cache(self, *args: Any, **options: Any) -> Any:
         metric = super().add_metric_to_cache(*args, **options)
         metric.emit_metrics = partial(self._emit, metric)
+        metric.add_or_update = partial(self._add_number, metric.metric_name, metric.add_or_update)
         return metric
 
-    def _emit(self, metric: Any, request_id: str, value: Any, dimension_string: str) -> None:
+    def _add_number(self, name: str, add: Callable[..., object], value: Any, *args: Any, **options: Any) -> None:
+        """Logs a value that is no number: no metric fails a request."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
-            logging.getLogger(__name__).error("Metric %s: %r is no number", metric.metric_name, value)
+        except (TypeError, ValueError, OverflowError):
+            logging.getLogger(__name__).error("Metric %s: %r is no number", name, value)
             return
+        add(number, *args, **options)
+
+    def _emit(self, metric: Any, request_id: str, value: float, dimension_string: str) -> None:
         names = metric.dimension_names or []  # the string is not split at its commas, because a value may have some
         values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
         self._channel.send(
             "metric",
             name=metric.metric_name,
             type=metric.metric_type.value,
-            value=number,
+            value=value,
             labels=dict(zip(names, values.groups())) if values else {},
         )

@@ -1,0 +1,16 @@
+"""Makes the text of a handler, of an error or of a client fit for one line of the log.
+
+Knows nothing of logging. Raw, such a text may forge a line, move a terminal's cursor, or fail to be encoded.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Controls but the tab, marks of direction, separators of lines, and lone surrogates.
+_UNFIT = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def log_text(text: object) -> str:
+    """The text with escapes, such as ``\\x1b``, in place of characters that steer a terminal or end a line."""
+    return _UNFIT.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))
