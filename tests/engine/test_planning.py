@@ -52,7 +52,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "lfm2", "mamba2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4_moe", "qwen3", "phi3", "lfm2", "mamba2"])
 def test_the_config_alone_says_what_the_loaded_model_is(family: str, tmp_path: Path) -> None:
     model = make(family)
     with torch.inference_mode():

@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.devices import from_host, input_device, plain_
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.latent_pages import has_latents
 from mlserver_torch_stream.engine.forward.model_step import ModelStep, TensorsOn, Way
+from mlserver_torch_stream.engine.forward.step_cache import MovedCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 
 
@@ -79,6 +80,15 @@ class ModelForward:
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
+
+    def moved(self, batch: Batch, cache: PagedCache, more: int) -> torch.Tensor | None:
+        """Returns the logits of a batch whose cache names ``more`` tokens than it has; None if no code asks for them.
+
+        The batch has one token of each sequence. Their states stay as they are.
+        """
+        step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
+        logits = self._run(step)
+        return logits if isinstance(step.cache, MovedCache) and step.cache.asked else None
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
         """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.

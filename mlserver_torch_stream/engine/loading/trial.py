@@ -53,6 +53,7 @@ class Trial:
     same_operations: bool = False
     longest: int = field(init=False)  # prompt
     cache: PagedCache = field(init=False)
+    last: Batch = field(init=False)  # with one token of each of its sequences, once it has run
     comparison: Comparison = field(init=False)
     _free: list[list[int]] = field(init=False)
     _users: list[Counter[int]] = field(init=False)
@@ -158,6 +159,7 @@ class Trial:
             )
             ends.append((sequence, end, wanted))
         batch = Batch(tuple(sequences), tuple(self._copies), tuple(self._state_copies))
+        self.last = Batch(batch.sequences)
         self._copies, self._state_copies = [], []
         rows = iter(self.forward(batch, self.cache).tensor)
         for sequence, end, wanted in ends:
