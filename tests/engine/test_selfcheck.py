@@ -125,6 +125,13 @@ def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dty
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_chunks_begin_anew_gets_its_prompts_whole(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        findings = check_batching(tiny("jamba").to(dtype))
+    assert (findings.problem, findings.way, findings.chunked) == (None, Way.ROWS, False)
+
+
 class Disturbed(ModelForward):
     """A forward that goes wrong for some batches."""
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core
 EOS = 258
@@ -153,10 +159,13 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
     options = {**_BASE, **{**FAMILIES, **SERIAL_FAMILIES}.get(family, {"head_dim": 8}), **copy.deepcopy(changes)}
     if family in ("mamba2", "falcon"):
         options.pop("num_key_value_heads")
+    return random_model(AutoConfig.for_model(_MODEL_TYPES.get(family, family), **options), seed)
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model, whose answers do not end by themselves."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(_MODEL_TYPES.get(family, family), **options)
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

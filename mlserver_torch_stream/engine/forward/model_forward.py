@@ -81,14 +81,13 @@ class ModelForward:
             step.keep_states()
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
 
-    def moved(self, batch: Batch, cache: PagedCache, more: int) -> torch.Tensor | None:
-        """Returns the logits of a batch whose cache names ``more`` tokens than it has; None if no code asks for them.
+    def tried(self, batch: Batch, cache: PagedCache, more: int = 0) -> tuple[torch.Tensor, bool]:
+        """Returns the logits of sequences that fit one call, whose states stay as they are.
 
-        The batch has one token of each sequence. Their states stay as they are.
+        The cache names ``more`` tokens than it has. The second value says whether the model's code asks for a number.
         """
         step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
-        logits = self._run(step)
-        return logits if isinstance(step.cache, MovedCache) and step.cache.asked else None
+        return self._run(step), isinstance(step.cache, MovedCache) and step.cache.asked
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
         """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
