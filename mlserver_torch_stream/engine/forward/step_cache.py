@@ -5,7 +5,7 @@ Knows nothing of attention: ``update`` writes to the pages, and returns the keys
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -153,8 +153,16 @@ class MovedCache(StepCache):
         return length, self._moved(offset)
 
     def _moved(self, number: int) -> int:
-        if sys._getframe(2).f_globals.get("__name__") == masking_utils.__name__:
+        if _asker() == masking_utils.__name__:
             return number
         self.asked = True
         moved = number + self._more
         return SeenTokens.of(moved, number.positions) if isinstance(number, SeenTokens) else moved
+
+
+def _asker() -> str | None:
+    """Returns the module whose code called the method that called the caller of this function."""
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = None if frame is None else frame.f_back
+    return None if frame is None else frame.f_globals.get("__name__")
