@@ -14,7 +14,6 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.loading.model_kind import refuse_other_kinds
 from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_generate
 from mlserver_torch_stream.errors import LoadFailed
@@ -45,14 +44,14 @@ def row_of(model_type: str) -> Row:
     except LoadFailed:
         return "refused", "", "an encoder-decoder model"
     except Exception as error:
-        return "not tried", "", _reason(in_a_line(error))
+        return "not tried", "", _reason(f"{type(error).__name__}: {error}")
     with torch.inference_mode():
         found = check_batching(model)
         if found.problem is not None:
             try:
                 check_generate(model)
             except LoadFailed as error:
-                return "refused", "", _reason(str(error))
+                return "not tried", "", _reason(str(error))  # of transformers, and perhaps for its sizes alone
             return "serial", "whole", _reason(found.problem)
     check(model, found.way, 16, Answers(model), found.chunked)
     return found.way.value, "in chunks" if found.chunked else "whole", ""
