@@ -286,7 +286,7 @@ def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -
         (None, 50.0, torch.float32),
     }
     (chunked,) = attention_shapes(
-        tiny_model("llama4_text", attention_chunk_size=8, layer_types=["chunked_attention"] * 3)
+        tiny_model("llama4_text", attention_chunk_size=8, layer_types=["chunked_attention"] * 4)
     )
     assert chunked.chunk == 8
     unlike = attention_shapes(tiny_model("mimo_v2_flash", **FAMILIES["mimo_v2_flash"]))

@@ -54,10 +54,23 @@ def test_a_sound_model_passes() -> None:
     assert findings.spec.page_size == findings.page_size == CPU_PAGE_SIZE
 
 
+def without_start(kwargs: Kwargs) -> None:
+    """As of a model that knows nothing of the cache's tokens."""
+    given = kwargs.get("position_ids")
+    if given is not None:
+        kwargs["position_ids"] = torch.arange(given.numel()).reshape(given.shape)
+
+
 def test_a_model_that_ignores_its_positions_is_found_out() -> None:
-    findings = findings_with(lambda kwargs: kwargs.pop("position_ids", None))
+    findings = findings_with(without_start)
     assert findings.problem is not None and "differ" in findings.problem
     assert findings.spec is None
+
+
+def test_a_model_may_ask_the_cache_for_the_positions_of_packed_tokens() -> None:
+    """It adds the length of the cache to an ``arange``, and gets each token's own position."""
+    findings = findings_with(lambda kwargs: kwargs.pop("position_ids", None))
+    assert (findings.problem, findings.way) == (None, Way.PACKED)
 
 
 def test_a_model_that_ignores_its_mask_is_found_out() -> None:
@@ -85,10 +98,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("family", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_way_that_gives_the_logits_is_taken(family: str, dtype: torch.dtype) -> None:
+def test_the_first_way_that_gives_the_logits_is_taken_in_half_precision(family: str) -> None:
+    """In float32: tests/engine/test_pages_families.py."""
     with torch.inference_mode():
-        findings = check_batching(tiny(family).to(dtype))
+        findings = check_batching(tiny(family).bfloat16())
     assert (findings.problem, findings.way, findings.chunked) == (None, WAYS[family], True)
 
 
@@ -97,6 +110,26 @@ def test_a_state_that_a_model_hides_in_its_modules_is_found_out(dtype: torch.dty
     with torch.inference_mode():
         findings = check_batching(tiny("recurrent_gemma").to(dtype))
     assert findings.problem is not None and "differ" in findings.problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dtype: torch.dtype) -> None:
+    """Rows are padded to one length, by which Inkling scales all of its queries, far beyond what the check computes."""
+    changes = {"log_scaling_n_floor": 200, "max_position_embeddings": 4096}
+    with torch.inference_mode():
+        findings = check_batching(tiny("inkling_text", **changes).to(dtype))
+        assert findings.problem is not None
+        assert findings.problem.endswith("standard deviations beside a sequence of another length")
+        assert (
+            check_batching(tiny("inkling_text", **{**changes, "log_scaling_n_floor": 4096}).to(dtype)).problem is None
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_chunks_begin_anew_gets_its_prompts_whole(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        findings = check_batching(tiny("jamba").to(dtype))
+    assert (findings.problem, findings.way, findings.chunked) == (None, Way.ROWS, False)
 
 
 class Disturbed(ModelForward):
@@ -254,7 +287,7 @@ def test_half_precision_passes_and_is_still_watched() -> None:
         assert check_batching(model).problem is None
 
         def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
-            kwargs.pop("position_ids", None)
+            without_start(kwargs)
             return args, kwargs
 
         model.register_forward_pre_hook(hook, with_kwargs=True)

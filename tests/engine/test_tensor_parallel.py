@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.planning.model_size import read_size
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import leader
+from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing
 from mlserver_torch_stream.model_source import ModelSource
 from mlserver_torch_stream.settings import parse_settings
@@ -222,6 +223,12 @@ def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
 def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_do(tiny_model: Path) -> None:
     with pytest.raises(LoadFailed, match=r"4 does not divide .* 4 attention heads and 2 key-value heads.*: 1, 2$"):
         build(tiny_model, tensor_parallel_size=4)
+
+
+def test_the_layer_with_the_fewest_heads_decides_how_many_ranks_there_can_be() -> None:
+    check_model(make("gemma4_moe").config, 1)
+    with pytest.raises(LoadFailed, match=r"2 does not divide .* 4 attention heads and 1 key-value heads.*: 1$"):
+        check_model(make("gemma4_moe").config, 2)
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 torch.set_num_threads(1)  # models of this size only lose time to a second core
 EOS = 258
@@ -31,21 +37,23 @@ _GPT = {"n_embd": 32, "n_layer": _LAYERS, "n_head": 4, "n_positions": CONTEXT}
 _WINDOW = {"sliding_window": 6}
 _MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _SHARING = {
-    **{"head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 6},
+    **{"head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 6},
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+}
+
+# The last of four layers has no rope, and scales its queries anew every eight tokens.
+_LLAMA4 = {
+    **{"head_dim": 8, "num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2},
+    **{"attn_scale": 0.5, "floor_scale": 8},
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
-    "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": []},
-    "llama4_chunked": {
-        **{"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": []},
-        "attention_chunk_size": 6,
-        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
-    },
+    "llama4_text": _LLAMA4,
+    "llama4_chunked": {**_LLAMA4, "attention_chunk_size": 6},
     "mistral": {"head_dim": 8, **_WINDOW},
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, **_WINDOW},
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, **_MIXED},
@@ -86,8 +94,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
     },
     "nemotron_h": {
-        **{"head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4},
-        **{"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
+        **{"head_dim": 8, "layers_block_type": ["mamba", "mlp", "attention", "moe"], "mamba_num_heads": 4},
+        **{"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "n_routed_experts": 4},
+        **{"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
     },
     # Layers with states and attention both.
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
@@ -103,13 +112,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     },
     # Later layers use the keys and values of earlier ones.
-    "gemma3n_text": {
-        **_SHARING,
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
+    "gemma3n_text": {**_SHARING, "laurel_rank": 4},
+    # Layers that see all have wider heads, as in all Gemma 4, and fewer of them in the large ones.
+    "gemma4_text": {**_SHARING, "global_head_dim": 16, "use_double_wide_mlp": True},
+    "gemma4_moe": {
+        **{**_SHARING, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 16},
+        **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4},
+        **{"top_k_experts": 2, "moe_intermediate_size": 16},
     },
-    "gemma4_text": {**_SHARING, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "cohere": {},
     "ernie4_5_moe": {
         **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
@@ -138,7 +148,7 @@ KINDS = (
 SERIAL_FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "head_dim": 8},
 }
-_MODEL_TYPES = {"llama4_chunked": "llama4_text"}
+_MODEL_TYPES = {"llama4_chunked": "llama4_text", "gemma4_moe": "gemma4_text"}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -149,10 +159,13 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
     options = {**_BASE, **{**FAMILIES, **SERIAL_FAMILIES}.get(family, {"head_dim": 8}), **copy.deepcopy(changes)}
     if family in ("mamba2", "falcon"):
         options.pop("num_key_value_heads")
+    return random_model(AutoConfig.for_model(_MODEL_TYPES.get(family, family), **options), seed)
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model, whose answers do not end by themselves."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(_MODEL_TYPES.get(family, family), **options)
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -41,7 +41,7 @@ _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=
 
 def take_attention(model: transformers.PreTrainedModel) -> None:
     """Registers our functions as the model's attention. Raises CannotPage."""
-    before = model.config._attn_implementation
+    before = _text_config(model)._attn_implementation
     if before in _OWN:
         return
     if before not in _NAMES:
@@ -49,14 +49,25 @@ def take_attention(model: transformers.PreTrainedModel) -> None:
     ours = _NAMES[before]
     transformers.AttentionInterface.register(ours, partial(_attend, before))
     transformers.AttentionMaskInterface.register(ours, partial(_mask, before))
-    model.set_attn_implementation(ours)
+    _set_attention(model, ours)
 
 
 def give_attention_back(model: transformers.PreTrainedModel) -> None:
     """Undoes ``take_attention``."""
-    before = model.config._attn_implementation
+    before = _text_config(model)._attn_implementation
     if before in _OWN:
-        model.set_attn_implementation(_OWN[before])
+        _set_attention(model, _OWN[before])
+
+
+def _text_config(model: transformers.PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
+    """Leaves a model's encoders of images and sound alone, which may have no such attention, as Gemma 4's of sound."""
+    text = _text_config(model)
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation(dict.fromkeys(["", *parts], name))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.devices import from_host, input_device, plain_
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.latent_pages import has_latents
 from mlserver_torch_stream.engine.forward.model_step import ModelStep, TensorsOn, Way
+from mlserver_torch_stream.engine.forward.step_cache import MovedCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 
 
@@ -79,6 +80,14 @@ class ModelForward:
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
+
+    def tried(self, batch: Batch, cache: PagedCache, more: int = 0) -> tuple[torch.Tensor, bool]:
+        """Returns the logits of sequences that fit one call, whose states stay as they are.
+
+        The cache names ``more`` tokens than it has. The second value says whether the model's code asks for a number.
+        """
+        step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
+        return self._run(step), isinstance(step.cache, MovedCache) and step.cache.asked
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
         """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.

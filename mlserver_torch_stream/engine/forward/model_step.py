@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.latent_pages import expanded, has_latents
-from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, PagesLayer, StepCache
+from mlserver_torch_stream.engine.forward.step_cache import HybridLayer, MovedCache, PagesLayer, SeenTokens, StepCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 
 _CPU = torch.device("cpu")
@@ -50,8 +50,9 @@ class ModelStep:
         attention: PagedAttention,
         write: PageWriter,
         on: TensorsOn | None = None,
+        moved: int | None = None,
     ) -> None:
-        """``on``: the batch's tensors by device, if they have been made already."""
+        """``on``: the batch's tensors by device, if they have been made already. ``moved``: see ``MovedCache``."""
         self.batch = batch
         self._pages = cache
         self._way = way
@@ -61,7 +62,8 @@ class ModelStep:
         self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
-        self.cache = StepCache(self._layer(index) for index in range(len(cache.layout)))
+        layers = [self._layer(index) for index in range(len(cache.layout))]
+        self.cache = StepCache(layers) if moved is None else MovedCache(layers, moved)
 
     def _layer(self, index: int) -> object:
         pages, states = self._pages.layers.get(index), self._states.get(index)
@@ -69,6 +71,8 @@ class ModelStep:
             return _NoLayer() if states is None else states
         span = self._pages.groups[pages.group].span
         start = max(each.start for each in self.batch.sequences)
+        if self._way is Way.PACKED:
+            start = SeenTokens.of(start, lambda device: self.on(device).positions)
         store = self._store_and_gather if self._way is Way.MASKED_ROWS else self._store
         own = (pages, store, start, self._columns(span), span is not None)
         return PagesLayer(*own) if states is None else HybridLayer(states, *own)

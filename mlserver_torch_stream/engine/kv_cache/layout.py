@@ -36,7 +36,11 @@ class CacheLayout:
     """Knows for each layer of the cache whether it has keys and values, of all tokens or of a window, and states."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self._layers = DynamicCache(config=config).layers
+        try:
+            self._layers = DynamicCache(config=config).layers
+        except (AttributeError, KeyError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise UnsupportedCache(f"transformers makes no cache from its config ({what})") from error
         text = config.get_text_config(decoder=True)
         self._kinds = list(getattr(text, "layer_types", None) or ())
         self._chunk = getattr(text, "attention_chunk_size", None)

@@ -53,6 +53,19 @@ class StateSlots:
     def copy(self, source: int, target: int) -> None:
         self.put([target], self.take([source]))
 
+    @property
+    def kinds(self) -> set[tuple[str, int]]:
+        """The kinds of states that layers hold, such as those of a convolution, for ``multiply``."""
+        layers = self._held.values()
+        return {(name, index) for layer in layers for name in _STATES for index in _set(getattr(layer, name))}
+
+    def multiply(self, kind: tuple[str, int], slot: int, factor: float) -> None:
+        """Changes the states of one kind in a slot, which no sequence has."""
+        name, index = kind
+        for layer in self._held.values():
+            if (state := getattr(layer, name).get(index)) is not None:
+                state[slot] *= factor
+
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
         """Returns a layer with the states alone, as the given layer may hold keys too."""
         own = copy.copy(self._empty[number])
@@ -88,9 +101,11 @@ def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
 def _tensors(layer: LinearAttentionLayer) -> Iterator[tuple[dict[int, Any], int]]:
     for name in _STATES:
         states = getattr(layer, name)
-        for index, state in states.items():
-            if state is not None:
-                yield states, index
+        yield from ((states, index) for index in _set(states))
+
+
+def _set(states: Mapping[int, torch.Tensor | None]) -> list[int]:
+    return [index for index, state in states.items() if state is not None]
 
 
 def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,19 @@ def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_lengths(config: Any) -> set[int]:
-    """Returns the lengths, in tokens, that the config of a decoder names."""
-    declared = ((name, getattr(config, name, None)) for name in declared_fields(type(config)))
-    return {length for name, value in (*declared, *rope_keys(config)) for length in _lengths(name, value)}
+    """Returns the lengths, in tokens, that the config of a decoder names, for any of its layers."""
+    names = declared_fields(type(config))
+    given = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
+    return {length for name, value in (*given, *rope_keys(config)) for length in _lengths(name, value)}
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """Returns the config of each layer where layers differ, as in Gemma 4, else the model's.
+
+    Where layers differ, transformers raises an error of its own for a field that the model's config does not answer.
+    """
+    layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return layers
 
 
 def _lengths(name: str, value: Any) -> Iterator[int]:

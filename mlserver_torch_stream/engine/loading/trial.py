@@ -25,7 +25,7 @@ _LONGEST = 70
 _SHORTEST = 9  # in a context that is smaller
 _LONGEST_CHUNK = 65
 _AFTER = 12  # tokens that each sequence can take after its prompt
-_SPARE_SLOT = 7
+SPARE_SLOT = 7
 _STALE = 1000.0  # finite: a kernel may multiply it with the probability 0 of a key that is not seen
 
 
@@ -53,6 +53,7 @@ class Trial:
     same_operations: bool = False
     longest: int = field(init=False)  # prompt
     cache: PagedCache = field(init=False)
+    last: Batch = field(init=False)  # with one token of each of its sequences, once it has run
     comparison: Comparison = field(init=False)
     _free: list[list[int]] = field(init=False)
     _users: list[Counter[int]] = field(init=False)
@@ -65,7 +66,7 @@ class Trial:
         self.longest = max(_SHORTEST, min(_LONGEST, context - _AFTER))
         groups = len(self.layout.spec(self.page_size).groups)
         pages = 4 * (self.longest + _AFTER) // self.page_size + 17
-        self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=_SPARE_SLOT + 1)
+        self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=SPARE_SLOT + 1)
         self.comparison = self.new_comparison()
         self._free = [[*range(1, pages, 2), *range(0, pages, 2)] for _ in range(groups)]
         self._users = [Counter() for _ in range(groups)]
@@ -110,12 +111,12 @@ class Trial:
         """Returns the logits of the next token of a sequence, alone; the sequence stays as it is."""
         start = sequence.computed
         self._make_room(sequence, start + 1)
-        copies = ((sequence.slot, _SPARE_SLOT),) if sequence.slot >= 0 else ()
+        copies = ((sequence.slot, SPARE_SLOT),) if sequence.slot >= 0 else ()
         part = BatchSequence(
             sequence.ids[start : start + 1],
             start,
             tuple(map(tuple, sequence.tables)),
-            state_slot=_SPARE_SLOT if copies else -1,
+            state_slot=SPARE_SLOT if copies else -1,
         )
         return self.forward(Batch((part,), state_copies=copies), self.cache).tensor[0].clone()
 
@@ -158,6 +159,7 @@ class Trial:
             )
             ends.append((sequence, end, wanted))
         batch = Batch(tuple(sequences), tuple(self._copies), tuple(self._state_copies))
+        self.last = Batch(batch.sequences)
         self._copies, self._state_copies = [], []
         rows = iter(self.forward(batch, self.cache).tensor)
         for sequence, end, wanted in ends:

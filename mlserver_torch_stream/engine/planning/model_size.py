@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, in_all, page_size_of
 from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout, UnsupportedCache
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.loading.config_fields import read_config
+from mlserver_torch_stream.engine.loading.config_fields import layer_configs, read_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
@@ -79,7 +79,7 @@ def read_size(
     config = read_config(source.name, location, gguf_file, revision=revision or "main")
     if getattr(config, "quantization_config", None):
         raise LoadFailed(f"{source.name} is quantised, and a config does not say how large that makes it")
-    text = config.get_text_config(decoder=True)
+    text = layer_configs(config.get_text_config(decoder=True))[0]
     kind = getattr(torch, dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.bfloat16
     transformers_logging.disable_progress_bar()
     try:
@@ -89,8 +89,8 @@ def read_size(
         what = " ".join(str(error).split())[:200]
         raise LoadFailed(f"{source.name} ({config.model_type}) makes no causal language model: {what}") from error
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := _count(text, key))), 0)
-    taken = _count(text, "num_experts_per_tok")
+    total = _first_count(text, "num_local_experts", "num_experts", "n_routed_experts")
+    taken = _first_count(text, "num_experts_per_tok", "top_k_experts")
     if experts and not (total and taken):
         raise LoadFailed(f"models of type {config.model_type} do not say how many experts a token takes")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -155,6 +155,7 @@ def _ranks(config: Any) -> tuple[int, ...]:
     return tuple(allowed)
 
 
-def _count(config: Any, key: str) -> int:
-    value = getattr(config, key, 0)
-    return value if isinstance(value, int) else 0
+def _first_count(config: Any, *keys: str) -> int:
+    """Returns the first of these fields that is a number above 0; 0 if none is."""
+    values = (getattr(config, key, 0) for key in keys)
+    return next((value for value in values if isinstance(value, int) and value), 0)

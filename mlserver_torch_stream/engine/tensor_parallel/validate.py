@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mlserver_torch_stream.engine.loading.config_fields import layer_configs
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -50,10 +51,11 @@ def check_model(config: Any, size: int) -> None:
     if getattr(config, "quantization_config", None):
         raise LoadFailed(f"{KEY}: this checkpoint is quantised, which ranks do not split")
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    if not getattr(text, "base_model_tp_plan", None) or not isinstance(heads, int):
+    layers = layer_configs(text)
+    heads = math.gcd(*(n if isinstance(n := getattr(each, "num_attention_heads", None), int) else 0 for each in layers))
+    if not getattr(text, "base_model_tp_plan", None) or not heads:
         raise LoadFailed(f"{KEY}: transformers has no plan that splits models of type {text.model_type}")
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = math.gcd(*(getattr(each, "num_key_value_heads", None) or heads for each in layers))
     common = math.gcd(heads, kv_heads)
     if common % size:
         allowed = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
