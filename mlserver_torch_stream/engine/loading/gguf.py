@@ -26,10 +26,11 @@ from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of our folders; a new one orphans the old
+FORMAT = 3  # of our folders; a new one orphans the old
 LOCK_SECONDS = 900.0
 UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is deleted: a new version of transformers makes its own
 _SEAL = "checksums.json"  # of a folder's other files
@@ -82,14 +83,28 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 
 
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
-    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``."""
-    return AutoModelForCausalLM.from_pretrained(
-        str(gguf_file.parent),
-        gguf_file=gguf_file.name,
-        quantization_config=GgufConfig(dequantize=not packed),
-        dtype=_dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype),
-        **options,
-    )
+    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``.
+
+    Raises LoadFailed if a tensor or a key of the file is missing, or has no place in the model.
+    """
+    from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
+
+    options |= {"dtype": _dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype)}
+    if loads_by_transformers(gguf_file):
+        options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
+        model_class, place = AutoModelForCausalLM, str(gguf_file.parent)
+    elif packed:
+        raise LoadFailed("GPUs have no kernels for the packed weights of this file's architecture: leave them dense")
+    else:
+        read = read_gguf_model(gguf_file)
+        weights = {name: each.dense().to(options["dtype"]) for name, each in read.weights.items()}
+        options |= {"config": read.config, "state_dict": weights}
+        model_class, place = read.model_class, None
+    model, info = model_class.from_pretrained(place, output_loading_info=True, **options)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise LoadFailed(f"the file's tensors do not fit the model ({kind.replace('_', ' ')}): {names[0]}")
+    return model
 
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
@@ -123,10 +138,12 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
 def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
     from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
+    from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config
 
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
+            read_gguf_config(gguf_file)  # a file that is not taken is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
                 tokenizer = load_gguf_tokenizer(gguf_file)
             with stage(logger, f"Reading the weights of {name}"):
