@@ -92,10 +92,42 @@ ORIGINALS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 32}),
 }
 
+# Those that transformers' own loader reads.
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 3,
+            "norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+}
+
 
 def make_original(name: str) -> Any:
     """Returns the model with weights that Q8_0 holds exactly, of a size that lets every part change the logits."""
-    model_type, own = ORIGINALS[name]
+    model_type, own = (ORIGINALS | BY_TRANSFORMERS)[name]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_BASE | own)).eval().float()
     with torch.no_grad():
@@ -103,7 +135,7 @@ def make_original(name: str) -> Any:
             random = torch.randn(weight.shape) * (0.2 if weight.dim() > 1 else 0.3)
             if key.endswith("norm.weight"):
                 random = random + weight
-            elif weight.dim() > 1:
+            elif weight.dim() > 1 and weight.shape[-1] % 32 == 0:
                 random = torch.from_numpy(_rounded(random.numpy()))
             weight.copy_(random)
     return model
@@ -144,8 +176,9 @@ def _keys(config: Any) -> Mapping[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(full["rope_theta"]),
     }
+    if config.model_type != "gemma2":
+        found["rope.freq_base"] = float(full["rope_theta"])
     if (head_dim := getattr(config, "head_dim", None)) is not None:
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if full["rope_type"] in ("linear", "yarn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
+from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.native.verify_native import verify_packed
@@ -189,3 +191,49 @@ def test_a_bias_of_some_modules_alone_is_zero_in_the_others(tmp_path: Path) -> N
         original.model.layers[1].self_attn.o_proj.bias.zero_()
     file = write_original(original, tmp_path / "m.gguf", change=without("blk.1.attn_output.bias"))
     check_same(load_gguf(file, "float32"), original)
+
+
+QWEN35: dict[str, int | float | str | list[int] | list[bool]] = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.recurrent_layers": [True, False],
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+    "rope.freq_base": 1e4,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rope.scaling.type", "yarn", "qwen35.rope.scaling.type is yarn, which is not supported here"),
+        ("attention.recurrent_layers", [False, True], "recurrent_layers is not what full_attention_interval 2 says"),
+        ("attention.value_length", 8, "attention.value_length is 8 beside keys of 16"),
+        ("vocab_size", 261, ""),
+    ],
+)
+def test_keys_that_transformers_would_ignore_are_refused_too(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    """In files of the architectures that its own loader reads."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35")
+    for name, each in {**QWEN35, key: value}.items():
+        writer.add_key_value(f"qwen35.{name}", each, gguf.GGUFValueType.get_type(each))
+    writer.add_token_list(["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LoadFailed, match=said) if said else nullcontext():
+        assert loads_by_transformers(tmp_path / "m.gguf")

@@ -103,7 +103,11 @@ def loads_by_transformers(path: Path) -> bool:
     if file.architecture not in GGUF_ARCHS:
         return False
     metadata, tensors = read_gguf_metadata(str(path))
-    get_gguf_config(recorded := _RecordedKeys(metadata), tensors)
+    config = get_gguf_config(recorded := _RecordedKeys(metadata), tensors)
+    every = config.get("full_attention_interval", 1)
+    expected = [bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
+    if (recurrent := file.flags("attention.recurrent_layers")) and recurrent[: len(expected)] != expected:
+        raise file.refused("attention.recurrent_layers", f"is not what full_attention_interval {every} says")
     keys, values = (file.take(f"attention.{kind}_length", int) for kind in ("key", "value"))
     if values not in (None, keys):
         raise file.refused("attention.value_length", f"is {values} beside keys of {keys} dimensions")
