@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.gguf import converted_folder
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings

@@ -185,6 +185,13 @@ def test_what_changes_no_result_is_accepted(case: str, tmp_path: Path) -> None:
     check_same(load_gguf(write_original(original, tmp_path / "m.gguf", change=HARMLESS[case]), "float32"), original)
 
 
+def test_every_token_that_the_file_says_ends_an_answer_does(tmp_path: Path) -> None:
+    """Such as ``<|eot_id|>`` beside ``<|end_of_text|>``."""
+    change = with_key("tokenizer.ggml.eot_token_id", 5)
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    assert load_gguf(file, "float32").generation_config.eos_token_id == [1, 5]
+
+
 def test_a_bias_of_some_modules_alone_is_zero_in_the_others(tmp_path: Path) -> None:
     original = make_original("llama with biases")
     with torch.no_grad():

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.stage_log import stage
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -35,12 +36,6 @@ LOCK_SECONDS = 900.0
 UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is deleted: a new version of transformers makes its own
 _SEAL = "checksums.json"  # of a folder's other files
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
-_SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 
 
 def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
@@ -94,7 +89,10 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
         options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
         model_class, place = AutoModelForCausalLM, str(gguf_file.parent)
     elif packed:
-        raise LoadFailed("GPUs have no kernels for the packed weights of this file's architecture: leave them dense")
+        raise LoadFailed(
+            "quantization_config: gguf weights cannot be kept packed here, transformers' kernels lack this file's "
+            "architecture; leave it out to dequantise them"
+        )
     else:
         read = read_gguf_model(gguf_file)
         weights = {name: each.dense().to(options["dtype"]) for name, each in read.weights.items()}
@@ -105,19 +103,6 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
         if names := sorted(map(str, info[kind])):
             raise LoadFailed(f"the file's tensors do not fit the model ({kind.replace('_', ' ')}): {names[0]}")
     return model
-
-
-def load_gguf_tokenizer(gguf_file: Path) -> Any:
-    """Loads the tokenizer in a GGUF file, with the special tokens that the file names.
-
-    transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
-    metadata, _ = read_gguf_metadata(str(gguf_file))
-    for role, key in _SPECIAL_TOKENS.items():
-        if key in metadata:
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[key])))
-    return tokenizer
 
 
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
