@@ -46,7 +46,8 @@ class GgufWeights:
         value = np.concatenate(values, axis=1) if len(values) > 1 else values[0]
         if self.order is not None:
             value = value[self.order]
-        return torch.from_numpy(np.array(value - np.float32(self.offset), dtype=np.float32)).reshape(self.shape)
+        value = value - np.float32(self.offset) if self.offset else np.require(value, np.float32, "W")
+        return torch.from_numpy(value).reshape(self.shape)
 
     def blocks(self) -> Tensor | None:
         """Returns the rows of a matrix as the file's bytes; None if they are not those of one tensor."""
