@@ -12,13 +12,14 @@
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
+#   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench` and `make bench-peers`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-mlserver test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -33,6 +34,7 @@ METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
 TORCHSERVE_EXAMPLES ?=
+LLAMA_CPP ?= $(VENV)/llama.cpp
 MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
 LOCK_OPTIONS ?=
 SOAK_REQUESTS ?= 1000000
@@ -60,6 +62,8 @@ IMAGE_WHEEL ?=
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 MLSERVER := $(VENV)/mlserver
 MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
+LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
+GGUF_TESTS := tests/engine/test_gguf_converter.py
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
@@ -111,9 +115,23 @@ test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
 test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
-	$(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
+	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
+
+# The converter and its package gguf, out of a source archive that contains all of llama.cpp. Nothing of it is compiled.
+$(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
+	rm -rf $(VENV)/llama.cpp
+	mkdir -p $(VENV)/llama.cpp
+	$(PIP) download --quiet --progress-bar off --no-deps --no-binary llama-cpp-python --dest $(VENV)/llama.cpp \
+		$(LLAMA_CPP_PYTHON)
+	tar -xzf $(VENV)/llama.cpp/*.tar.gz -C $(VENV)/llama.cpp --strip-components 3 --wildcards \
+		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/gguf/*'
+	rm $(VENV)/llama.cpp/*.tar.gz
+	@touch $@
+
+test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## GGUF files of llama.cpp's converter against the models they were made from
+	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
 
 # An environment with another MLServer and the libraries of .venv, which come later on the path. Without dependencies:
 # the locked versions are newer than some that MLServer's main branch allows.

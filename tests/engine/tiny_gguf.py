@@ -32,7 +32,7 @@ def write_tiny_gguf(
     writer.add_rope_dimension_count(hidden // HEADS)
     writer.add_vocab_size(len(TOKENS))
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if quantized else gguf.LlamaFileType.ALL_F32)
-    _add_tokenizer(writer)
+    add_tiny_tokenizer(writer)
     for name, shape in _shapes(hidden).items():
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
@@ -64,7 +64,8 @@ def _blocks(tensor: np.ndarray, kind: gguf.GGMLQuantizationType, random: np.rand
     return blocks.reshape(len(tensor), -1)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Adds a byte-level tokenizer of ``TOKENS``, and a chat template."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
+from mlserver_torch_stream.engine.loading.config_fields import read_config
 from mlserver_torch_stream.errors import LoadFailed
 
 
@@ -23,9 +24,7 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
     """
     if not isinstance(device_map, Mapping) or set(device_map) == {""}:
         return
-    if gguf_file is not None:
-        place, options["gguf_file"] = str(gguf_file.parent), gguf_file.name
-    config = AutoConfig.from_pretrained(place, **options)
+    config = read_config(place, place, gguf_file, **options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.get("trust_remote_code", False))
     known = [name for name, _ in model.named_modules()]

@@ -21,25 +21,21 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of our folders; a new one orphans the old
+FORMAT = 3  # of our folders; a new one orphans the old
 LOCK_SECONDS = 900.0
 UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is deleted: a new version of transformers makes its own
 _SEAL = "checksums.json"  # of a folder's other files
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
-_SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 
 
 def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
@@ -82,27 +78,31 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 
 
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
-    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``."""
-    return AutoModelForCausalLM.from_pretrained(
-        str(gguf_file.parent),
-        gguf_file=gguf_file.name,
-        quantization_config=GgufConfig(dequantize=not packed),
-        dtype=_dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype),
-        **options,
-    )
+    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``.
 
-
-def load_gguf_tokenizer(gguf_file: Path) -> Any:
-    """Loads the tokenizer in a GGUF file, with the special tokens that the file names.
-
-    transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
+    Raises LoadFailed if a tensor or a key of the file is missing, or has no place in the model.
     """
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
-    metadata, _ = read_gguf_metadata(str(gguf_file))
-    for role, key in _SPECIAL_TOKENS.items():
-        if key in metadata:
-            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[key])))
-    return tokenizer
+    from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
+
+    options |= {"dtype": _dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype)}
+    if loads_by_transformers(gguf_file):
+        options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
+        model_class, place = AutoModelForCausalLM, str(gguf_file.parent)
+    elif packed:
+        raise LoadFailed(
+            "quantization_config: gguf weights cannot be kept packed here, transformers' kernels lack this file's "
+            "architecture; leave it out to dequantise them"
+        )
+    else:
+        read = read_gguf_model(gguf_file)
+        weights = {name: each.dense().to(options["dtype"]) for name, each in read.weights.items()}
+        options |= {"config": read.config, "state_dict": weights}
+        model_class, place = read.model_class, None
+    model, info = model_class.from_pretrained(place, output_loading_info=True, **options)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise LoadFailed(f"the file's tensors do not fit the model ({kind.replace('_', ' ')}): {names[0]}")
+    return model
 
 
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
@@ -123,10 +123,12 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
 def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
     from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
+    from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config
 
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
+            read_gguf_config(gguf_file)  # a file that is not taken is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
                 tokenizer = load_gguf_tokenizer(gguf_file)
             with stage(logger, f"Reading the weights of {name}"):

@@ -21,7 +21,8 @@ from mlserver_torch_stream.engine.loading.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
-from mlserver_torch_stream.engine.loading.gguf import load_gguf, load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.gguf import load_gguf
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.model_kind import refuse_other_kinds

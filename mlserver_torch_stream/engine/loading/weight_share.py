@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.engine.loading.config_fields import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
         asked = None if dtype == "auto" else getattr(torch, dtype)
         if gguf_file is None and (files := sorted(Path(place).glob("*.safetensors"))):
             return sum(_stored_bytes(file, asked) for file in files)
-        if gguf_file is not None:
-            place, options["gguf_file"] = str(gguf_file.parent), gguf_file.name
-        config = AutoConfig.from_pretrained(place, **options)
+        config = read_config(place, place, gguf_file, **options)
         if getattr(config, "quantization_config", None):
             return None
         kind = asked or getattr(config, "dtype", None) or torch.float32

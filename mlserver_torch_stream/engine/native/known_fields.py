@@ -39,6 +39,7 @@ _ROPE = frozenset(
     (
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
         *("original_max_position_embeddings", "max_position_embeddings", "attention_factor"),
+        *("short_factor", "long_factor"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     )
 )

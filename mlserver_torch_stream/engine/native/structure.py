@@ -268,10 +268,16 @@ def _activation(function: Any) -> str:
 def _rotary(base: Any) -> Rotary:
     rotary: Any = getattr(base, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
-    if rotary is None or kind not in _STATIC_ROPE:
+    if rotary is None or not (kind in _STATIC_ROPE or (kind == "longrope" and _same_factors(rotary.config))):
         raise UnsupportedLayout(f"positions of kind {kind!r}")
     found: Rotary = rotary
     return found
+
+
+def _same_factors(config: Any) -> bool:
+    """Whether "longrope" treats sequences of all lengths alike, as it does for the factors of a GGUF file's Llama."""
+    rope = config.rope_parameters
+    return bool(rope["short_factor"] == rope["long_factor"])
 
 
 def _check_placement(model: Any) -> None:

@@ -1,0 +1,134 @@
+"""Reads a GGUF file's metadata and tensors, and keeps account of those that a model takes.
+
+Knows no architecture. Whatever nobody has taken is refused by name: a key or a tensor that is dropped changes answers.
+Imported when a file is read: the package gguf takes 5 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gguf
+
+from mlserver_torch_stream.errors import LoadFailed
+
+T = TypeVar("T", bool, int, float, str)
+
+# Keys of an architecture that change no result, whatever their value.
+_HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
+# Values with which a key means what its absence means.
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+
+
+class GgufFile:
+    """The header of a GGUF file. ``key`` is a key of its architecture, without the prefix."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises LoadFailed for a file that holds no whole model, and gguf's own errors for a damaged header."""
+        reader = gguf.GGUFReader(str(path))
+        self._fields = reader.fields
+        self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = self._text("general.architecture")
+        prefix = f"{self.architecture}."
+        self._keys = {name.removeprefix(prefix) for name in self._fields if name.startswith(prefix)}
+        self._keys_left = self._keys - _HARMLESS
+        self._tensors_left = set(self.tensors)
+        if (kind := self._text("general.type", "model")) != "model":
+            raise LoadFailed(f"general.type is {kind!r}: the file holds no model, but a part for one")
+        if (parts := self._contents("split.count") or 1) != 1:
+            raise LoadFailed(
+                f"split.count is {parts}: merge the {parts} parts into one file (llama-gguf-split --merge)"
+            )
+
+    def take(self, key: str, kind: type[T]) -> T | None:
+        """Returns the value of a key; None if it is absent. A list of equal values, one for each layer, is one value.
+
+        Raises LoadFailed if the value is of another type.
+        """
+        if key not in self._keys:
+            return None
+        self._keys_left.discard(key)
+        value = self._contents(f"{self.architecture}.{key}")
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if whole if kind is int else (whole or isinstance(value, float)) if kind is float else isinstance(value, kind):
+            return kind(value)
+        raise self.refused(key, f"is {str(value)[:80]} in place of one {kind.__name__}")
+
+    def need(self, key: str, kind: type[T]) -> T:
+        """Returns the value of a key. Raises LoadFailed if it is absent or of another type."""
+        value = self.take(key, kind)
+        if value is None:
+            raise self.refused(key, "is missing")
+        return value
+
+    def flags(self, key: str) -> list[bool] | None:
+        """Returns a list of booleans, one for each layer; None if the key is absent or has another type."""
+        value = self._contents(f"{self.architecture}.{key}") if key in self._keys else None
+        if not isinstance(value, list) or not all(isinstance(each, bool) for each in value):
+            return None
+        self._keys_left.discard(key)
+        return value
+
+    def token_id(self, role: str) -> int | None:
+        """Returns the id of a special token, such as that of ``eos``."""
+        value = self._contents(f"tokenizer.ggml.{role}_token_id")
+        return value if isinstance(value, int) else None
+
+    def tensor(self, name: str) -> gguf.ReaderTensor | None:
+        self._tensors_left.discard(name)
+        return self.tensors.get(name)
+
+    def vector(self, name: str) -> list[float] | None:
+        """Returns the values of a tensor of one dimension; None if the file does not have it."""
+        tensor = self.tensor(name)
+        if tensor is None:
+            return None
+        return [float(value) for value in gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape as torch has it. Raises LoadFailed if the tensor is missing."""
+        if name not in self.tensors:
+            raise LoadFailed(f"the file lacks the tensor {name}")
+        return shape_of(self.tensors[name])
+
+    def mark_taken(self, names: Iterable[str], tensors: Iterable[str]) -> None:
+        """``names``: whole keys, with their prefix."""
+        self._keys_left -= {name.removeprefix(f"{self.architecture}.") for name in names}
+        self._tensors_left -= set(tensors)
+
+    def check_all_taken(self) -> None:
+        """Raises LoadFailed that names the first key or tensor that nobody has taken."""
+        left = (key for key in sorted(self._keys_left) if key not in _NEUTRAL or self._value(key) != _NEUTRAL[key])
+        if (key := next(left, None)) is not None:
+            raise self.refused(key, f"is {str(self._value(key))[:80]}, which is not supported here")
+        if self._tensors_left:
+            name, more = min(self._tensors_left), len(self._tensors_left) - 1
+            also = f" (and {more} more)" if more else ""
+            raise LoadFailed(f"the tensor {name}{also} is not supported here in the architecture {self.architecture}")
+
+    def refused(self, key: str, why: str) -> LoadFailed:
+        return LoadFailed(f"the key {self.architecture}.{key} {why}")
+
+    def _value(self, key: str) -> Any:
+        return self._contents(f"{self.architecture}.{key}")
+
+    def _contents(self, name: str) -> Any:
+        field = self._fields.get(name)
+        return None if field is None else field.contents()
+
+    def _text(self, name: str, default: str | None = None) -> str:
+        value = self._contents(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise LoadFailed(f"the key {name} is missing, or is no text")
+        return value
+
+
+def shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    """Returns the shape as torch has it: a GGUF file lists the sizes in the other order."""
+    return tuple(int(size) for size in reversed(tensor.shape))

@@ -1,0 +1,172 @@
+"""Reads a GGUF file as a config of transformers and the weights of its model, none of them missing or left over.
+
+Knows nothing of single architectures. No weight is read before all of them have a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_config, read_gguf_metadata
+
+from mlserver_torch_stream.engine.loading.gguf_architectures import Architecture, architecture_of
+from mlserver_torch_stream.engine.loading.gguf_file import GgufFile, shape_of
+from mlserver_torch_stream.errors import LoadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeights:
+    """One parameter of the model: tensors of the file to be joined, or zeros if there are none.
+
+    ``order``: which of the file's rows each row is; None: as the file has them. ``offset`` is subtracted.
+    """
+
+    parts: tuple[gguf.ReaderTensor, ...]
+    shape: tuple[int, ...]
+    order: np.ndarray[Any, Any] | None = None
+    offset: float = 0.0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(part.tensor_type.name for part in self.parts)
+
+    def dense(self) -> Tensor:
+        """Returns the values in float32."""
+        if not self.parts:
+            return torch.zeros(self.shape)
+        values = [gguf.dequantize(part.data, part.tensor_type) for part in self.parts]
+        value = np.concatenate(values, axis=1) if len(values) > 1 else values[0]
+        if self.order is not None:
+            value = value[self.order]
+        value = value - np.float32(self.offset) if self.offset else np.require(value, np.float32, "W")
+        return torch.from_numpy(value).reshape(self.shape)
+
+    def blocks(self) -> Tensor | None:
+        """Returns the rows of a matrix as the file's bytes; None if they are not those of one tensor."""
+        if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
+            return None
+        data = self.parts[0].data
+        return torch.from_numpy(np.array(data if self.order is None else data[self.order]))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """``model_class`` is transformers'. ``weights``: by the names of its parameters."""
+
+    config: Any
+    model_class: type
+    weights: Mapping[str, GgufWeights]
+
+
+def read_gguf_model(path: Path) -> GgufModel:
+    """Raises LoadFailed that names the key or the tensor which is missing, unknown or of another shape."""
+    file = GgufFile(path)
+    architecture = architecture_of(file)
+    config = _config(file, architecture)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    tensors: dict[str, list[str]] = {name: [] for name in shapes}
+    for tensor, name in architecture.parameters(config.num_hidden_layers).items():
+        if name in shapes:
+            tensors[name].append(tensor)
+    if (unknown := next((name for name, known in tensors.items() if not known), None)) is not None:
+        raise LoadFailed(f"files of the architecture {file.architecture} have nothing for the weights {unknown}")
+    weights = {name: _weights(file, architecture, config, shape, tensors[name]) for name, shape in shapes.items()}
+    file.check_all_taken()
+    return GgufModel(config, type(model), weights)
+
+
+def read_gguf_config(path: Path) -> Any:
+    """Returns the config of transformers. Raises LoadFailed."""
+    file = GgufFile(path)
+    if file.architecture in GGUF_ARCHS:
+        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    return _config(file, architecture_of(file))
+
+
+def loads_by_transformers(path: Path) -> bool:
+    """Whether the file's architecture is one for which transformers has a loader that loses no tensor.
+
+    For such a file it raises LoadFailed that names the key which transformers would ignore.
+    """
+    file = GgufFile(path)
+    if file.architecture not in GGUF_ARCHS:
+        return False
+    metadata, tensors = read_gguf_metadata(str(path))
+    config = get_gguf_config(recorded := _RecordedKeys(metadata), tensors)
+    every = config.get("full_attention_interval", 1)
+    expected = [bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
+    if (recurrent := file.flags("attention.recurrent_layers")) and recurrent[: len(expected)] != expected:
+        raise file.refused("attention.recurrent_layers", f"is not what full_attention_interval {every} says")
+    keys, values = (file.take(f"attention.{kind}_length", int) for kind in ("key", "value"))
+    if values not in (None, keys):
+        raise file.refused("attention.value_length", f"is {values} beside keys of {keys} dimensions")
+    file.mark_taken(recorded.read, tensors)
+    file.check_all_taken()
+    return True
+
+
+class _RecordedKeys(dict[str, Any]):
+    """A file's metadata, and the keys that were asked for."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__(metadata)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def _config(file: GgufFile, architecture: Architecture) -> Any:
+    return AutoConfig.for_model(**architecture.config(file))
+
+
+def _weights(
+    file: GgufFile, architecture: Architecture, config: Any, shape: tuple[int, ...], tensors: Sequence[str]
+) -> GgufWeights:
+    """``tensors``: the names of the file's tensors for one parameter of this shape. An absent bias is zero."""
+    if all(name.endswith(".bias") and name not in file.tensors for name in tensors):
+        return GgufWeights((), shape)
+    parts = []
+    for name in tensors:
+        part = file.tensor(name)
+        if part is None:
+            raise LoadFailed(f"the file lacks the tensor {name}")
+        _check_shape(name, shape_of(part), _part_shape(shape, len(tensors)))
+        parts.append(part)
+    leaf, order = tensors[0].split(".")[-2], None
+    if leaf in architecture.permuted:
+        heads = config.num_attention_heads if leaf == "attn_q" else config.num_key_value_heads
+        order = _rotary_halves(shape[0], heads)
+    return GgufWeights(tuple(parts), shape, order, architecture.norm_offset if leaf.endswith("norm") else 0.0)
+
+
+def _part_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    return shape if parts < 2 else (shape[0], shape[1] // parts, *shape[2:])
+
+
+def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
+    if has not in (needs, needs[1:] if needs[0] == 1 else needs):
+        raise LoadFailed(f"the tensor {tensor} has the shape {list(has)}, and the model needs {list(needs)}")
+
+
+def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:
+    """The file has the two dimensions that are rotated together side by side, transformers half a head apart."""
+    order: np.ndarray[Any, Any] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return order

@@ -1,0 +1,76 @@
+"""Loads the tokenizer of a GGUF file, with the keys of the file that transformers' reader does not know.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, decoders, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.integrations.gguf import read_gguf_metadata
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from mlserver_torch_stream.errors import LoadFailed
+
+_KEY = "tokenizer.ggml."
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+# Values of tokenizer.ggml.pre, which says how text is cut before merges: as GPT-2 does it, which is the default of
+# transformers' reader, or with each digit alone before that.
+_AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "a.x-4.0", "mellum")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+# A piece that is a token as a whole is that token, whatever the merges make of it; the file need not ask for a bos.
+_WHOLE_PIECES = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
+)
+_OWN_SPACES = ("gemma", "gemma2", "gemma3", "phi3")  # whose spaces transformers' reader knows
+
+
+def load_gguf_tokenizer(gguf_file: Path) -> Any:
+    """Raises LoadFailed for a way to cut text that is not known.
+
+    transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
+    """
+    metadata, _ = read_gguf_metadata(str(gguf_file))
+    cut = _way_to_cut(metadata)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
+    for role, key in _SPECIAL_TOKENS.items():
+        if _KEY + key in metadata:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
+    backend = tokenizer.backend_tokenizer
+    if cut in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if cut in _WHOLE_PIECES:
+        backend.model.ignore_merges = True
+        tokenizer.add_bos_token = bool(metadata.get(f"{_KEY}add_bos_token", True))
+    if _adds_no_space(metadata):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
+    """Returns the value of ``pre`` of a byte-level vocabulary; None for others, which are not cut."""
+    if metadata.get(f"{_KEY}model") != "gpt2":
+        return None
+    cut = metadata.get(f"{_KEY}pre")
+    if cut is None:
+        raise LoadFailed(f"the key {_KEY}pre is missing, without which text gives wrong tokens: convert the model anew")
+    if cut not in (*_AS_GPT2, *_SINGLE_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS):
+        raise LoadFailed(f"the key {_KEY}pre is {cut!r}, which is not supported here")
+    return str(cut)
+
+
+def _adds_no_space(metadata: Mapping[str, Any]) -> bool:
+    """Whether a SentencePiece vocabulary is one without a space before the text."""
+    own = metadata.get(f"{_KEY}model") == "llama" and metadata.get("general.architecture") not in _OWN_SPACES
+    return own and metadata.get(f"{_KEY}add_space_prefix") is False

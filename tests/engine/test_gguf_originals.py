@@ -1,0 +1,246 @@
+"""GGUF files give the tokens of the models they were made from; what is not known in them is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.loading.gguf import load_gguf
+from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
+from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.native.structure import read_decoder
+from mlserver_torch_stream.engine.native.verify_native import verify_packed
+from mlserver_torch_stream.errors import LoadFailed
+from tests.engine.gguf_originals import ORIGINALS, make_original, write_original
+from tests.engine.page_book import prefilled
+
+Change = Callable[[gguf.GGUFWriter], None]
+
+# Longer than windows, and than the lengths before scaling.
+PROMPT = [(7 * position) % 250 + 2 for position in range(40)]
+WITHOUT_KERNELS = {
+    "mixtral": "our kernels do not have the experts",
+    "qwen2 with experts": "our kernels do not have the experts",
+    "qwen3 with experts": "our kernels do not have the experts",
+    "gemma2": "embed_tokens.weight belongs to a Gemma2TextScaledWordEmbedding",
+    "gemma3": "embed_tokens.weight belongs to a Gemma3TextScaledWordEmbedding",
+}
+
+
+def check_same(got: Any, original: Any) -> None:
+    """Compares logits, of a short prompt too, and greedy tokens."""
+    with torch.inference_mode():
+        for prompt in (PROMPT, PROMPT[:10]):
+            ids = torch.tensor([prompt])
+            expected = original(ids).logits
+            assert (got(ids).logits - expected).abs().max() < 1e-3 * expected.std()
+        assert torch.equal(greedy(got), greedy(original))
+
+
+def greedy(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return found
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_file_gives_the_tokens_of_its_original(name: str, tmp_path: Path) -> None:
+    original = make_original(name)
+    check_same(load_gguf(write_original(original, tmp_path / "m.gguf"), "float32"), original)
+
+
+@pytest.mark.parametrize("name", [name for name in ORIGINALS if name not in WITHOUT_KERNELS])
+def test_packed_weights_give_the_tokens_of_the_original(name: str, tmp_path: Path) -> None:
+    original = make_original(name)
+    write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
+    check_same(load_packed(tmp_path).model, original)
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    file = write_original(make_original(name), tmp_path / "m.gguf", "Q8_0")
+    with pytest.raises(NotPacked, match=WITHOUT_KERNELS[name]):
+        write_packed(file, tmp_path)
+        load_packed(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn"])
+def test_our_kernels_turn_positions_as_the_file_says(name: str, tmp_path: Path, folder: Path) -> None:
+    original = make_original(name)
+    write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
+    model = load_packed(tmp_path).model
+    with torch.inference_mode():
+        forward, findings = verify_packed(model, read_decoder(model), 1, folder)
+        got, _ = prefilled(forward, original, PROMPT, chunk=16)
+        exact = original(torch.tensor([PROMPT])).logits[0, -1]
+    assert findings.problem is None
+    assert (got - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
+
+
+def without(tensor: str) -> Change:
+    def change(writer: gguf.GGUFWriter) -> None:
+        del writer.tensors[0][tensor]
+
+    return change
+
+
+def with_tensor(tensor: str, *shape: int) -> Change:
+    return lambda writer: writer.add_tensor(tensor, np.ones(shape, np.float32))
+
+
+def with_key(key: str, value: str | float | bool | list[int]) -> Change:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+    return change
+
+
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "a missing matrix": ("llama", without("blk.1.attn_q.weight"), "lacks the tensor blk.1.attn_q.weight"),
+    "a missing norm": ("qwen3", without("blk.0.attn_q_norm.weight"), "lacks the tensor blk.0.attn_q_norm.weight"),
+    "missing experts": ("mixtral", without("blk.0.ffn_up_exps.weight"), "lacks the tensor blk.0.ffn_up_exps.weight"),
+    "a missing embedding": ("llama", without("token_embd.weight"), "lacks the tensor token_embd.weight"),
+    "an unknown tensor": ("llama", with_tensor("blk.0.attn_sub_norm.weight", 64), "tensor blk.0.attn_sub_norm.weight"),
+    "a scale of weights": ("qwen2", with_tensor("blk.0.attn_q.scale", 1), "tensor blk.0.attn_q.scale"),
+    "a bias without a place": ("qwen2", with_tensor("blk.0.ffn_up.bias", 96), "tensor blk.0.ffn_up.bias"),
+    "a norm's bias": ("llama", with_tensor("blk.0.attn_norm.bias", 64), "tensor blk.0.attn_norm.bias"),
+    "biases of experts": ("mixtral", with_tensor("blk.0.attn_q.bias", 64), "tensor blk.0.attn_q.bias"),
+    "more layers": ("llama", with_tensor("blk.2.attn_q.weight", 64, 64), "block_count is 2, .* 3 blocks"),
+    "too many layers": ("llama", with_key("llama.block_count", 10**9), "block_count is 1000000000, .* 2 blocks"),
+    "old experts": ("mixtral", with_tensor("blk.0.ffn_gate.0.weight", 96, 64), "old layout of experts"),
+    "another shape": ("llama", with_key("llama.feed_forward_length", 128), r"shape \[96, 64\], .* needs \[128, 64\]"),
+    "an unknown key": ("llama", with_key("llama.logit_scale", 0.5), "llama.logit_scale is 0.5"),
+    "a key of another type": ("llama", with_key("llama.block_count", "two"), "llama.block_count is two in place of"),
+    "layers that differ": (
+        "llama",
+        with_key("llama.feed_forward_length", [96, 64]),
+        r"llama.feed_forward_length is \[96, 64\] in place of one int",
+    ),
+    "an embedding model": ("qwen3", with_key("qwen3.pooling_type", 3), "qwen3.pooling_type is 3"),
+    "attention to later tokens": ("llama", with_key("llama.attention.causal", False), "attention.causal is False"),
+    "other values": ("llama", with_key("llama.attention.value_length", 8), "attention.value_length is 8"),
+    "another choice of experts": ("mixtral", with_key("llama.expert_gating_func", 2), "expert_gating_func is 2"),
+    "a part of the rotation": ("llama", with_key("llama.rope.dimension_count", 8), "rope.dimension_count is 8"),
+    "an unknown scaling": ("llama", with_key("llama.rope.scaling.type", "ntk"), "rope.scaling.type is 'ntk'"),
+    "yarn's extrapolation": (
+        "llama, yarn",
+        with_key("llama.rope.scaling.yarn_ext_factor", 0.5),
+        "yarn_ext_factor is not 1",
+    ),
+    "yarn's multiplier": (
+        "llama, yarn",
+        with_key("llama.rope.scaling.yarn_log_multiplier", 0.1),
+        "yarn_log_multiplier is 0.1",
+    ),
+    "scaling beside factors": (
+        "llama, linear",
+        with_tensor("rope_freqs.weight", 8),
+        "scaling.type is linear beside tensors of rope factors",
+    ),
+    "factors of another size": ("llama", with_tensor("rope_freqs.weight", 4), "rope_freqs.weight holds 4 factors"),
+    "factors of short sequences alone": (
+        "phi3, long",
+        without("rope_factors_long.weight"),
+        "rope_factors_short.weight without its counterpart",
+    ),
+    "scaled attention alone": ("llama", with_key("llama.rope.scaling.attn_factor", 1.2), "attn_factor is 1.2"),
+    "long rope without factors": ("llama", with_key("llama.rope.scaling.type", "longrope"), "lacks the tensor rope_f"),
+    "an adapter": ("llama", with_key("general.type", "adapter"), "general.type is 'adapter'"),
+    "a part of a file": ("llama", with_key("split.count", 2), "split.count is 2: merge the 2 parts"),
+    "another architecture": ("llama", with_key("general.architecture", "falcon"), "architecture falcon are not supp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_missing_or_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    name, change, said = REFUSED[case]
+    file = write_original(make_original(name), tmp_path / "m.gguf", "Q8_0", change)
+    for load in (lambda: load_gguf(file, "float32"), lambda: write_packed(file, tmp_path)):
+        with pytest.raises(LoadFailed, match=said):
+            load()
+
+
+HARMLESS: dict[str, Change] = {
+    "descriptions": with_key("general.basename", "tiny"),
+    "the quantiser's notes": with_key("quantize.imatrix.entries_count", 3),
+    "no experts": with_key("llama.expert_count", 0),
+    "attention to earlier tokens": with_key("llama.attention.causal", True),
+    "no scaling": with_key("llama.rope.scaling.type", "none"),
+    "one count for each layer": with_key("llama.attention.head_count_kv", [2, 2]),
+    "factors of one": with_tensor("rope_freqs.weight", 8),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_changes_no_result_is_accepted(case: str, tmp_path: Path) -> None:
+    original = make_original("llama")
+    check_same(load_gguf(write_original(original, tmp_path / "m.gguf", change=HARMLESS[case]), "float32"), original)
+
+
+def test_every_token_that_the_file_says_ends_an_answer_does(tmp_path: Path) -> None:
+    """Such as ``<|eot_id|>`` beside ``<|end_of_text|>``."""
+    change = with_key("tokenizer.ggml.eot_token_id", 5)
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    assert load_gguf(file, "float32").generation_config.eos_token_id == [1, 5]
+
+
+def test_a_bias_of_some_modules_alone_is_zero_in_the_others(tmp_path: Path) -> None:
+    original = make_original("llama with biases")
+    with torch.no_grad():
+        original.model.layers[1].self_attn.o_proj.bias.zero_()
+    file = write_original(original, tmp_path / "m.gguf", change=without("blk.1.attn_output.bias"))
+    check_same(load_gguf(file, "float32"), original)
+
+
+QWEN35: dict[str, int | float | str | list[int] | list[bool]] = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.recurrent_layers": [True, False],
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+    "rope.freq_base": 1e4,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rope.scaling.type", "yarn", "qwen35.rope.scaling.type is yarn, which is not supported here"),
+        ("attention.recurrent_layers", [False, True], "recurrent_layers is not what full_attention_interval 2 says"),
+        ("attention.value_length", 8, "attention.value_length is 8 beside keys of 16"),
+        ("vocab_size", 261, ""),
+    ],
+)
+def test_keys_that_transformers_would_ignore_are_refused_too(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    """In files of the architectures that its own loader reads."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35")
+    for name, each in {**QWEN35, key: value}.items():
+        writer.add_key_value(f"qwen35.{name}", each, gguf.GGUFValueType.get_type(each))
+    writer.add_token_list(["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LoadFailed, match=said) if said else nullcontext():
+        assert loads_by_transformers(tmp_path / "m.gguf")

@@ -1,0 +1,91 @@
+"""The tokenizer of a GGUF file cuts and joins text as the file says, or the load fails and names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+from mlserver_torch_stream.errors import LoadFailed
+
+BYTE_LEVEL = ["<s>", "</s>", *bytes_to_unicode().values(), "12", "Ġ1", "abc"]
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
+
+
+def write(path: Path, model: str, tokens: Sequence[str], **keys: Any) -> Path:
+    """A file that has a tokenizer alone. ``keys``: those of ``tokenizer.ggml``."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
+    writer.add_token_types([kinds[token in ("<unk>", "<s>", "</s>")] for token in tokens])
+    for key, value in keys.items():
+        writer.add_key_value(f"tokenizer.ggml.{key}", value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(path: Path, **keys: Any) -> Path:
+    return write(path, "gpt2", BYTE_LEVEL, merges=["1 2", "Ġ 1"], bos_token_id=0, eos_token_id=1, **keys)
+
+
+def sentencepiece(path: Path, **keys: Any) -> Path:
+    scores = [-float(index) for index in range(len(PIECES))]
+    return write(path, "llama", PIECES, scores=scores, bos_token_id=1, eos_token_id=2, unknown_token_id=0, **keys)
+
+
+@pytest.mark.parametrize(
+    ("pre", "tokens"),
+    [
+        ("gpt-2", ["a", "b", "c", "Ġ", "12"]),
+        ("smollm", ["a", "b", "c", "Ġ", "1", "2"]),  # each digit alone
+        ("qwen2", ["a", "b", "c", "Ġ", "1", "2"]),
+        ("dbrx", ["a", "b", "c", "Ġ", "12"]),
+        ("llama-bpe", ["abc", "Ġ", "12"]),  # a whole piece that is a token, without a merge for it
+        ("tekken", ["abc", "Ġ", "1", "2"]),
+    ],
+)
+def test_text_is_cut_as_the_file_says(pre: str, tokens: list[str], tmp_path: Path) -> None:
+    tokenizer = load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre))
+    assert tokenizer.tokenize("abc 12") == tokens
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).tokenize("abc 12") == tokens
+
+
+@pytest.mark.parametrize(("keys", "said"), [({"pre": "grok-2"}, "is 'grok-2', which is not"), ({}, "pre is missing")])
+def test_a_way_to_cut_that_is_not_known_is_refused(keys: dict[str, str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadFailed, match=said):
+        load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "begins"),
+    [
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "gpt-2"}, False),
+        ({"pre": "gpt-2", "add_bos_token": True}, True),
+    ],
+)
+def test_a_text_begins_with_the_token_that_the_file_asks_for(
+    keys: dict[str, Any], begins: bool, tmp_path: Path
+) -> None:
+    """Llama 3's files of 2024 do not ask for it, and mean it."""
+    ids = load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", **keys))("a")["input_ids"]
+    assert (ids[0] == 0) == begins
+
+
+@pytest.mark.parametrize(("space", "tokens"), [(True, ["▁ab", "▁a"]), (False, ["ab", "▁a"])])
+def test_a_space_before_the_text_is_added_if_the_file_says_so(space: bool, tokens: list[str], tmp_path: Path) -> None:
+    tokenizer = load_gguf_tokenizer(sentencepiece(tmp_path / "m.gguf", add_space_prefix=space))
+    assert tokenizer.tokenize("ab a") == tokens
+    assert tokenizer.decode(tokenizer("ab a")["input_ids"], skip_special_tokens=True) == "ab a"
