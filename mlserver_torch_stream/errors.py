@@ -44,9 +44,9 @@ class ContextLengthExceeded(InvalidInput):
 
     code = "context_length_exceeded"
 
-    def __init__(self, field: str, tokens: int, context: int) -> None:
+    def __init__(self, field: str, tokens: int, context: int, *, at_least: bool = False) -> None:
         most = f"this model's maximum context length is {context} tokens"
-        super().__init__(field, f"the prompt has {tokens} tokens, {most}")
+        super().__init__(field, f"the prompt has {'at least ' if at_least else ''}{tokens} tokens, {most}")
 
 
 class UnknownModel(RequestError):

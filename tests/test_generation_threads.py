@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ class Codec:
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
+
+    executor = ThreadPoolExecutor(2)
+
+    def blocks(self, prompt: Prompt) -> bool:
+        return False
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         self.threads.add(threading.get_ident())
