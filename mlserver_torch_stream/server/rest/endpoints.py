@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -38,6 +38,9 @@ from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
+
+_LARGE_BYTES = 2**20  # to parse them takes some 5 ms
+_TURN_S = 0.05
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""
@@ -87,6 +90,7 @@ class Endpoint:
     data_plane: DataPlane
     options: ServerOptions
     route: RestRoute
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _EndpointRequest(self, scope, receive, send)
@@ -131,7 +135,7 @@ class _EndpointRequest:
         self._request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
         if "model_name" in self._path:
             await self._find(*self._spelling.model(self._path, {}))  # an unknown model is 404 whatever the body is
-        posted = self._posted(await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes))
+        posted = await self._parsed(await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes))
         if isinstance(posted.json, dict):
             await self._choose(posted.json)
         async with self._endpoint.data_plane._infer_contextmanager(self.name, self._version) as model:
@@ -175,6 +179,17 @@ class _EndpointRequest:
             self._streaming = self._spelling.streams(body)
         if self._model is None:
             await self._find(*self._spelling.model(self._path, body))
+
+    async def _parsed(self, whole: bytes) -> PostedBody:
+        """Parses a body. Between two large ones of an endpoint, which hold the event loop, all streams have a turn."""
+        if len(whole) <= _LARGE_BYTES:
+            return self._posted(whole)
+        parsing = self._endpoint.parsing
+        await parsing.acquire()
+        try:
+            return self._posted(whole)
+        finally:
+            asyncio.get_running_loop().call_later(_TURN_S, parsing.release)
 
     def _posted(self, whole: bytes) -> PostedBody:
         """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
