@@ -68,7 +68,10 @@ def measure(uri: str, seconds: float) -> dict[str, Any]:
         found["liveness"] = asyncio.run(liveness(server, 16, 64))
         found["drain"] = asyncio.run(drain(server, _STREAMS, 1500, _GRACE_S))
     _say("requests that ask for too much")
-    with TemporaryDirectory() as folder, started(uri, {"chat_template": ENDLESS_TEMPLATE}, batch_store=folder) as server:
+    with (
+        TemporaryDirectory() as folder,
+        started(uri, {"chat_template": ENDLESS_TEMPLATE}, batch_store=folder) as server,
+    ):
         found["oversized"] = asyncio.run(oversized_requests(server))
     return found
 

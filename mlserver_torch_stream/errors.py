@@ -107,6 +107,19 @@ class GenerationFailed(RequestError):
     status = 500
 
 
+class ConstraintTooComplex(GenerationFailed):
+    """The request's constraint compiled, but exceeds a limit of the grammar's library while an answer is generated.
+
+    The client is at fault: before the first token it gets the status of bad input.
+    """
+
+    status = 422
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: is too complex: the answer cannot be kept to its constraint: {reason}")
+        self.field = field
+
+
 def as_request_error(error: Exception) -> RequestError:
     """An error of a sequence as the error of its request."""
     return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)
