@@ -55,8 +55,8 @@ class _Beside:
 
 
 async def beside_a_stream(server: Broken, happening: Coroutine[Any, Any, _T]) -> tuple[_T, dict[str, float]]:
-    """What happened, and beside it ``longest_gap_ms`` of a stream, ``longest_live_ms`` of ``GET /v2/health/live``, and of
-    the server ``rss_grown_mib`` at the most and, with its children and once it is over, ``rss_kept_mib``."""
+    """What happened, and beside it ``longest_gap_ms`` of a stream, ``longest_live_ms`` of ``GET /v2/health/live``, and
+    of the server ``rss_grown_mib`` at the most and, with its children and once it is over, ``rss_kept_mib``."""
     beside = _Beside(server)
     reading = asyncio.ensure_future(beside.run())
     await asyncio.wait_for(beside.streaming.wait(), _START_S)
