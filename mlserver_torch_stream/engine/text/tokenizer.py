@@ -6,6 +6,7 @@ Knows nothing of the model or the engine; wraps one transformers tokenizer.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ _MAX_THREADS = 2
 _CHARACTERS_PER_TOKEN = 8  # more than any language has on average
 _MAY_SHRINK = 4  # times that a normalizer may make a text shorter
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
+_TRIM_AFTER_S = 1.0
 _HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
 _HOLD_AT_MOST = 64
 _ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
@@ -177,8 +179,10 @@ class TextCodec:
             self._check_length(text, field)
             return self._tokenize(text, field, add_special_tokens)[0]
         finally:
-            if len(text) > _LONG:
-                trim_heap()
+            if len(text) > _LONG:  # once its request's body is free, too
+                later = threading.Timer(_TRIM_AFTER_S, trim_heap)
+                later.daemon = True
+                later.start()
 
     def _check_length(self, text: str, field: str) -> None:
         """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens."""
