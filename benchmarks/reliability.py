@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.breaking import drain, fault, liveness, overload, started  # noqa: E402
-from benchmarks.oversized_requests import oversized_requests  # noqa: E402
+from benchmarks.oversized_requests import ENDLESS_TEMPLATE, oversized_requests  # noqa: E402
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 OUTPUT = ROOT / "benchmarks" / "results" / "reliability.json"
@@ -27,10 +27,16 @@ _ROWS, _QUEUE, _TOKENS = 4, 8, 16
 _STREAMS, _GRACE_S = 32, 2.0
 _STEP = 20  # of the faults
 _GAP_MS = 1000.0
+_SMALL_GAP_MS = 250.0  # beside what is about text
+_KEPT_PERCENT = 10.0
 # What is printed; the seconds until the refusal and the MiB of memory to hold.
 _OVERSIZED = {
     "stop": ("1,000,000 stop strings", 2.0, 256.0),
+    "long_stop": ("16 stop strings of 0.6 MB, n of 16", 2.0, 256.0),
     "n": ("n of 1,000,000,000", 1.0, 64.0),
+    "prompts": ("6 prompts of 15 MB at a time", 15.0, 512.0),
+    "prompts_left": ("6 prompts of 15 MB, clients leave after 3 s", 5.0, 512.0),
+    "template": ("6 chats, template without end", 20.0, 64.0),
     "file_announced": ("10 GB file, size announced", 1.0, 64.0),
     "file_unannounced": ("10 GB file, size unannounced", 20.0, 64.0),
 }
@@ -62,7 +68,10 @@ def measure(uri: str, seconds: float) -> dict[str, Any]:
         found["liveness"] = asyncio.run(liveness(server, 16, 64))
         found["drain"] = asyncio.run(drain(server, _STREAMS, 1500, _GRACE_S))
     _say("requests that ask for too much")
-    with TemporaryDirectory() as folder, started(uri, {}, batch_store=folder) as server:
+    with (
+        TemporaryDirectory() as folder,
+        started(uri, {"chat_template": ENDLESS_TEMPLATE}, batch_store=folder) as server,
+    ):
         found["oversized"] = asyncio.run(oversized_requests(server))
     return found
 
@@ -94,13 +103,18 @@ def figures(found: dict[str, Any]) -> list[Figure]:
 def _oversized_figures(found: dict[str, Any]) -> list[Figure]:
     rows = []
     alone = f"{found['none']['longest_gap_ms']:.0f} ms in a stream alone"
+    live = f"{found['none']['longest_live_ms']:.0f} ms beside a stream alone"
     for name, (what, seconds, mib) in _OVERSIZED.items():
         one = found[name]
         named = ", the field named" if one.get("named") else ""
         counted = f"status {one['status']} after {one['sent_mib']:.0f} MiB{named}"
         rows.append(Figure(f"{what}: refused", one["seconds"], seconds, "s", counted))
         rows.append(Figure(f"{what}: RSS growth", one["rss_grown_mib"], mib, "MiB", counted))
-        rows.append(Figure(f"{what}: longest gap of a stream beside", one["longest_gap_ms"], _GAP_MS, "ms", alone))
+        most = _GAP_MS if name.startswith("file") else _SMALL_GAP_MS
+        rows.append(Figure(f"{what}: longest gap of a stream beside", one["longest_gap_ms"], most, "ms", alone))
+        rows.append(Figure(f"{what}: longest answer of liveness", one["longest_live_ms"], most, "ms", live))
+        kept = 100 * one["rss_kept_mib"] / one["rss_before_mib"]
+        rows.append(Figure(f"{what}: RSS kept", kept, _KEPT_PERCENT, "%", f"of {one['rss_before_mib']:.0f} MiB"))
     return rows
 
 

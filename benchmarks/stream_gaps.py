@@ -1,4 +1,4 @@
-"""The longest gap between two pieces of a stream while something else happens to its server.
+"""The longest gap between two pieces of a stream, and the longest answer of liveness, while something else happens.
 
 Knows nothing of what happens.
 """
@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from benchmarks.breaking import Broken
 from benchmarks.flood import HOST
-from benchmarks.process import rss_mib
+from benchmarks.load import probe_health
+from benchmarks.process import family, rss_mib
 
 _TOKENS = 1500
 _START_S = 60.0
 _SAMPLE_S = 0.01
+_SETTLE_S = 2.0
 _T = TypeVar("_T")
 
 
@@ -53,11 +55,14 @@ class _Beside:
 
 
 async def beside_a_stream(server: Broken, happening: Coroutine[Any, Any, _T]) -> tuple[_T, dict[str, float]]:
-    """What happened, and beside it ``longest_gap_ms`` of a stream and ``rss_grown_mib`` of the server."""
+    """What happened, and beside it ``longest_gap_ms`` of a stream, ``longest_live_ms`` of ``GET /v2/health/live``, and
+    of the server ``rss_grown_mib`` at the most and, with its children and once it is over, ``rss_kept_mib``."""
     beside = _Beside(server)
     reading = asyncio.ensure_future(beside.run())
     await asyncio.wait_for(beside.streaming.wait(), _START_S)
+    all_before = rss_mib(family(server.pid))
     event = asyncio.ensure_future(happening)
+    probing = asyncio.ensure_future(probe_health(server.port, event))
     before = peak = rss_mib([server.pid])
     beside.begin()
     while not event.done():
@@ -69,4 +74,12 @@ async def beside_a_stream(server: Broken, happening: Coroutine[Any, Any, _T]) ->
     reading.cancel()
     with suppress(asyncio.CancelledError):
         await reading
-    return await event, {"longest_gap_ms": 1000 * beside.longest, "rss_grown_mib": peak - before}
+    live = max(await probing)
+    await asyncio.sleep(_SETTLE_S)
+    return await event, {
+        "longest_gap_ms": 1000 * beside.longest,
+        "longest_live_ms": 1000 * live,
+        "rss_grown_mib": peak - before,
+        "rss_kept_mib": rss_mib(family(server.pid)) - all_before,
+        "rss_before_mib": all_before,
+    }

@@ -44,9 +44,9 @@ class ContextLengthExceeded(InvalidInput):
 
     code = "context_length_exceeded"
 
-    def __init__(self, field: str, tokens: int, context: int) -> None:
+    def __init__(self, field: str, tokens: int, context: int, *, at_least: bool = False) -> None:
         most = f"this model's maximum context length is {context} tokens"
-        super().__init__(field, f"the prompt has {tokens} tokens, {most}")
+        super().__init__(field, f"the prompt has {'at least ' if at_least else ''}{tokens} tokens, {most}")
 
 
 class UnknownModel(RequestError):
@@ -105,6 +105,19 @@ class GenerationFailed(RequestError):
     """The model raised while this request was running."""
 
     status = 500
+
+
+class ConstraintTooComplex(GenerationFailed):
+    """The request's constraint compiled, but exceeds a limit of the grammar's library while an answer is generated.
+
+    The client is at fault: before the first token it gets the status of bad input.
+    """
+
+    status = 422
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: is too complex: the answer cannot be kept to its constraint: {reason}")
+        self.field = field
 
 
 def as_request_error(error: Exception) -> RequestError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -36,6 +37,7 @@ from mlserver_torch_stream.types import (
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MOST_CHARS_ON_LOOP = 4096
+_MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
 # The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
@@ -50,7 +52,14 @@ Opened = Callable[[TokenStream], None]
 class PromptEncoder(Protocol):
     """The tokenizer's side of an engine: prompts to ids."""
 
+    @property
+    def executor(self) -> Executor:
+        """Runs ``encode`` for long prompts and for those that it ``blocks`` on, a few at a time."""
+
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def blocks(self, prompt: Prompt) -> bool:
+        """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
         """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
@@ -108,7 +117,7 @@ class Generator:
         n = request.sampling.n
         submitted = []
         with self._observed(request) as observer:
-            for position, ids in enumerate(await _off_loop_if_long(self._encode_all, request.prompts)):
+            for position, ids in enumerate(await self._encoded(request.prompts)):
                 prompt = request.prompts[position]
                 submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
@@ -143,6 +152,13 @@ class Generator:
         finally:
             compiled.cancel()
 
+    async def _encoded(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
+        """Encodes some prompts after others, so that no more are begun once the client has left."""
+        encoded: list[tuple[int, ...]] = []
+        for some in _in_pieces(prompts):
+            encoded += await _off_loop_if_long(self.codec, self._encode_all, some)
+        return encoded
+
     def _encode_all(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
         return [tuple(self.codec.encode(prompt)) for prompt in prompts]
 
@@ -164,7 +180,7 @@ class Generator:
                 prompt = await self._whole(request.prompts[0], arrivals, stream)
             finally:
                 arrivals.close()
-            ids = await _off_loop_if_long(self.codec.encode, prompt)
+            ids = (await self._encoded([prompt]))[0]
             observer.prompted([prompt], len(ids))
             stream.seal(ids)
 
@@ -252,7 +268,7 @@ class _KnownIds:
         if self._length < self._tokenized_length * _GROWTH:
             return ()
         self._tokenized_length = self._length
-        ids = await _off_loop_if_long(self._codec.stable_prefix, "".join(self._texts))
+        ids = await _off_loop_if_long(self._codec, self._codec.stable_prefix, "".join(self._texts))
         fresh = ids[self._count :]
         self._count = max(self._count, len(ids))
         return fresh
@@ -267,17 +283,29 @@ def _join(parts: Sequence[Prompt]) -> Prompt:
     return parts[0]
 
 
-async def _off_loop_if_long(work: Callable[[_T], _R], value: _T) -> _R:
-    if _size(value) <= _MOST_CHARS_ON_LOOP:
+def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    """Divides prompts: a piece is one prompt, or several of at most ``_MAX_CHARS_TOGETHER`` characters."""
+    piece: list[Prompt] = []
+    size = 0
+    for prompt in prompts:
+        size += _size(prompt)
+        if piece and size > _MAX_CHARS_TOGETHER:
+            yield piece
+            piece, size = [], _size(prompt)
+        piece.append(prompt)
+    yield piece
+
+
+async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], value: _T) -> _R:
+    """Runs ``work`` in a thread of the codec, whose number bounds what is tokenized at a time, unless it is short."""
+    prompts = value if isinstance(value, list) else [TextPrompt(value)] if isinstance(value, str) else []
+    if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MOST_CHARS_ON_LOOP:
         return work(value)
-    return await asyncio.to_thread(work, value)
+    return await asyncio.get_running_loop().run_in_executor(codec.executor, work, value)
 
 
-def _size(value: object) -> int:
-    if isinstance(value, TextPrompt):
-        return len(value.text)
-    if isinstance(value, ChatPrompt):
-        return sum(len(str(part)) for part in (*value.messages, *(value.tools or ())))
-    if isinstance(value, tuple):
-        return sum(map(_size, value))
-    return len(value) if isinstance(value, str) else 0
+def _size(prompt: Prompt) -> int:
+    """Returns the number of characters to tokenize; of a conversation, those of its texts."""
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(str(message.get("content"))) for message in prompt.messages)
+    return len(prompt.text) if isinstance(prompt, TextPrompt) else 0

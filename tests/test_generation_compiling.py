@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ class Codec:
         self.begun: list[str] = []
         self._num_submitted = 0
         self._threads: CompileThreads[Any] = CompileThreads(2)
+
+    executor = ThreadPoolExecutor(2)
+
+    def blocks(self, prompt: Prompt) -> bool:
+        return False
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         return (1,)

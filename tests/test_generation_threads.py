@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.protocol.generate import FlatGenerate
+from mlserver_torch_stream.protocol.spelling import ReplyContext
+from mlserver_torch_stream.server.streams.token_reply import TokenReply
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt
 
 
@@ -18,6 +23,11 @@ class Codec:
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
+
+    executor = ThreadPoolExecutor(2)
+
+    def blocks(self, prompt: Prompt) -> bool:
+        return False
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         self.threads.add(threading.get_ident())
@@ -28,6 +38,22 @@ class Codec:
         return ()
 
 
+class HeldCodec(Codec):
+    """Holds each prompt until ``go`` is set; keeps the texts that it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.executor = ThreadPoolExecutor(2)
+        self.go = threading.Event()
+        self.begun: list[str] = []
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        assert isinstance(prompt, TextPrompt)
+        self.begun.append(prompt.text[0])
+        self.go.wait(30)
+        return super().encode(prompt)
+
+
 class Stream:
     """A token stream of no events."""
 
@@ -36,6 +62,12 @@ class Stream:
     def seal(self, ids: Sequence[int]) -> None: ...
 
     def observe(self, observer: object) -> None: ...
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> object:
+        raise StopAsyncIteration
 
 
 class Engine:
@@ -58,5 +90,31 @@ def test_many_short_prompts_leave_the_event_loop_as_one_long_one_does(count: int
         await generator.start(GenerationRequest("r", prompts), lambda stream: None)
         assert (codec.threads == {threading.get_ident()}) is on_loop
         assert [each.prompt_ids for each in engine.submitted] == [(len(prompt.text),) for prompt in prompts]
+
+    asyncio.run(run())
+
+
+def _reply(generator: Generator, letter: str) -> TokenReply:
+    request = GenerationRequest(letter, (TextPrompt(letter * 5000), TextPrompt(letter.upper() * 70_000)))
+    return TokenReply(request, FlatGenerate(), ReplyContext("m", None, 0), partial(generator.start, request))
+
+
+def test_the_prompts_of_a_client_that_has_left_are_not_tokenized() -> None:
+    """Two are tokenized at a time. A client leaves while the first of its two prompts is, another while it waits."""
+
+    async def run() -> None:
+        codec, engine = HeldCodec(), Engine()
+        generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
+        replies = {letter: _reply(generator, letter) for letter in "abcd"}
+        tasks = [asyncio.ensure_future(reply.whole()) for reply in replies.values()]
+        while len(codec.begun) < 2:
+            await asyncio.sleep(0.001)
+        replies["a"].close()
+        replies["c"].close()
+        await asyncio.sleep(0.01)  # until their tasks have been cancelled
+        codec.go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert codec.begun[:2] == ["a", "b"] and sorted(codec.begun[2:]) == ["B", "D", "d"]
+        assert tasks[0].cancelled() and tasks[2].cancelled()
 
     asyncio.run(run())

@@ -195,6 +195,7 @@ def _start(
     vocab_size = min(loaded.vocab_size, codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
     choice = choose_batcher(resolved, prepared, loaded, samplers, codec, resources)
+    codec.limit_prompts(choice.context)
     info = ModelInfo(
         vocab_size=vocab_size,
         max_model_len=choice.context,

@@ -15,6 +15,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
+from mlserver_torch_stream.engine.text.stops import StopStrings
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class SequenceState:
     It does not keep its request alive: whatever holds a sequence longer than a call holds the request, too.
     """
 
-    def __init__(self, request: RequestState, index: int, codec: TextCodec) -> None:
+    def __init__(self, request: RequestState, index: int, codec: TextCodec, stops: StopStrings) -> None:
         self._request = weakref.ref(request)  # a cycle would keep both, and the token matcher, until a collection
         self._prompt = request.prompt
         self._params = request.params
@@ -45,7 +46,7 @@ class SequenceState:
         self.sampler: RowSampler | None = None
         self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
         self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
-        self._writer = AnswerWriter(index, self._params, request.answer, codec)
+        self._writer = AnswerWriter(index, self._params, request.answer, codec, stops)
         self._first_token_at: float | None = None
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
@@ -202,7 +203,8 @@ class RequestState:
         self.kept = 0  # the first ids of an open prompt that ``grow`` did not change when it was sealed
         self.cached_tokens = 0  # of the prompt: found in the prefix cache
         indices = range(given.first_index, given.first_index + given.sampling.n)
-        self.sequences = [SequenceState(self, index, codec) for index in indices]
+        stops = StopStrings(given.sampling.stop)
+        self.sequences = [SequenceState(self, index, codec, stops) for index in indices]
 
     @property
     def unfinished(self) -> int:

@@ -13,6 +13,7 @@ from mlserver_torch_stream.types import ModelInfo
 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
+MAX_STRING_BYTES = 4096  # of all strings of one parameter: the engine's thread searches for them in every answer
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
 
@@ -77,19 +78,23 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     _sampling("presence_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
     _sampling("frequency_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
-    _sampling("logit_bias", "An object of token ids and numbers from -100 to 100.", values.logit_bias),
+    _sampling("logit_bias", "An object of up to 4,096 token ids and numbers from -100 to 100.", values.logit_bias),
     _sampling(
-        "bad_words", "Strings that are never generated.", values.strings(MAX_BAD_WORDS), tensor="BYTES", several=True
+        "bad_words",
+        "Up to 64 strings that are never generated, of 4,096 bytes together.",
+        values.strings(MAX_BAD_WORDS, MAX_STRING_BYTES),
+        tensor="BYTES",
+        several=True,
     ),
     _sampling(
         "stop",
-        "Up to 16 strings that end the answer.",
-        values.strings(MAX_STOP_STRINGS),
+        "Up to 16 strings that end the answer, of 4,096 bytes together.",
+        values.strings(MAX_STOP_STRINGS, MAX_STRING_BYTES),
         "stop_words",
         tensor="BYTES",
         several=True,
     ),
-    _sampling("stop_token_ids", "Ids of tokens that end the answer.", values.token_ids),
+    _sampling("stop_token_ids", "Up to 4,096 ids of tokens that end the answer.", values.token_ids),
     _sampling("include_stop_str_in_output", "The answer ends with the stop string.", values.boolean),
     Parameter(
         "eos_token_id",

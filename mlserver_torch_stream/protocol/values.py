@@ -23,6 +23,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 # A request may have this many prompts or messages, however short the model's context is. Four million would hold the
 # event loop for most of a minute.
 _MOST_ELEMENTS = 4096
+MAX_TOKEN_IDS = 4096  # in one parameter: with a constraint, each costs time in every step
 _SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
 
 
@@ -165,12 +166,14 @@ def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value)
     elements = value if isinstance(value, list) else [value]
-    if len(elements) > info.vocab_size:
-        raise ValueError(f"must be at most {info.vocab_size} token ids, got {len(elements)}")
+    if len(elements) > MAX_TOKEN_IDS:
+        raise ValueError(f"must be at most {MAX_TOKEN_IDS} token ids, got {len(elements)}")
     return tuple(token_id(element, info) for element in elements)
 
 
-def strings(limit: int) -> Reader:
+def strings(limit: int, max_bytes: int) -> Reader:
+    """Reads one string or a list of at most ``limit`` strings, which have at most ``max_bytes`` in UTF-8 together."""
+
     def read(value: Any, info: ModelInfo) -> tuple[str, ...]:
         elements = _string_list(value)
         if len(elements) > limit:
@@ -178,6 +181,9 @@ def strings(limit: int) -> Reader:
         for element in elements:
             if not is_text(element) or not element:
                 raise ValueError(f"must be a non-empty string or a list of them, got {shown(element)}")
+        size = sum(len(element.encode()) for element in elements)
+        if size > max_bytes:
+            raise ValueError(f"must have at most {max_bytes} bytes in all strings together, got {size}")
         return tuple(elements)
 
     return read
@@ -222,8 +228,10 @@ def tool_choice(value: Any, info: ModelInfo) -> Any:
 
 def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
     read_bias = number(-100, 100)
-    biases: dict[int, float] = {}
-    for key, bias in json_object(value, info).items():
+    given, biases = json_object(value, info), dict[int, float]()
+    if len(given) > MAX_TOKEN_IDS:
+        raise ValueError(f"must be at most {MAX_TOKEN_IDS} token ids, got {len(given)}")
+    for key, bias in given.items():
         identifier = token_id(key, info)
         if identifier in biases:
             raise ValueError(f"names token id {identifier} twice")

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.errors import GenerationFailed, as_request_error
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.emulated import laid_out, pipelined
 from tests.engine.noted_matchers import note_matchers
@@ -249,6 +249,7 @@ def test_a_constraint_that_becomes_too_complex_ends_its_sequence_alone(
         failed, other = _answers(engine, [hard, easy])
     assert failed.finish_reason is FinishReason.ERROR and isinstance(failed.error, GenerationFailed)
     assert "cannot be kept to its constraint" in str(failed.error) and "2000" in str(failed.error)
+    assert as_request_error(failed.error).status == 422 and as_request_error(failed.error).field == "field"
     assert re.fullmatch(_WRITTEN, other.text)
 
 

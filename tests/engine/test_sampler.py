@@ -305,7 +305,7 @@ def _allowing(ids: torch.Tensor, vocab_size: int, start: Any) -> TokenMatcher:
     """At the start of a constraint, as if these were the tokens that it allows."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[ids] = 1
-    return TokenMatcher(start.deep_copy(), (), np.packbits(bits, bitorder="little"), vocab_size, (), ())
+    return TokenMatcher(start.deep_copy(), (), np.packbits(bits, bitorder="little"), vocab_size, (), (), "grammar")
 
 
 def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() -> None:

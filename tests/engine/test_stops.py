@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.text.stops import StopMatcher
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.text.stops import StopMatcher, StopStrings
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.types import SamplingParameters
+from tests.engine.tiny_tokenizers import byte_level
 from tests.examples import examples
 
 
@@ -23,7 +31,7 @@ def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | N
 
 
 def _run(chunks: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops, include)
+    matcher = StopMatcher(StopStrings(stops), include)
     released = "".join([matcher.push(chunk) for chunk in chunks])
     return released + matcher.flush(), matcher.hit
 
@@ -73,7 +81,7 @@ def test_it_agrees_with_the_reference(chunks: list[str], stops: list[str], inclu
 @given(text=_alphabet, stops=st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), min_size=1, max_size=4))
 @examples(500)
 def test_it_holds_back_no_more_than_could_become_a_stop(text: str, stops: list[str]) -> None:
-    matcher, released, seen = StopMatcher(stops, False), "", ""
+    matcher, released, seen = StopMatcher(StopStrings(stops), False), "", ""
     for char in text:
         released += matcher.push(char)
         seen += char
@@ -85,13 +93,13 @@ def test_it_holds_back_no_more_than_could_become_a_stop(text: str, stops: list[s
 
 
 def test_with_include_nothing_is_held() -> None:
-    matcher = StopMatcher(["</s>"], include=True)
+    matcher = StopMatcher(StopStrings(["</s>"]), include=True)
     assert [matcher.push(chunk) for chunk in ("a<", "/s", ">b", "c")] == ["a<", "/s", ">", ""]
     assert matcher.hit == "</s>"
 
 
 def test_flush_releases_a_part_that_never_became_a_stop() -> None:
-    matcher = StopMatcher(["STOP"], include=False)
+    matcher = StopMatcher(StopStrings(["STOP"]), include=False)
     assert matcher.push("x STO") == "x "
     assert matcher.hit is None
     assert matcher.flush() == "STO"
@@ -99,7 +107,18 @@ def test_flush_releases_a_part_that_never_became_a_stop() -> None:
 
 
 def test_after_a_hit_nothing_comes() -> None:
-    matcher = StopMatcher(["b"], include=False)
+    matcher = StopMatcher(StopStrings(["b"]), include=False)
     assert matcher.push("abc") == "a"
     assert matcher.push("more") == ""
     assert matcher.flush() == ""
+
+
+def test_the_sequences_of_a_request_share_what_is_built_from_its_stop_strings() -> None:
+    def built() -> int:
+        return sum(type(each) is StopStrings for each in gc.get_objects())
+
+    before, loop = built(), asyncio.new_event_loop()
+    asked = EngineRequest((1,), SamplingParameters(stop=("a" * 1000, "b" * 1000), n=16))
+    request = RequestState(asked, Mailbox(loop, 16, lambda mailbox: None), TextCodec(byte_level()), (), 100)
+    assert len(request.sequences) == 16 and built() == before + 1
+    loop.close()

@@ -93,6 +93,9 @@ BAD = [
     ("ignore_eos", "yes"), ("seed", 2**64), ("seed", -(2**63) - 1), ("seed", "1.5"), ("n", 0), ("n", 5),
     ("logprobs", 21), ("logprobs", -1), ("logprobs", "x"), ("top_logprobs", 21), ("stream_mode", "both"),
     ("sampling_parameters", "nonsense"), ("llm_parameters", [1]), ("kwargs", 3),
+    ("stop", "a" * 4097), ("stop", ["é" * 1025, "b" * 2047]), ("bad_words", ["a" * 4000, "b" * 97]),
+    ("stop_token_ids", [1] * 4097), ("eos_token_id", [1] * 4097),
+    ("logit_bias", {str(token): 1 for token in range(4097)}),
 ]  # fmt: skip
 
 

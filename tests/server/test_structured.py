@@ -128,6 +128,17 @@ def test_what_cannot_be_kept_to_is_refused_by_name_before_anything_runs(
     assert error["param"] == f"structured_outputs.{next(iter(given))}" and said in error["message"], error
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_that_is_too_large_for_its_first_tokens_is_bad_input(server: Server, stream: bool) -> None:
+    """It compiles: only after its first character may more than 2,000 rules follow."""
+    many = " | ".join(f'"a" "{number:04}"' for number in range(2500))
+    given = {"structured_outputs": {"grammar": f"start: /[bc]/ ({many})"}, "stream": stream}
+    response = post(server, CHAT, talk(**given))
+    assert response.status_code == 400, response.text
+    error = refused(response)
+    assert error["param"] == "structured_outputs.grammar" and "too complex" in error["message"], error
+
+
 def test_an_answer_that_reaches_max_tokens_says_so(server: Server) -> None:
     answer = whole(server, CHAT, talk(**{**_SAMPLED, "max_tokens": 4}, **_FORMAT))
     assert answer["choices"][0]["finish_reason"] == "length"

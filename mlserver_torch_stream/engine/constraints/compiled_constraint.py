@@ -20,7 +20,7 @@ class CompiledConstraint:
     """``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
     Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
-    and ``eos_ids`` are the tokenizer's.
+    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint.
     """
 
     start: LLMatcher
@@ -28,9 +28,10 @@ class CompiledConstraint:
     vocab_size: int
     first_mask: TokenMask
     eos_ids: tuple[int, ...]
+    field: str
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
         """Returns the matcher of a sequence; a token of ``end_ids`` may end it where the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
-        return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids)
+        return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

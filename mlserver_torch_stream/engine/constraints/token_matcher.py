@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.errors import ConstraintTooComplex
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -44,12 +44,15 @@ class TokenMatcher:
         vocab_size: int,
         eos_ids: Collection[int],
         end_ids: Collection[int],
+        field: str,
     ) -> None:
         """``matcher`` has consumed ``forced``, and allows the tokens of ``first_mask`` now.
 
-        ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence.
+        ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence. ``field`` is the
+        request's parameter that gave the constraint.
         """
         self._matcher = matcher
+        self._field = field
         self._bytes = len(first_mask)
         self._eos_ids = [token_id for token_id in eos_ids if token_id not in end_ids]
         self._end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
@@ -64,7 +67,7 @@ class TokenMatcher:
         return self._stopped and not self.forced
 
     def accept(self, token_id: int) -> None:
-        """Takes the chosen token. Raises GenerationFailed if the constraint becomes too complex."""
+        """Takes the chosen token. Raises ConstraintTooComplex if the constraint becomes too complex."""
         if self.forced:
             forced = self.forced.popleft()
             assert token_id == forced, "nothing else was possible"
@@ -88,7 +91,7 @@ class TokenMatcher:
         return drafts[: right + self._matcher.validate_tokens(list(drafts[right:]))]
 
     def mask(self) -> TokenMask:
-        """Returns which tokens may come next. Raises GenerationFailed if that is too complex to compute."""
+        """Returns which tokens may come next. Raises ConstraintTooComplex if that is too complex to compute."""
         mask: TokenMask
         if self.forced:
             mask = np.zeros(self._bytes, dtype=np.uint8)
@@ -131,7 +134,7 @@ class TokenMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             why = self._matcher.get_error().partition("\n")[0][:_MOST_REASON]
-            raise GenerationFailed(f"the answer cannot be kept to its constraint: {why}")
+            raise ConstraintTooComplex(self._field, why)
 
     @staticmethod
     def start_masks(matchers: Sequence[TokenMatcher], worker: Executor) -> None:

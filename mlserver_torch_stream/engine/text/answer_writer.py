@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.stops import StopMatcher
+from mlserver_torch_stream.engine.text.stops import StopMatcher, StopStrings
 from mlserver_torch_stream.types import MOST_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
 if TYPE_CHECKING:
@@ -24,14 +24,21 @@ _MOST_TEXT = MOST_PER_EVENT // 2
 class AnswerWriter:
     """``reasoning_tokens``: how many tokens of the answer are reasoning."""
 
-    def __init__(self, index: int, params: SamplingParameters, answer: AnswerFormat | None, codec: TextCodec) -> None:
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParameters,
+        answer: AnswerFormat | None,
+        codec: TextCodec,
+        stops: StopStrings,
+    ) -> None:
         self.reasoning_tokens = 0
         self._index = index
         self._codec = codec
         self._parser = None if answer is None else answer.parser()
         marks = frozenset[int]() if answer is None else answer.marks
         self._detokenizer = codec.detokenizer(params.skip_special_tokens, marks)
-        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._stops = StopMatcher(stops, params.include_stop_str_in_output)
         self._cumulative_logprob = 0.0 if params.logprobs else None
         self._events: list[TokenEvent] = []
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Searches one text for ``stops``. With ``include`` it releases the stop string itself, otherwise no part of it.
+    """Searches one text for stop strings. With ``include`` it releases the stop string itself, otherwise no part of it.
 
     The stop that is complete first wins, so that a model stops as soon as it can; of several that are complete at the
     same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
     ignored.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        self._automaton = _Automaton(stops)
+    def __init__(self, stops: StopStrings, include: bool) -> None:
+        self._automaton = stops
         self._include = include
         self._state = 0
         self._held = ""
@@ -55,8 +55,11 @@ class StopMatcher:
         return text if self._include else text[: len(text) - len(stop)]
 
 
-class _Automaton:
-    """A state is the longest prefix of a stop string with which the text so far ends. State 0 is the empty prefix."""
+class StopStrings:
+    """The automaton of the stop strings of a request, which the matchers of all its sequences share.
+
+    A state is the longest prefix of a stop string with which the text so far ends. State 0 is the empty prefix.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = [stop for stop in dict.fromkeys(stops) if stop]

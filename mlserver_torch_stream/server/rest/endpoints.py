@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 from uuid import uuid4
@@ -39,6 +39,8 @@ from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
+
+_LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""
@@ -88,6 +90,7 @@ class Endpoint:
     data_plane: DataPlane
     options: ServerOptions
     route: RestRoute
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is decoded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _EndpointRequest(self, scope, receive, send)
@@ -101,7 +104,10 @@ class Endpoint:
             if not request.left:
                 raise
         except Exception as error:
+            request.end_decoding()
             await request.refuse(error)
+        finally:
+            request.end_decoding()
 
 
 class _AlreadyReported(Exception):
@@ -121,6 +127,7 @@ class _EndpointRequest:
         self._streaming = bool(route.streaming)
         self._request_id = ""
         self._opened = False
+        self._decoding_since: float | None = None
         self._endpoint = endpoint
         self._path: dict[str, str] = scope["path_params"]
         self._headers = Headers(scope=scope)
@@ -132,7 +139,9 @@ class _EndpointRequest:
         self._request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
         if "model_name" in self._path:
             await self._find(*self._spelling.model(self._path, {}))  # an unknown model is 404 whatever the body is
-        posted = self._posted(await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes))
+        body = await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes)
+        await self._begin_decoding(len(body))
+        posted = self._posted(body)
         if isinstance(posted.json, dict):
             await self._choose(posted.json)
         async with self._endpoint.data_plane._infer_contextmanager(self.name, self._version) as model:
@@ -177,6 +186,19 @@ class _EndpointRequest:
         if self._model is None:
             await self._find(*self._spelling.model(self._path, body))
 
+    async def _begin_decoding(self, size: int) -> None:
+        """Waits until no other large body of the endpoint is decoded, which holds the event loop."""
+        if size > _LARGE_BYTES:
+            await self._endpoint.decoding.acquire()
+            self._decoding_since = time.perf_counter()
+
+    def end_decoding(self) -> None:
+        """Lets the next large body be decoded as long afterwards as this one took: streams have the time between."""
+        since, self._decoding_since = self._decoding_since, None
+        if since is not None:
+            pause = time.perf_counter() - since
+            asyncio.get_running_loop().call_later(pause, self._endpoint.decoding.release)
+
     def _posted(self, whole: bytes) -> PostedBody:
         """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
         spelled, raw = split_binary(self._headers, whole)
@@ -189,6 +211,7 @@ class _EndpointRequest:
 
     async def _unary(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
+        self.end_decoding()
         try:
             async with watched(self._receive, partial(self._leave, reply)):
                 whole, raw = await reply.attached()
@@ -204,6 +227,7 @@ class _EndpointRequest:
 
     async def _stream(self, model: Any, posted: PostedBody) -> None:
         reply = self._open(model, posted)
+        self.end_decoding()
         try:
             notice_lag_early(self._scope)
             async with self._events(reply) as events, watched(self._receive, partial(self._leave, reply)):

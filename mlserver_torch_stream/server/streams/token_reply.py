@@ -36,6 +36,7 @@ class TokenReply:
         self._context = context
         self._start = start
         self._posted = posted
+        self._starting: asyncio.Future[None] | None = None
         self._stream: TokenStream | None = None
         self._closed = False
         self._begun = False
@@ -53,6 +54,8 @@ class TokenReply:
 
     def close(self) -> None:
         self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()  # a prompt that waits to be tokenized waits no longer
         if self._stream is not None:
             self._stream.close()
 
@@ -94,7 +97,8 @@ class TokenReply:
         return self._encoder.end()
 
     async def _started(self) -> TokenStream:
-        await self._start(self._opened)
+        self._starting = asyncio.ensure_future(self._start(self._opened))
+        await self._starting
         assert self._stream is not None
         return self._stream
 

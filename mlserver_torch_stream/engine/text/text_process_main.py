@@ -1,0 +1,70 @@
+"""The process that ``text_process`` starts: it renders chat templates and tokenizes texts, one job after another.
+
+A job and its reply are lines of JSON. It ends with its parent, whose end closes stdin, or when a job takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Job = Callable[..., Any]
+
+
+def main(max_bytes: int, max_seconds: float) -> None:
+    """``max_bytes`` of memory beside that of the imports; ``max_seconds`` for each job."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
+        signal.signal(each, signal.SIG_IGN)
+    jobs: dict[str, Job] = {}
+    for line in sys.stdin.buffer:
+        name, arguments = json.loads(line)
+        if name == "start":
+            jobs = _jobs(**arguments)
+            _limit_memory(max_bytes)
+            reply: Mapping[str, Any] = {"result": None}
+        else:
+            signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)  # the parent may have ended meanwhile
+            reply = _run(jobs[name], arguments)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _jobs(tokenizer: str | None) -> dict[str, Job]:
+    """Imports what the jobs need."""
+    if tokenizer is None:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        return {"render": lambda **arguments: str(render_jinja_template(**arguments)[0][0])}
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_str(tokenizer)
+    known.no_padding()
+    known.no_truncation()
+
+    def encode(text: str, add_special_tokens: bool) -> list[Any]:
+        encoded = known.encode(text, add_special_tokens=add_special_tokens)
+        return [encoded.ids, encoded.offsets]
+
+    return {"encode": encode}
+
+
+def _limit_memory(max_bytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    if pages:
+        most = pages * resource.getpagesize() + max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _run(job: Job, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {"result": job(**arguments)}
+    except (MemoryError, RecursionError) as error:
+        return {"exceeded": f"needed too much {'memory' if isinstance(error, MemoryError) else 'recursion'}"}
+    except BaseException as error:  # a panic of the library is no Exception
+        return {"error": " ".join(str(error).split())[:300] or type(error).__name__}

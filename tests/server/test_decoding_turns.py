@@ -1,0 +1,43 @@
+"""Requests whose bodies take long to decode, and arrive together, leave the event loop to others between them."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+
+from tests.server.harness import HOST, Server
+from tests.server.openai import CHAT, talk
+
+_CLIENTS = 16
+
+
+def test_others_are_answered_between_large_bodies_that_arrive_together(server: Server) -> None:
+    """Each of the schemas, of many references, is looked at for some 20 ms and then refused."""
+    parts = {f"p{i}": {"anyOf": [{"$ref": f"#/$defs/p{(i + j) % 400}"} for j in range(1, 60)]} for i in range(400)}
+    schema = {"$defs": parts, "type": "object", "properties": {"a": {"$ref": "#/$defs/p0"}}, "required": ["a"]}
+    body = json.dumps(
+        talk(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    ).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    clients = [socket.create_connection((HOST, server.http_port)) for _ in range(_CLIENTS + 1)]
+    live = clients[-1]
+    order: list[socket.socket] = []
+    try:
+        for client in clients[:-1]:
+            client.sendall(head + body[:-1])
+        for client in clients[:-1]:
+            client.sendall(body[-1:])
+        live.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with selectors.DefaultSelector() as waiting:
+            for client in clients:
+                waiting.register(client, selectors.EVENT_READ)
+            while len(order) <= _CLIENTS:
+                for key, _ in waiting.select(30):
+                    order.append(key.fileobj)  # type: ignore[arg-type]
+                    waiting.unregister(key.fileobj)
+        assert b" 400 " in clients[0].recv(100) and b" 200 " in live.recv(100)
+    finally:
+        for client in clients:
+            client.close()
+    assert order.index(live) < _CLIENTS // 2, order.index(live)
