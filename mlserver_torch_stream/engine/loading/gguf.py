@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
+from mlserver_torch_stream.engine.loading.checkpoint import check_loaded
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
 from mlserver_torch_stream.engine.loading.stage_log import stage
 
@@ -82,14 +83,21 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 
 
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
-    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``."""
-    return AutoModelForCausalLM.from_pretrained(
+    """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``.
+
+    Raises LoadFailed if the file lacks weights.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
         str(gguf_file.parent),
         gguf_file=gguf_file.name,
         quantization_config=GgufConfig(dequantize=not packed),
         dtype=_dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
         **options,
     )
+    check_loaded(model, info, quantised=packed)
+    return model
 
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:

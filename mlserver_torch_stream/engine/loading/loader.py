@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
+from mlserver_torch_stream.engine.loading.checkpoint import check_bytes, check_finite, check_loaded, check_model
 from mlserver_torch_stream.engine.loading.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
@@ -87,6 +88,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
     model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings), files.place)
+    attempt(name, lambda: check_finite(model))
     model.eval()
     model.requires_grad_(False)
     give_contiguous_states(model)
@@ -187,19 +189,23 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
-    refuse_other_kinds(AutoConfig.from_pretrained(place, **code))
+    config = AutoConfig.from_pretrained(place, **code)
+    refuse_other_kinds(config)
     # Else transformers asks a service of the hub to convert pickles, and loads the weights that the service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
     if asked is not None:
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
+    if files.tensors:
+        check_bytes(config.to_dict(), files.tensors)
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+        check_model(outline, files.tensors, quantised=method is not None)
     model, info = AutoModelForCausalLM.from_pretrained(
-        place, dtype=settings.dtype, output_loading_info=True, **code, **options
+        place, dtype=settings.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **code, **options
     )
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
+    check_loaded(model, info, quantised=method is not None)
     check_tied(model)
     if method is not None:
         check_kept(model, method, asked)
