@@ -5,6 +5,7 @@ Knows nothing of MLServer. Its functions block for as long as loading takes: cal
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import threading
@@ -36,6 +37,7 @@ from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
+from mlserver_torch_stream.work_threads import WorkCancelled
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -88,6 +90,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
+    A load that is cancelled raises WorkCancelled, and has freed what it took.
+
     Engines share weights that are loaded already. The same ``owner`` with the same settings gets the same engine.
     """
     threads = set_threads(resolved.settings, read_host())
@@ -95,7 +99,12 @@ def build_engine(
     run = _run if resolved.settings.replicas == 1 else _run_replicas
 
     def load() -> RunningEngine:
-        running = run(resolved, threads, on_death, resources)
+        running = None
+        with contextlib.suppress(WorkCancelled):
+            running = run(resolved, threads, on_death, resources)
+        if running is None:
+            reclaim_memory(resources)  # the error is gone, and with it the frames that held a part of the model
+            raise WorkCancelled
         try:
             gc.collect()  # frees what the load left in cycles
             drop_code()

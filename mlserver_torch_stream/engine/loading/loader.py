@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
@@ -44,12 +45,18 @@ from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
+
+
+# Building a model and giving it its weights call these hooks for each module and parameter, in the thread of the load.
+nn.modules.module.register_module_module_registration_hook(lambda *_: raise_if_cancelled())
+nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_if_cancelled())
 
 
 @dataclass(frozen=True, slots=True)

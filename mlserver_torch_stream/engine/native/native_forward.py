@@ -54,7 +54,7 @@ class NativeForward:
         kernels.native_create(
             *(ctypes.byref(shape), ctypes.byref(self._weights.structure), is_bf16, threads, ctypes.byref(handle))
         )
-        self._handle = handle.value
+        self._handle = handle.value or 0
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
