@@ -5,7 +5,6 @@ Knows nothing of MLServer. Its functions block for as long as loading takes: cal
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import gc
 import threading
@@ -26,7 +25,7 @@ from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
-from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
@@ -35,6 +34,7 @@ from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_d
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
 from mlserver_torch_stream.work_threads import WorkCancelled
@@ -100,8 +100,14 @@ def build_engine(
 
     def load() -> RunningEngine:
         running = None
-        with contextlib.suppress(WorkCancelled):
+        try:
             running = run(resolved, threads, on_death, resources)
+        except WorkCancelled:
+            pass
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise LoadFailed(f"cannot load {resolved.source.name}: its tokenizer is damaged: {error}") from error
         if running is None:
             reclaim_memory(resources)  # the error is gone, and with it the frames that held a part of the model
             raise WorkCancelled

@@ -119,3 +119,30 @@ def test_a_folder_whose_tokenizer_is_missing_says_what_to_set(folder: Path, tmp_
         file.unlink()
     assert re.search(r"no tokenizer in .*parameters\.extra\.tokenizer", refusal(folder, tmp_path))
     assert json.loads((folder / "config.json").read_text())
+
+
+_BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": _BPE}, "range end index 2 out of range"),
+        # A trie of 4 GB, for which the process would be ended where there is no such memory, and an empty one.
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "precompiled_charsmap is cut"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "precompiled_charsmap is cut"),
+    ],
+    ids=["merge", "charsmap", "short charsmap"],
+)
+def test_a_tokenizer_over_which_its_library_would_panic_is_refused(
+    folder: Path, tmp_path: Path, fields: dict[str, object], says: str
+) -> None:
+    """A panic of a Rust library is no Exception."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    assert says in refusal(folder, tmp_path)
+
+
+def test_json_that_a_library_finds_nested_too_deeply_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("[" * 5000 + "]" * 5000)
+    assert f"{folder}/tokenizer.json: is nested too deeply" in refusal(folder, tmp_path)

@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
-from mlserver_torch_stream.engine.loading.checkpoint import check_bytes, check_finite, check_loaded, check_model
+from mlserver_torch_stream.engine.loading.checkpoint import (
+    check_bytes,
+    check_charsmap,
+    check_finite,
+    check_loaded,
+    check_model,
+)
 from mlserver_torch_stream.engine.loading.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
@@ -111,6 +117,7 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     def load() -> Any:
         if files.gguf_file is not None and settings.tokenizer is None:
             return load_gguf_tokenizer(files.gguf_file)
+        check_charsmap(place / "tokenizer.json")
         known: dict[str, Any] = {}
         if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
             fields, _ = PreTrainedConfig.get_config_dict(files.location)

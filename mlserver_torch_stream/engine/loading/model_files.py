@@ -103,13 +103,22 @@ def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> An
         raise
     except LoadFailed as error:
         raise LoadFailed(f"cannot load {what}: {error}") from None
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         damage = None if place is None else find_damage(place)
         raise LoadFailed(f"cannot load {what}: {damage or _reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library panicked, such as tokenizers over a damaged file. A panic is no Exception."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, RecursionError):
+        return "one of its files is nested too deeply"
     if "trust_remote_code" in text:
         return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
     if (other := _OTHER_KIND.match(text)) is not None:
