@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,4 +186,19 @@ def test_shards_of_the_folder_are_loaded(folder: Path) -> None:
 def test_json_that_is_nested_deeply_is_named(folder: Path, name: str) -> None:
     (folder / name).write_text(f'{{"model_type": "llama", "other": {_NESTED}}}')
     with pytest.raises(LoadFailed, match=rf"{name}: is nested too deeply"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", struct.pack("<Q", 2**23) + bytes(2**23), "has a header of 8,388,608 bytes; at most"),
+        ("config.json", b" " * (2**24 + 2), "has 16,777,218 bytes; at most"),
+    ],
+)
+def test_a_file_whose_reading_would_stop_all_streams_is_refused(
+    folder: Path, name: str, content: bytes, says: str
+) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(LoadFailed, match=f"{name} {says}"):
         load(folder)

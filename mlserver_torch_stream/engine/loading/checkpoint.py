@@ -28,6 +28,7 @@ Tensors = Mapping[str, StoredTensor]
 
 _OTHER_CONFIGS = ("generation_config.json", "tokenizer_config.json")
 _MAX_DEPTH = 64  # levels of a JSON file; libraries walk it recursively
+_MAX_JSON_BYTES = 2**24  # an index of 100,000 weights has 9 MB
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -168,6 +169,8 @@ def _check_room(fields: Mapping[str, Any], name: str, each: int, room: int, what
 
 
 def _read_object(file: Path) -> dict[str, Any]:
+    if file.is_file() and (size := file.stat().st_size) > _MAX_JSON_BYTES:
+        raise LoadFailed(f"{file} has {size:,} bytes; at most {_MAX_JSON_BYTES:,} are read")
     if (damage := damage_of(file)) is not None:
         raise LoadFailed(damage)
     try:
