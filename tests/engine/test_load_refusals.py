@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,11 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def refusal(place: Path, cache: Path) -> str:
+def refusal(place: Path, cache: Path, **extra: str) -> str:
     """The error of a load, one line."""
     with pytest.raises(LoadFailed) as error:
-        build_engine(parse_settings(str(place), {"cache_dir": str(cache)}, environ={}), resources=ProcessResources())
+        resolved = parse_settings(str(place), {"cache_dir": str(cache), **extra}, environ={})
+        build_engine(resolved, resources=ProcessResources())
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -76,6 +78,18 @@ def test_a_file_that_is_something_else_is_named(
     (folder / name).write_text(content)
     place = folder / name if name.endswith(".gguf") else folder
     assert f"{folder}/{says}" in refusal(place, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("extra", [{}, {"weights": "packed"}], ids=["dense", "packed"])
+def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, extra: dict[str, str]) -> None:
+    """The model would be built layer by layer before a weight is looked for."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(file.read_bytes())
+    place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    data[place : place + 4] = struct.pack("<I", 10**7)
+    file.write_bytes(data)
+    said = refusal(file, tmp_path / "cache", **extra)
+    assert "llama.block_count is 10,000,000, but the file holds only 21 tensors" in said
 
 
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from transformers.integrations.gguf import read_gguf_metadata
 from mlserver_torch_stream.engine.loading.checkpoint import check_loaded
 from mlserver_torch_stream.engine.loading.checksum import checksum, flush
 from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
 
     Raises LoadFailed if the file lacks weights.
     """
+    _check_layers(gguf_file)
     model, info = AutoModelForCausalLM.from_pretrained(
         str(gguf_file.parent),
         gguf_file=gguf_file.name,
@@ -113,6 +115,14 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     return tokenizer
 
 
+def _check_layers(gguf_file: Path) -> None:
+    """Refuses a file that names more layers than it has tensors: the model is built before a weight is looked for."""
+    metadata, tensors = read_gguf_metadata(str(gguf_file))
+    for key, count in metadata.items():
+        if key.endswith(".block_count") and isinstance(count, int) and count > len(tensors):
+            raise LoadFailed(f"{key} is {count:,}, but the file holds only {len(tensors):,} tensors")
+
+
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
     metadata, _ = read_gguf_metadata(str(gguf_file))
     return _FLOAT_FILES.get(metadata.get("general.file_type"), torch.bfloat16)
@@ -133,6 +143,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     from mlserver_torch_stream.engine.loading.gguf_headers import headers_parsed_once
 
     name = gguf_file.name
+    _check_layers(gguf_file)
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
             with stage(logger, f"Reading the tokenizer of {name}"):
