@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.loading.file_damage import damage_of
 from mlserver_torch_stream.engine.loading.safetensors_header import FLOATS, StoredTensor, read_header
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings_file import read_json
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +120,13 @@ def check_finite(model: nn.Module) -> None:
     """Raises LoadFailed for a weight that is infinite or not a number. Weights on disk are not read."""
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
-            dense = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.dtype.itemsize > 1
-            if not dense or parameter.is_meta or not parameter.numel():
+            raise_if_cancelled()
+            # A rank of several holds a part of a weight. Quantised weights are other kinds of tensors.
+            weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            dense = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
+            if not dense or weight.dtype.itemsize == 1 or weight.is_meta or not weight.numel():
                 continue
-            if not all(bool(end.isfinite()) for end in torch.aminmax(parameter.detach())):
+            if not all(bool(end.isfinite()) for end in torch.aminmax(weight)):
                 raise LoadFailed(f"{name} holds infinite values or NaN")
 
 
