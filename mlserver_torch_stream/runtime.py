@@ -43,6 +43,9 @@ class TorchStreamRuntime(BaseRuntime):
         with self._loading():
             resolved = resolve(self.settings)
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
+        if built is None:
+            logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")
+            return False
         ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
         REQUEST_METRICS.of(self.name, self.version)  # every metric of the model is exported from now on, at 0
         logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")

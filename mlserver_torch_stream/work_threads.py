@@ -1,4 +1,4 @@
-"""Runs blocking work in a thread that never keeps the process from ending.
+"""Runs blocking work in a thread that never keeps the process from ending, and that can be cancelled.
 
 Knows nothing of the work. The event loop joins its own threads at exit, even while they load a model for minutes.
 """
@@ -12,22 +12,80 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs ``work`` in a thread, with the caller's context variables, and returns its result as a future."""
+class WorkCancelled(BaseException):
+    """The work of this thread is cancelled. It is no Exception: no handler of errors must go on with the work."""
+
+
+class Cancellation:
+    """Ends work that another thread does: at its next ``raise_if_cancelled``, or by an interrupt."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._interrupts: list[Callable[[], object]] = []
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            for interrupt in self._interrupts:
+                interrupt()
+
+    @contextlib.contextmanager
+    def interrupted_by(self, interrupt: Callable[[], object]) -> Iterator[None]:
+        """``cancel`` calls ``interrupt``, which ends what the block waits for. Raises WorkCancelled after it."""
+        with self._lock:
+            self._interrupts.append(interrupt)
+        try:
+            self.check()
+            yield
+        finally:
+            with self._lock:
+                self._interrupts.remove(interrupt)
+            self.check()
+
+    def check(self) -> None:
+        if self.cancelled:
+            raise WorkCancelled
+
+
+# The cancellation of the work that a thread does; work that cannot be cancelled has one that nobody calls.
+_CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("cancellation")
+
+
+def cancellation() -> Cancellation:
+    """Returns the cancellation of the work that this thread does."""
+    return _CANCELLATION.get(None) or Cancellation()
+
+
+def raise_if_cancelled() -> None:
+    """Raises WorkCancelled if the work of this thread is cancelled."""
+    if (own := _CANCELLATION.get(None)) is not None:
+        own.check()
+
+
+def in_thread(work: Callable[[], T], cancellation: Cancellation | None = None) -> asyncio.Future[T]:
+    """Runs ``work`` in a thread, with the caller's context variables, and returns its result as a future.
+
+    ``cancellation`` can end the work, and the future is then cancelled.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
+    if cancellation is not None:
+        context.run(_CANCELLATION.set, cancellation)
 
     def run() -> None:
         try:
-            settle = partial(future.set_result, context.run(work))
+            settle: Callable[[], object] = partial(future.set_result, context.run(work))
+        except WorkCancelled:
+            settle = future.cancel
         except BaseException as error:
             settle = partial(future.set_exception, _as_exception(error))
         thread.at_work = False  # before anything that awaits the future can look

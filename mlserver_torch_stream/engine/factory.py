@@ -25,7 +25,7 @@ from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights
 from mlserver_torch_stream.engine.loading.heap import trim_heap
 from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
-from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
@@ -34,8 +34,10 @@ from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_d
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
+from mlserver_torch_stream.work_threads import WorkCancelled
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -88,6 +90,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
+    A load that is cancelled raises WorkCancelled, and has freed what it took.
+
     Engines share weights that are loaded already. The same ``owner`` with the same settings gets the same engine.
     """
     threads = set_threads(resolved.settings, read_host())
@@ -95,7 +99,18 @@ def build_engine(
     run = _run if resolved.settings.replicas == 1 else _run_replicas
 
     def load() -> RunningEngine:
-        running = run(resolved, threads, on_death, resources)
+        running = None
+        try:
+            running = run(resolved, threads, on_death, resources)
+        except WorkCancelled:
+            pass
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise LoadFailed(f"cannot load {resolved.source.name}: its tokenizer is damaged: {error}") from error
+        if running is None:
+            reclaim_memory(resources)  # the error is gone, and with it the frames that held a part of the model
+            raise WorkCancelled
         try:
             gc.collect()  # frees what the load left in cycles
             drop_code()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,11 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def refusal(place: Path, cache: Path) -> str:
+def refusal(place: Path, cache: Path, **extra: str) -> str:
     """The error of a load, one line."""
     with pytest.raises(LoadFailed) as error:
-        build_engine(parse_settings(str(place), {"cache_dir": str(cache)}, environ={}), resources=ProcessResources())
+        resolved = parse_settings(str(place), {"cache_dir": str(cache), **extra}, environ={})
+        build_engine(resolved, resources=ProcessResources())
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -78,6 +80,18 @@ def test_a_file_that_is_something_else_is_named(
     assert f"{folder}/{says}" in refusal(place, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("extra", [{}, {"weights": "packed"}], ids=["dense", "packed"])
+def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, extra: dict[str, str]) -> None:
+    """The model would be built layer by layer before a weight is looked for."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(file.read_bytes())
+    place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    data[place : place + 4] = struct.pack("<I", 10**7)
+    file.write_bytes(data)
+    said = refusal(file, tmp_path / "cache", **extra)
+    assert "llama.block_count is 10,000,000, but the file holds only 21 tensors" in said
+
+
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:
     """transformers would load these weights into ``BertLMHeadModel``, whose answers have no sense."""
     config = BertConfig(
@@ -119,3 +133,30 @@ def test_a_folder_whose_tokenizer_is_missing_says_what_to_set(folder: Path, tmp_
         file.unlink()
     assert re.search(r"no tokenizer in .*parameters\.extra\.tokenizer", refusal(folder, tmp_path))
     assert json.loads((folder / "config.json").read_text())
+
+
+_BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": _BPE}, "range end index 2 out of range"),
+        # A trie of 4 GB, for which the process would be ended where there is no such memory, and an empty one.
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "precompiled_charsmap is cut"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "precompiled_charsmap is cut"),
+    ],
+    ids=["merge", "charsmap", "short charsmap"],
+)
+def test_a_tokenizer_over_which_its_library_would_panic_is_refused(
+    folder: Path, tmp_path: Path, fields: dict[str, object], says: str
+) -> None:
+    """A panic of a Rust library is no Exception."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    assert says in refusal(folder, tmp_path)
+
+
+def test_json_that_a_library_finds_nested_too_deeply_is_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text("[" * 5000 + "]" * 5000)
+    assert f"{folder}/tokenizer.json: is nested too deeply" in refusal(folder, tmp_path)

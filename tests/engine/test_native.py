@@ -256,3 +256,9 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
             logits = book.step(forward, {"row": [7], "other": prompt_of(9, 2)})["row"]
             seen.add(logits.numpy().tobytes())
     assert len(seen) == 1
+
+
+def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
+    """Of C++'s own containers, whatever a system calls it: a decoder on a negative number of threads."""
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"the decoder failed in the kernels: .*vector"):
+        NativeForward(tiny_model(), -1, folder)

@@ -168,3 +168,12 @@ def test_other_cpus_get_the_same_integers(name: str, tmp_path: Path, folder: Pat
     test_extremes_of_codes_and_activations_do_not_overflow(variant)
     for format in (INT8, INT4):
         test_a_row_gets_the_same_bits_in_any_company(format, 60, variant)
+
+
+@pytest.mark.parametrize("value", [2e38, -3.4e38])
+def test_a_large_activation_is_not_taken_for_an_infinite_one(value: float, kernels: ctypes.CDLL) -> None:
+    a = torch.zeros(1, 64)
+    a[0, 40] = value
+    weight = 0.01 * torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
+    got = products(kernels, GroupedMatrix([weight], INT8), a)
+    assert torch.allclose(got, a @ weight.t(), rtol=0.02, atol=0.02 * abs(value) * 0.01)

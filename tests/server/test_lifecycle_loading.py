@@ -42,6 +42,7 @@ class GatedLlama(LlamaForCausalLM):
 """
 _IDLE = "time.sleep(0.02)"
 _BUSY = "some @ some"
+_BUILDING = "torch.nn.Linear(2, 2)"
 _NEVER_READY = """
 from mlserver import MLModel
 
@@ -126,6 +127,19 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
         wait_until(lambda: get_ready(server, "models/gated").status_code == 200)
         assert model_ready("gated") and rest_unary(server, "gated", max_tokens=1).code == 200
         assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
+
+
+def test_an_unload_ends_a_load_and_the_model_can_be_loaded_again(tiny_model: Path, tmp_path: Path) -> None:
+    """Without the unload, the load would build modules until somebody creates the file."""
+    with loading_server(tiny_model, tmp_path, wait=_BUILDING) as (server, gate):
+        repository = f"{server.url}/v2/repository/models/gated"
+        assert plain_http.post(f"{repository}/unload", timeout=30).status_code == 200, server.log
+        assert get_ready(server, "models/gated").status_code == 404
+        assert "Model 'gated': its load was cancelled, because it is being unloaded" in server.log
+        wait_until(lambda: get_ready(server, "models/foreign").status_code == 200)
+        gate.touch()
+        assert plain_http.post(f"{repository}/load", timeout=60).status_code == 200
+        assert rest_unary(server, "gated", max_tokens=1).code == 200
 
 
 @pytest.mark.slow

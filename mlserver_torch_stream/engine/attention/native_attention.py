@@ -13,7 +13,7 @@ import torch
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
-from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelWriteCall, check_status, open_library
+from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelWriteCall, open_library
 from mlserver_torch_stream.engine.native.openmp_pool import torch_pool
 
 _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # StoredType of ``parallel_pages.h``
@@ -61,7 +61,7 @@ class NativeAttention:
             options.scale,
             options.softcap or 0.0,
         )
-        check_status(self._attend(ctypes.byref(call), self._pool, torch.get_num_threads()), "an attention over pages")
+        self._attend(ctypes.byref(call), self._pool, torch.get_num_threads())
         return out
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class NativeAttention:
             key.shape[2] * size,
             value.shape[2] * size,
         )
-        check_status(self._write(ctypes.byref(call), self._pool, torch.get_num_threads()), "writing to pages")
+        self._write(ctypes.byref(call), self._pool, torch.get_num_threads())
 
 
 def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

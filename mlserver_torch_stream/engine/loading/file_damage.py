@@ -5,13 +5,12 @@ Knows nothing of what the files mean. A load that succeeds reads no file for it.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.engine.loading.safetensors_header import read_header
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings_file import read_json
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -20,10 +19,11 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 def find_damage(place: Path) -> str | None:
     """Describes the damage of a file, or of the first damaged file of a folder; None if no file is damaged."""
     files = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.is_file())
-    return next((damage for file in files if (damage := _damage(file)) is not None), None)
+    return next((damage for file in files if (damage := damage_of(file)) is not None), None)
 
 
-def _damage(file: Path) -> str | None:
+def damage_of(file: Path) -> str | None:
+    """Describes the damage of a file; None for a whole file, or one of another kind."""
     check = _CHECKS.get(file.suffix)
     if check is None:
         return None
@@ -40,18 +40,11 @@ def _damage(file: Path) -> str | None:
 
 
 def _safetensors_damage(file: Path) -> str | None:
-    size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length < size else None
-        if header is None:
-            return f"{file} is cut off, or is no safetensors file: it has {size:,} bytes, and its header {length:,}"
-        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-    except (struct.error, ValueError, AttributeError, KeyError, TypeError):
-        return f"{file} is no safetensors file: its header cannot be read"
-    whole = 8 + length + max(ends, default=0)
-    return None if size == whole else f"{file} is cut off or damaged: it has {size:,} bytes in place of {whole:,}"
+        read_header(file)
+    except LoadFailed as error:
+        return str(error)
+    return None
 
 
 def _gguf_damage(file: Path) -> str | None:

@@ -84,6 +84,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
     """
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
+    _check_layers(gguf_file)
     options |= {"dtype": _dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype)}
     if loads_by_transformers(gguf_file):
         options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
@@ -103,6 +104,14 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
         if names := sorted(map(str, info[kind])):
             raise LoadFailed(f"the file's tensors do not fit the model ({kind.replace('_', ' ')}): {names[0]}")
     return model
+
+
+def _check_layers(gguf_file: Path) -> None:
+    """Refuses a file that names more layers than it has tensors: the model is built before a weight is looked for."""
+    metadata, tensors = read_gguf_metadata(str(gguf_file))
+    for key, count in metadata.items():
+        if key.endswith(".block_count") and isinstance(count, int) and count > len(tensors):
+            raise LoadFailed(f"{key} is {count:,}, but the file holds only {len(tensors):,} tensors")
 
 
 def _dense_dtype(gguf_file: Path) -> torch.dtype:
@@ -126,6 +135,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config
 
     name = gguf_file.name
+    _check_layers(gguf_file)
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
             read_gguf_config(gguf_file)  # a file that is not taken is refused before minutes of reading

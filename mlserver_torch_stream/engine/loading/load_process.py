@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import how_it_ended
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.work_threads import cancellation
 
 MODULE = "mlserver_torch_stream.engine.loading.load_process_main"
 PACKAGE = "mlserver_torch_stream"
@@ -55,11 +56,11 @@ def in_process(function: Callable[..., T], *args: object) -> T:
 
     The function, its arguments and its result can be pickled. The package's log lines of that process are logged here.
     An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the process
-    cannot be started or ends early, for example because it is killed.
+    cannot be started or ends early, for example because it is killed. A load that is cancelled kills the process.
     """
     waiting = _AHEAD.get([])
     process = waiting.pop() if waiting else _start(())
-    with process:
+    with cancellation().interrupted_by(process.kill), process:
         try:
             _send(process, pickle.dumps((function, args)))
             kind, value, *told = _last_message(process)

@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
+from mlserver_torch_stream.engine.loading.checkpoint import (
+    check_bytes,
+    check_charsmap,
+    check_finite,
+    check_loaded,
+    check_model,
+)
 from mlserver_torch_stream.engine.loading.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.context_length import max_model_len
 from mlserver_torch_stream.engine.loading.device_map import check_device_map
@@ -44,12 +52,18 @@ from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
+
+
+# Building a model and giving it its weights call these hooks for each module and parameter, in the thread of the load.
+nn.modules.module.register_module_module_registration_hook(lambda *_: raise_if_cancelled())
+nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_if_cancelled())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     given = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
     model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings), files.place)
+    attempt(name, lambda: check_finite(model))
     model.eval()
     model.requires_grad_(False)
     give_contiguous_states(model)
@@ -103,6 +118,7 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     def load() -> Any:
         if files.gguf_file is not None and settings.tokenizer is None:
             return load_gguf_tokenizer(files.gguf_file)
+        check_charsmap(place / "tokenizer.json")
         known: dict[str, Any] = {}
         if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
             fields, _ = PreTrainedConfig.get_config_dict(files.location)
@@ -188,19 +204,23 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
-    refuse_other_kinds(AutoConfig.from_pretrained(place, **code))
+    config = AutoConfig.from_pretrained(place, **code)
+    refuse_other_kinds(config)
     # Else transformers asks a service of the hub to convert pickles, and loads the weights that the service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
     if asked is not None:
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
+    if files.tensors:
+        check_bytes(config.to_dict(), files.tensors)
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+        check_model(outline, files.tensors, quantised=method is not None)
     model, info = AutoModelForCausalLM.from_pretrained(
-        place, dtype=settings.dtype, output_loading_info=True, **code, **options
+        place, dtype=settings.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **code, **options
     )
-    if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise LoadFailed(f"the checkpoint lacks the weights {', '.join(missing[:3])}{more}")
+    check_loaded(model, info, quantised=method is not None)
     check_tied(model)
     if method is not None:
         check_kept(model, method, asked)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mlserver_torch_stream.engine.loading.checkpoint import Tensors, check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.file_damage import find_damage
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
@@ -32,12 +33,13 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed``: the folder holds a GGUF file's blocks.
+    ``packed``: the folder holds a GGUF file's blocks. ``tensors``: those of a folder's safetensors files.
     """
 
     location: str
     gguf_file: Path | None
     packed: bool = False
+    tensors: Tensors = field(default_factory=dict)
 
     @property
     def place(self) -> Path:
@@ -46,15 +48,18 @@ class ModelFiles:
 
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds the files, and converts a GGUF file if needed. Raises LoadFailed."""
+    """Finds the files, checks those of a folder, and converts a GGUF file if needed. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
+    if source.kind == "folder":
+        folder = Path(source.location)
+        return ModelFiles(source.location, None, tensors=attempt(source.name, lambda: check_folder(folder)))
     if source.kind not in ("embedded", "gguf"):
         return ModelFiles(source.location, None)
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
         return ModelFiles("", file)
-    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
-    return ModelFiles("", file) if folder is None else ModelFiles(str(folder), None)
+    converted = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
+    return ModelFiles("", file) if converted is None else ModelFiles(str(converted), None)
 
 
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
@@ -98,13 +103,22 @@ def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> An
         raise
     except LoadFailed as error:
         raise LoadFailed(f"cannot load {what}: {error}") from None
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         damage = None if place is None else find_damage(place)
         raise LoadFailed(f"cannot load {what}: {damage or _reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library panicked, such as tokenizers over a damaged file. A panic is no Exception."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, RecursionError):
+        return "one of its files is nested too deeply"
     if "trust_remote_code" in text:
         return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
     if (other := _OTHER_KIND.match(text)) is not None:

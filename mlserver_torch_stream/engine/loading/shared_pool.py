@@ -5,10 +5,13 @@ Knows nothing of models; the last user of an object disposes of it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
+
+from mlserver_torch_stream.work_threads import WorkCancelled, raise_if_cancelled
 
 V = TypeVar("V")
 
@@ -25,7 +28,16 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Leases the object of ``key``. All waiting threads get an error of ``make``; the next lease tries again."""
+        """Leases the object of ``key``. All waiting threads get an error of ``make``; the next lease tries again.
+
+        If the work of the thread that makes it is cancelled, one of the waiting threads makes it.
+        """
+        while True:
+            with contextlib.suppress(WorkCancelled):
+                return self._lease(key, make)
+            raise_if_cancelled()
+
+    def _lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
         with self._lock:
             shared = self._shared.get(key)
             makes = shared is None

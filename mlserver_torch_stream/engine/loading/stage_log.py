@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mlserver_torch_stream.work_threads import raise_if_cancelled
+
 EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a busy machine sees a second one
 
 
@@ -18,8 +20,11 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
     """``what`` begins a sentence, such as ``Compiling the kernels``. A stage that raises logs no last line.
 
+    Raises WorkCancelled if the load is cancelled.
+
     A thread of its own writes the lines, as most of a load is single calls of transformers and compilers.
     """
+    raise_if_cancelled()
     began = time.monotonic()
     over = threading.Event()
 

@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.comparison import Comparison
 from mlserver_torch_stream.engine.loading.context_length import comparable_context
 from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 # Kernels work in blocks of 12 and 64 queries, and of 16 and 32 keys: one sequence crosses all of them.
 _LONGEST = 70
@@ -146,6 +147,7 @@ class Trial:
         ]
 
     def _step(self, parts: Sequence[tuple[TrialSequence, int]]) -> None:
+        raise_if_cancelled()
         sequences, ends = [], []
         for sequence, asked in parts:
             left = sequence.prompt - sequence.computed

@@ -5,11 +5,8 @@ Knows nothing of device maps.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.loading.config_fields import read_config
+from mlserver_torch_stream.engine.loading.safetensors_header import FLOATS, StoredTensor, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +25,6 @@ GPU_WEIGHT_SHARES = (0.7, 0.9)
 _LEAST = GPU_WEIGHT_SHARES[0]
 # The part of a GPU that stays empty, since a layer is on one GPU as a whole.
 _LOST_PER_GPU = 0.03
-_STORED_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-                "U16": 16, "F4": 4}  # fmt: skip
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def weight_share(weights: int | None, free: Sequence[int]) -> float:
@@ -78,13 +73,9 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
 
 def _stored_bytes(file: Path, asked: torch.dtype | None) -> int:
     """Returns the bytes of a safetensors file's tensors, in the dtype that is asked for."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: Mapping[str, Any] = json.loads(stream.read(length))
-    tensors = [each for name, each in header.items() if name != "__metadata__"]
-    return sum(_bytes_of(each["dtype"], math.prod(each["shape"]), asked) for each in tensors)
+    return sum(_bytes_of(tensor, asked) for tensor in read_header(file).values())
 
 
-def _bytes_of(stored: str, count: int, asked: torch.dtype | None) -> int:
-    bits = asked.itemsize * 8 if asked is not None and stored in _FLOATS else _STORED_BITS.get(stored, 8)
-    return count * bits // 8
+def _bytes_of(tensor: StoredTensor, asked: torch.dtype | None) -> int:
+    bits = asked.itemsize * 8 if asked is not None and tensor.dtype in FLOATS else FLOATS.get(tensor.dtype)
+    return tensor.bits // 8 if bits is None else tensor.elements * bits // 8

@@ -89,8 +89,7 @@ def _compare(groups: Groups, panels: Tensor, kernels: ctypes.CDLL) -> None:
     ones = torch.nn.functional.one_hot(columns, inputs).float()
     got = torch.empty(len(columns), outputs)
     matrix = c.KernelMatrix(panels.data_ptr(), outputs, inputs, None, groups.format.number)
-    status = kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(columns), got.data_ptr(), 1)
-    c.check_status(status, "a product")
+    kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(columns), got.data_ptr(), 1)
     dense = groups.dense()
     if ((got.t() - dense[:, columns]).abs() > _ROUNDING * dense.abs().amax(1, keepdim=True)).any():
         raise UnsupportedLayout("the kernels read other weights than were packed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class KernelWriteCall(Structure):
 
 # The arguments and the result of each function.
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
-    "native_create": ([POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int], c_void_p),
+    "native_create": ([POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int, POINTER(c_void_p)], c_int),
     "native_step": ([c_void_p, POINTER(KernelStep)], c_int),
     "native_draw": ([c_void_p, POINTER(KernelDrawCall)], c_int),
     "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
@@ -112,24 +113,39 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "native_use_large_pages": ([c_void_p, c_int64], None),
     "native_attend_pages": ([POINTER(KernelPagesCall), c_void_p, c_int], c_int),
     "native_write_pages": ([POINTER(KernelWriteCall), c_void_p, c_int], c_int),
+    "native_failure": ([], c_char_p),
+}
+_WORK = {
+    "native_create": "the decoder",
+    "native_step": "a step",
+    "native_draw": "a draw",
+    "native_multiply": "a product",
+    "native_attend_pages": "an attention over pages",
+    "native_write_pages": "writing to pages",
 }
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Returns the kernels' functions with their types. A call releases the GIL while it runs. Raises NoKernels."""
+    """Returns the kernels' functions with their types. Raises NoKernels.
+
+    A call releases the GIL while it runs. A call that fails raises MemoryError, or RuntimeError with the message of the
+    C++ exception.
+    """
     try:
         library = ctypes.CDLL(str(path))
         for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
+            if name in _WORK:
+                function.errcheck = partial(_check_status, _WORK[name], library)
     except (OSError, AttributeError) as error:  # AttributeError: a library of another version lacks a function
         raise NoKernels(f"the kernels cannot be loaded: {error}") from None
     return library
 
 
-def check_status(status: int, work: str) -> None:
-    """Raises MemoryError or RuntimeError, which names the ``work``, if a function of the kernels has failed."""
+def _check_status(work: str, library: ctypes.CDLL, status: int, function: object, arguments: object) -> int:
     if status == _NO_MEMORY:
         raise MemoryError(f"no memory for {work}")
     if status:
-        raise RuntimeError(f"{work} failed in the kernels")
+        raise RuntimeError(f"{work} failed in the kernels: {library.native_failure().decode(errors='replace')}")
+    return status

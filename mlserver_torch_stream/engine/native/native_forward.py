@@ -50,11 +50,11 @@ class NativeForward:
         shape = self._weights.shape
         shape.rotated_half = self._rotary.half
         is_bf16 = decoder.dtype == torch.bfloat16
-        self._handle = kernels.native_create(
-            ctypes.byref(shape), ctypes.byref(self._weights.structure), is_bf16, threads
+        handle = ctypes.c_void_p()
+        kernels.native_create(
+            *(ctypes.byref(shape), ctypes.byref(self._weights.structure), is_bf16, threads, ctypes.byref(handle))
         )
-        if not self._handle:
-            raise MemoryError("no memory for the decoder")
+        self._handle = handle.value or 0
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
@@ -86,7 +86,7 @@ class NativeForward:
             step.starts, step.counts, step.wants = part.starts, part.counts, part.wants
             step.logits = self._logits_address + rows * self._width * self._logits.itemsize
             step.argmax = self._argmax_address + rows * self._argmax.itemsize
-            c.check_status(self._run(self._handle, ctypes.byref(step)), "a step")
+            self._run(self._handle, ctypes.byref(step))
             rows += part.wanted
         return self._result(rows)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mlserver.logging import logger
 
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
-from mlserver_torch_stream.work_threads import in_thread
+from mlserver_torch_stream.work_threads import Cancellation, in_thread
 
 # Seconds after the aborts: for the step that runs and the last responses, and for the engines' threads.
 _ABORT_TIMEOUT = 2.0
@@ -47,6 +47,7 @@ class Member:
         self.engine: Drainable | None = None  # before the load has ended
         self.settled = OneTimeEvent()  # the load has ended, with or without success
         self.retired = False  # True: no new request can reach the model
+        self.cancellation = Cancellation()  # of the load
 
 
 class Lifecycle:
@@ -76,6 +77,12 @@ class Lifecycle:
         for member in self.members():
             if member.name == name:
                 await member.settled.wait()
+
+    def cancel_loads(self, name: str) -> None:
+        """Cancels the loads of this name that run."""
+        for member in self.members():
+            if member.name == name and not member.settled.is_set:
+                member.cancellation.cancel()
 
     def begin_shutdown(self, why: str) -> None:
         """Makes the process not ready; requests are still accepted."""

@@ -59,15 +59,19 @@ class ModelSlot(Member, Generic[B]):
             return "it is loading"
         return self._built.engine.trouble
 
-    async def load(self, build: Callable[[OnDeath], B]) -> B:
-        """Builds the engine. Raises what ``build`` raises, or NotServing if a shutdown begins before it returns.
+    async def load(self, build: Callable[[OnDeath], B]) -> B | None:
+        """Builds the engine; returns None if an unload cancels it.
+
+        Raises what ``build`` raises, or NotServing if a shutdown begins before it returns.
 
         NotServing is raised only when the listeners are closed: MLServer forgets a model whose load fails, and answers
         404, not 503, for a model that it does not know.
         """
         loop = asyncio.get_running_loop()
         LIFECYCLE.join(self)
-        building = in_thread(lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)))
+        building = in_thread(
+            lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)), self.cancellation
+        )
         building.add_done_callback(self._take)
         try:
             await LIFECYCLE.unless_shutdown(asyncio.shield(building))
@@ -76,6 +80,9 @@ class ModelSlot(Member, Generic[B]):
             return self.built
         except BaseException:
             self.retired = True  # an engine that is built later is given back at once
+            if building.cancelled():
+                return None
+            self.cancellation.cancel()
             raise
         finally:
             self.settled.set()

@@ -1,4 +1,4 @@
-"""Lets one load or unload of a name run at a time, for names of our models.
+"""Lets one load or unload of a name run at a time, for names of our models; an unload cancels a load that runs.
 
 MLServer's registry does not order them: a load that begins while an unload waits for streams is forgotten when the
 unload ends, and of two concurrent loads the first may unregister the second. Knows nothing of what a load does; the
@@ -40,6 +40,9 @@ class RegistryLock:
             del self._changing[name]
             change.set()
 
+    def cancel_loads(self, name: str) -> None:
+        self._lifecycle.cancel_loads(name)
+
     def covers(self, subject: ModelSettings | str) -> bool:
         """Whether these settings, or this name, belong to a model of this package."""
         if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
@@ -59,6 +62,8 @@ def _locked(lock: RegistryLock, change: Callable[..., Awaitable[Any]]) -> Callab
     async def changed(registry: MultiModelRegistry, subject: ModelSettings | str, *more: Any, **options: Any) -> Any:
         if not lock.covers(subject):
             return await change(registry, subject, *more, **options)
+        if change.__name__ == "unload":
+            lock.cancel_loads(_name_of(subject))
         async with lock.hold(_name_of(subject)):
             return await change(registry, subject, *more, **options)
 

@@ -50,6 +50,8 @@ class TorchServeRuntime(BaseRuntime):
         loop = asyncio.get_running_loop()
         with self._loading():
             built = await self._slot.load(lambda _: build(self.settings, loop))
+        if built is None:
+            return False
         HANDLER_METRICS.torchserve_names = read_options().torchserve_metric_names
         logger.info(f"Model '{self.name}': {built.summary}")
         return True

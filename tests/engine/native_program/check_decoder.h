@@ -36,8 +36,8 @@ template <class T> class TinyModel {
                   1e-5f, 0.2f, 0, 1, 1, 1, 0};
         const native::Matrix head = matrix(kVocab, kHidden);
         weights_ = {layers_, nullptr, head, head, norm_.data()};
-        handle_ = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads);
-        expect(handle_ != nullptr, "a decoder");
+        const int status = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads, &handle_);
+        expect(status == 0 && handle_ != nullptr, "a decoder");
         for (int64_t i = 0; i < kLayers; i++) {
             const int64_t page = kKvHeads * page_size * kDim;  // of keys, before the same page of values
             pools_.emplace_back(2 * kPages * page);

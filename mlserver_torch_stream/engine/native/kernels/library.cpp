@@ -1,5 +1,7 @@
 // The C interface of the kernels: make a decoder, step it, drop it; draw tokens; attend to pages, write to them. No
 // exception leaves.
+#include <cstdio>
+#include <exception>
 #include <new>
 #include "decoder.h"
 #include "parallel_pages.h"
@@ -9,34 +11,41 @@
 
 namespace {
 
-// 0; 1 where memory is short; 2 where the work failed in another way.
+thread_local char failure[256];
+
+// 0; 1 where memory is short; 2 where the work failed in another way, which native_failure describes.
 template <class Work> int status_of(Work&& work) {
     try {
         work();
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
+    } catch (const std::exception& error) {
+        std::snprintf(failure, sizeof failure, "%s", error.what());
     } catch (...) {
-        return 2;
+        std::snprintf(failure, sizeof failure, "an unknown exception");
     }
+    return 2;
 }
 
 }  // namespace
 
 extern "C" {
 
-void* native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads) {
-    try {
-        native::AnyDecoder* decoder;
+// The message of the last exception of the calling thread.
+const char* native_failure() { return failure; }
+
+int native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads,
+                  void** decoder) {
+    return status_of([&] {
+        native::AnyDecoder* made;
         if (is_bf16) {
-            decoder = new native::Decoder<native::Bf16>(*shape, *weights, threads);
+            made = new native::Decoder<native::Bf16>(*shape, *weights, threads);
         } else {
-            decoder = new native::Decoder<float>(*shape, *weights, threads);
+            made = new native::Decoder<float>(*shape, *weights, threads);
         }
-        return decoder;
-    } catch (...) {
-        return nullptr;
-    }
+        *decoder = made;
+    });
 }
 
 // Memory is short before anything was done, or never.

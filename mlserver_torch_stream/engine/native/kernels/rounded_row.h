@@ -2,6 +2,7 @@
 // Knows nothing of weights. A row's codes depend on the row alone.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 #include "integer_dot.h"
 
 namespace native {
@@ -48,7 +49,7 @@ template <class T> void round_block(const T* from, RoundedBlock& to) {
     }
     float largest;
     memcpy(&largest, &most, sizeof largest);
-    const float inverse = largest > 1e-30f && largest < 1e38f ? 127.0f / largest : 0.0f;
+    const float inverse = largest > 1e-30f && largest <= FLT_MAX ? 127.0f / largest : 0.0f;
     for (int i = 0; i < kGroup; i++) {
         // To nearest even, as the last place of 1.5 * 2^23 is 1: the bits below are the code.
         const float shifted = x[i] * inverse + 12582912.0f;
