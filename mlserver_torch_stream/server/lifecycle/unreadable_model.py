@@ -13,6 +13,7 @@ from typing import Any
 from mlserver import MLModel, ModelSettings
 from mlserver.logging import logger
 from mlserver.repository.load import load_model_settings
+from mlserver.settings import ModelParameters
 from pydantic import ValidationError
 
 import mlserver_torch_stream
