@@ -89,7 +89,7 @@ def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, ex
     data[place : place + 4] = struct.pack("<I", 10**7)
     file.write_bytes(data)
     said = refusal(file, tmp_path / "cache", **extra)
-    assert "llama.block_count is 10,000,000, but the file holds only 21 tensors" in said
+    assert re.search("llama.block_count is 10000000, .* 2 blocks", said)
 
 
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
     """
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
-    _check_layers(gguf_file)
     options |= {"dtype": _dense_dtype(gguf_file) if dtype == "auto" else getattr(torch, dtype)}
     if loads_by_transformers(gguf_file):
+        _check_layers(gguf_file)
         options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
         model_class, place = AutoModelForCausalLM, str(gguf_file.parent)
     elif packed:
@@ -135,7 +135,6 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config
 
     name = gguf_file.name
-    _check_layers(gguf_file)
     with _scratch_folder(target) as folder:
         with headers_parsed_once():
             read_gguf_config(gguf_file)  # a file that is not taken is refused before minutes of reading
