@@ -87,6 +87,7 @@ class TimedRequest(ABC):
         self.count()
         if REQUEST_SINKS.log is not None:
             REQUEST_SINKS.log.write(record)
+        record.error = None  # its frames hold this observer: a cycle would keep the request's prompts
 
     @abstractmethod
     def count(self) -> None:

@@ -98,7 +98,10 @@ class TokenReply:
 
     async def _started(self) -> TokenStream:
         self._starting = asyncio.ensure_future(self._start(self._opened))
-        await self._starting
+        try:
+            await self._starting
+        finally:
+            self._starting = None  # its error has frames that hold this reply: a cycle would keep the prompts
         assert self._stream is not None
         return self._stream
 
