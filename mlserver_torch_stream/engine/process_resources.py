@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 from mlserver_torch_stream.engine.step_progress import StepProgress
+from mlserver_torch_stream.engine.text.text_process import TextProcesses
 
 if TYPE_CHECKING:  # it imports torch, which servers without an engine need not have
     from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 
 
 class ProcessResources:
-    """What the engines of a process share: promised host memory, locks, and pools of weights and engines."""
+    """What the engines of a process share: promised host memory, locks, pools, and processes that render templates."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,6 +32,7 @@ class ProcessResources:
         self.capture_on: Callable[[str], GraphCapture | None] | None = None  # None: that of ``graph_capture``
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
+        self.templates = TextProcesses()  # render the chat templates of all models
 
     def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
         """Promises ``owner`` host memory for its KV cache and returns the bytes: ``asked``, or a default.

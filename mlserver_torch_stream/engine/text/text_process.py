@@ -148,7 +148,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 class _LimitExceeded(Exception):
     """A job exceeds a limit. The text ends a sentence about it."""
-
-
-TEMPLATES = TextProcesses()
-"""Renders the chat templates of all models of this process."""

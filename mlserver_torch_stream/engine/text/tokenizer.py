@@ -18,11 +18,12 @@ from mlserver_torch_stream.engine.constraints.compile_threads import Compilation
 from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.loading.heap import trim_heap
+from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
-from mlserver_torch_stream.engine.text.text_process import TEMPLATES, JobRefused, TextProcesses
+from mlserver_torch_stream.engine.text.text_process import JobRefused, TextProcesses
 from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.engine.text.tokenizer_limits import expansion, may_be_slow
 from mlserver_torch_stream.errors import ContextLengthExceeded, GenerationFailed, InvalidInput, NotServing
@@ -234,7 +235,7 @@ class TextCodec:
                 )
                 return str(text)
             return str(
-                TEMPLATES.run(
+                PROCESS.templates.run(
                     "render",
                     conversations=[[{k: v for k, v in message.items() if v is not None} for message in messages]],
                     chat_template=self._tokenizer.get_chat_template(None, arguments["tools"]),
