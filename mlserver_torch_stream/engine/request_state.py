@@ -149,6 +149,8 @@ class SequenceState:
         if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
             return ()
         events = self._writer.take()
+        for event in events:
+            event.num_input_tokens = len(self._prompt)
         if self.finish_reason is not None:
             self.last_event_taken = True
             last = events.pop() if events else self._writer.event()

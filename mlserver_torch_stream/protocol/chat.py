@@ -33,6 +33,8 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 
+# What proxies and their SDKs add to a message, and send back with it. No chat template sees it.
+MESSAGE_METADATA = ("provider_specific_fields", "cache_control", "id", "reasoning_details")
 _REASONING = ("reasoning", "reasoning_content")  # templates read one or the other
 
 
@@ -59,7 +61,8 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
     role = message.get("role")
     if not is_text(role) or not role:
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
-    checked = {key: part for key, part in message.items() if part is not None}  # templates ask whether a key is there
+    # Templates ask whether a key is there.
+    checked = {key: part for key, part in message.items() if part is not None and key not in MESSAGE_METADATA}
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = parsed_calls(field, position, calls)

@@ -44,7 +44,8 @@ class ElementBudget:
 
 def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None = None) -> None:
     """Raises InvalidInput. A list or a text is measured before its elements are looked at. ``budget``: of a value that
-    a client has sent, so that none keeps the event loop for seconds."""
+    a client has sent, so that none keeps the event loop for seconds. A field of an object that is null counts as
+    absent, also an unknown one; ``nullable`` writes that into a schema."""
     _check_type(place, value, schema)
     if "enum" in schema and value not in schema["enum"]:
         why = f"; {schema['description']}" if "description" in schema else ""
@@ -61,6 +62,31 @@ def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None =
         _check_object(place, value, schema, budget)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_bounds(place, value, schema)
+
+
+def nullable(schema: Schema) -> dict[str, Any]:
+    """The schema in the words of JSON Schema: what ``check`` lets pass as absent fields, it names."""
+    required, said = schema.get("required", ()), dict(schema)
+    if "items" in said:
+        said["items"] = nullable(said["items"])
+    if "properties" in said:
+        properties = said["properties"].items()
+        said["properties"] = {
+            key: nullable(each) if key in required else with_null(nullable(each)) for key, each in properties
+        }
+    if said.get("additionalProperties") is False:
+        said["additionalProperties"] = {"type": "null"}
+    return said
+
+
+def with_null(schema: Schema) -> dict[str, Any]:
+    said = dict(schema)
+    if "enum" in said:
+        said["enum"] = [*dict.fromkeys([*said["enum"], None])]
+    if "type" in said:
+        types = said["type"]
+        said["type"] = [*dict.fromkeys([*([types] if isinstance(types, str) else types), "null"])]
+    return said
 
 
 def _check_type(place: str, value: Any, schema: Schema) -> None:
@@ -114,6 +140,8 @@ def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: 
     if not isinstance(additional, bool):
         _take(budget, place, value)
     for key, element in value.items():
+        if element is None and (key in properties or isinstance(additional, bool)):
+            continue
         name = f"{place}.{printable(key)}"
         if key in properties:
             check(name, element, properties[key], budget)
@@ -122,5 +150,5 @@ def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: 
         elif additional is not True:
             check(name, element, additional, budget)
     for key in schema.get("required", ()):
-        if key not in value:
+        if value.get(key) is None:
             raise InvalidInput(f"{place}.{key}", "is needed")
