@@ -25,6 +25,7 @@ _PARTS = (
     b'--b\r\nContent-Disposition: form-data; name="file"; filename="large.jsonl"\r\n\r\n'
 )
 _IDLE_S = 5.0
+_TENSORS = 60_000
 
 
 async def oversized_requests(server: Broken) -> dict[str, Any]:
@@ -33,9 +34,12 @@ async def oversized_requests(server: Broken) -> dict[str, Any]:
     length = b"Content-Length: %d\r\n\r\n%b" % (_BYTES, _PARTS)
     chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(_PARTS), _PARTS)
     strings = _request({"stop": [str(number) for number in range(1_000_000)]})  # made before anything is timed
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Hello"]}
+    inputs = _post(f"/v2/models/{MODEL}/infer", {"inputs": [tensor] * _TENSORS})
     return {
         "none": await _beside(server, _nothing()),
         "stop": await _beside(server, _refused_field(server, "stop", strings)),
+        "inputs": await _beside(server, _refused_inputs(server, inputs)),
         "n": await _beside(server, _refused_field(server, "n", _request({"n": 1_000_000_000}))),
         "file_announced": await _beside(server, _refused_file(server, length, _PIECE)),
         "file_unannounced": await _beside(server, _refused_file(server, chunked, _CHUNK)),
@@ -53,9 +57,21 @@ async def _nothing() -> dict[str, Any]:
 
 
 def _request(field: dict[str, Any]) -> bytes:
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **field}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    return _post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **field})
+
+
+def _post(path: str, value: dict[str, Any]) -> bytes:
+    body = json.dumps(value).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + b"\r\n" + body
+
+
+async def _refused_inputs(server: Broken, request: bytes) -> dict[str, Any]:
+    began = time.perf_counter()
+    answered = await ask(server.port, request)
+    seconds = time.perf_counter() - began
+    named = answered.status == 422 and json.loads(answered.body)["error"].startswith("inputs: ")
+    return {"status": answered.status, "named": named, "seconds": seconds, "sent_mib": len(request) / 2**20}
 
 
 async def _refused_field(server: Broken, name: str, request: bytes) -> dict[str, Any]:

@@ -30,6 +30,7 @@ _GAP_MS = 1000.0
 # What is printed; the seconds until the refusal and the MiB of memory to hold.
 _OVERSIZED = {
     "stop": ("1,000,000 stop strings", 2.0, 256.0),
+    "inputs": ("60,000 input tensors", 1.0, 256.0),
     "n": ("n of 1,000,000,000", 1.0, 64.0),
     "file_announced": ("10 GB file, size announced", 1.0, 64.0),
     "file_unannounced": ("10 GB file, size unannounced", 20.0, 64.0),

@@ -219,12 +219,14 @@ def taken_values(body: Mapping[str, Any], table: Table, most_elements: int) -> d
     """
     taken = {}
     for key, value in body.items():
+        if value is None:
+            continue
         parameter = table.get(key)
         if parameter is None:
             refuse(key, value, table)
         elif parameter.treatment is Treatment.REFUSED:
             refuse_unless_harmless(key, value, parameter.harmless)
-        elif value is not None:
+        else:
             check(key, value, parameter.schema, ElementBudget(most_elements))
             if parameter.treatment is Treatment.TAKEN:
                 taken[key] = value
