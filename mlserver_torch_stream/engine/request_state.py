@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
-from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
+from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
@@ -128,7 +128,8 @@ class SequenceState:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
 
-        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error.
+        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error;
+        after a timeout or an abort an incomplete character does not.
         """
         self.write()
         if self.finish_reason is not None:
@@ -137,7 +138,7 @@ class SequenceState:
         self._error = error
         if reason is FinishReason.ERROR:
             return  # the failure may be in the text
-        self._writer.flush()
+        self._writer.flush(cut=reason in FAILURES)
         if reason is FinishReason.STOP and self._writer.called:
             self.finish_reason = FinishReason.TOOL_CALLS
 
