@@ -119,6 +119,9 @@ def _settings(stored: StoredModel, properties: Mapping[str, str], defaults: Mode
         name, version, yaml = read_named(path, stored.name)
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from None
+    if stored.version not in (None, version):
+        place = f"config.properties: model_snapshot: {name} {stored.version}"
+        raise SettingsError(f"{place}: {path.name} is version {version}, and a model has the version of its archive")
     extra = {**defaults.extra(name, version, yaml), **own_keys(stored.given)}
     if stored.is_default or default_of_models(properties, name, version):
         extra[DEFAULT_VERSION] = True
