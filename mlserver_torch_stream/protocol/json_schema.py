@@ -45,7 +45,7 @@ class ElementBudget:
 def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None = None) -> None:
     """Raises InvalidInput. A list or a text is measured before its elements are looked at. ``budget``: of a value that
     a client has sent, so that none keeps the event loop for seconds. A field of an object that is null counts as
-    absent, also an unknown one; ``nullable`` writes that into a schema."""
+    absent, also an unknown one."""
     _check_type(place, value, schema)
     if "enum" in schema and value not in schema["enum"]:
         why = f"; {schema['description']}" if "description" in schema else ""
@@ -65,7 +65,8 @@ def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None =
 
 
 def nullable(schema: Schema) -> dict[str, Any]:
-    """The schema in the words of JSON Schema: what ``check`` lets pass as absent fields, it names."""
+    """The schema in the words of JSON Schema, whose known fields may be null. That unknown ones may be null too stays
+    unsaid: generators of clients leave out a path whose body says so."""
     required, said = schema.get("required", ()), dict(schema)
     if "items" in said:
         said["items"] = nullable(said["items"])
@@ -74,8 +75,6 @@ def nullable(schema: Schema) -> dict[str, Any]:
         said["properties"] = {
             key: nullable(each) if key in required else with_null(nullable(each)) for key, each in properties
         }
-    if said.get("additionalProperties") is False:
-        said["additionalProperties"] = {"type": "null"}
     return said
 
 

@@ -165,7 +165,7 @@ def _request(table: Table) -> JsonObject:
         "type": "object",
         "required": [name for name, parameter in table.items() if parameter.required],
         "properties": {name: _parameter(parameter) for name, parameter in table.items()},
-        "additionalProperties": {"type": "null"},
+        "additionalProperties": False,
     }
 
 
