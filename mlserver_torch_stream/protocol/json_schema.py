@@ -80,11 +80,13 @@ def nullable(schema: Schema) -> dict[str, Any]:
 
 def with_null(schema: Schema) -> dict[str, Any]:
     said = dict(schema)
-    if "enum" in said:
-        said["enum"] = [*dict.fromkeys([*said["enum"], None])]
-    if "type" in said:
-        types = said["type"]
-        said["type"] = [*dict.fromkeys([*([types] if isinstance(types, str) else types), "null"])]
+    types = [said["type"]] if isinstance(said.get("type"), str) else said.get("type")
+    if types is not None and "null" in types:
+        return said
+    if types is not None:
+        said["type"] = [*types, "null"]
+    if "enum" in said and None not in said["enum"]:
+        said["enum"] = [*said["enum"], None]
     return said
 
 
