@@ -65,8 +65,7 @@ def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None =
 
 
 def nullable(schema: Schema) -> dict[str, Any]:
-    """The schema in the words of JSON Schema, whose known fields may be null. That unknown ones may be null too stays
-    unsaid: generators of clients leave out a path whose body says so."""
+    """The schema in the words of JSON Schema, whose known fields may be null; that unknown ones may be so stays unsaid."""
     required, said = schema.get("required", ()), dict(schema)
     if "items" in said:
         said["items"] = nullable(said["items"])
@@ -83,6 +82,8 @@ def with_null(schema: Schema) -> dict[str, Any]:
     types = [said["type"]] if isinstance(said.get("type"), str) else said.get("type")
     if types is not None and "null" in types:
         return said
+    if isinstance(said.get("enum", [None])[0], bool):  # generators of clients know no such ``enum``
+        return {"anyOf": [*({"const": each} for each in said["enum"]), {"type": "null"}]}
     if types is not None:
         said["type"] = [*types, "null"]
     if "enum" in said and None not in said["enum"]:
