@@ -65,7 +65,7 @@ def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None =
 
 
 def nullable(schema: Schema) -> dict[str, Any]:
-    """The schema in the words of JSON Schema, whose known fields may be null; that unknown ones may be so stays unsaid."""
+    """The schema in the words of JSON Schema: known fields may be null. That unknown ones may be too stays unsaid."""
     required, said = schema.get("required", ()), dict(schema)
     if "items" in said:
         said["items"] = nullable(said["items"])
