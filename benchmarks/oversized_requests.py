@@ -29,6 +29,7 @@ _IDLE_S = 5.0
 ENDLESS_TEMPLATE = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 _LONG_PROMPT = "Tokens and more tokens. " * (15_000_000 // 24)
 _CLIENTS, _LEAVE_AFTER_S = 6, 3.0
+_TENSORS = 60_000
 
 
 async def oversized_requests(server: Broken) -> dict[str, Any]:
@@ -39,10 +40,13 @@ async def oversized_requests(server: Broken) -> dict[str, Any]:
     strings = _request({"stop": [str(number) for number in range(1_000_000)]})  # made before anything is timed
     long_strings = _request({"stop": [f"{number:x}" * 600_000 for number in range(16)], "n": 16})
     prompt = _completion(_LONG_PROMPT)
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Hello"]}
+    inputs = _post(f"/v2/models/{MODEL}/infer", {"inputs": [tensor] * _TENSORS})
     return {
         "none": await _beside(server, _nothing()),
         "stop": await _beside(server, _refused_field(server, "stop", strings)),
         "long_stop": await _beside(server, _refused_field(server, "stop", long_strings)),
+        "inputs": await _beside(server, _refused_inputs(server, inputs)),
         "n": await _beside(server, _refused_field(server, "n", _request({"n": 1_000_000_000}))),
         "prompts": await _beside(server, _refused_prompts(server, prompt)),
         "prompts_left": await _beside(server, _prompts_left(server, prompt)),
@@ -71,6 +75,14 @@ def _post(path: str, content: dict[str, Any]) -> bytes:
     body = json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     return head.encode() + b"\r\n" + body
+
+
+async def _refused_inputs(server: Broken, request: bytes) -> dict[str, Any]:
+    began = time.perf_counter()
+    answered = await ask(server.port, request)
+    seconds = time.perf_counter() - began
+    named = answered.status == 422 and json.loads(answered.body)["error"].startswith("inputs: ")
+    return {"status": answered.status, "named": named, "seconds": seconds, "sent_mib": len(request) / 2**20}
 
 
 async def _refused_field(server: Broken, name: str, request: bytes) -> dict[str, Any]:

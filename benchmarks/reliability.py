@@ -33,6 +33,7 @@ _KEPT_PERCENT = 10.0
 _OVERSIZED = {
     "stop": ("1,000,000 stop strings", 2.0, 256.0),
     "long_stop": ("16 stop strings of 0.6 MB, n of 16", 2.0, 256.0),
+    "inputs": ("60,000 input tensors", 1.0, 256.0),
     "n": ("n of 1,000,000,000", 1.0, 64.0),
     "prompts": ("6 prompts of 15 MB at a time", 15.0, 512.0),
     "prompts_left": ("6 prompts of 15 MB, clients leave after 3 s", 5.0, 512.0),

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 
 def is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
+    with _probe(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -22,8 +22,12 @@ def is_free(host: str, port: int) -> bool:
 def free_port(host: str, taken: Collection[int] = ()) -> int:
     """A free port of the system's choice that is none of ``taken``."""
     while True:
-        with socket.socket() as probe:
+        with _probe(host) as probe:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])
         if port not in taken:
             return port
+
+
+def _probe(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -142,6 +142,7 @@ class ReplyOptions:
     echo_prompt: bool = False  # unary only: text_output starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
+    continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 
@@ -227,6 +228,7 @@ class TokenEvent:
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    num_input_tokens: int = 0  # of the sequence's prompt, on every event that the engine's thread delivers
 
     @property
     def has_output(self) -> bool:
@@ -257,6 +259,7 @@ class TokenEvent:
             usage=later.usage,
             error=later.error,
             stop_reason=later.stop_reason,
+            num_input_tokens=later.num_input_tokens,
         )
 
     def split_failure(self) -> tuple[TokenEvent, ...]:

@@ -48,7 +48,7 @@ class BatchProblem:
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
     """``models``: the models that rows name and that were loaded when the input was validated. ``times``: status ->
-    when the batch got it."""
+    when the batch got it. ``total``: the rows of a valid input; 0 until it was validated."""
 
     id: str
     input_file_id: str
@@ -68,11 +68,6 @@ class BatchRecord:
     @property
     def expires_at(self) -> int:
         return self.created_at + WINDOW_S
-
-    @property
-    def began(self) -> bool:
-        """The input was validated, and rows may have been answered."""
-        return BatchStatus.IN_PROGRESS.value in self.times
 
     def moved(self, status: BatchStatus, now: int) -> BatchRecord:
         return replace(self, status=status, times={**self.times, status.value: now})

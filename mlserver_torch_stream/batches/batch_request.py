@@ -34,7 +34,7 @@ def read_batch_request(body: Mapping[str, Any]) -> BatchRequest:
         if key in _UNIMPLEMENTED and value is not None:
             raise InvalidInput(key, "is not implemented: files stay until they are deleted")
         if key not in (*_KEYS, *_UNIMPLEMENTED):
-            refuse(key, ..., _KEYS)
+            refuse(key, value, _KEYS)
     _one_of(body, "endpoint", tuple(OPENAI_SPELLINGS))
     _one_of(body, "completion_window", (WINDOW,))
     name = body.get("input_file_id")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from mlserver_torch_stream.batches.batch_places import BatchPlaces
 from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
@@ -19,18 +21,20 @@ from mlserver_torch_stream.batches.input_check import InputSummary, check_input
 from mlserver_torch_stream.batches.output_files import BatchOutput, write_output_files
 from mlserver_torch_stream.batches.row_inference import CANCELLED, EXPIRED, RowInference
 from mlserver_torch_stream.batches.row_models import RowModels
+from mlserver_torch_stream.cloud.claim import identify
 from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result
 from mlserver_torch_stream.cloud.run import CloudRun, plan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
-from mlserver_torch_stream.cloud.store import Store, settle
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store, settle
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_ROWS = 512  # of the rows of a stopped batch that are written at once
 PART_ROWS = 16  # a kill costs the inference of less than a part, and of the rows that are being answered
 # A row is a batch of the pipeline of its own, and waits for its model there; the window bounds how many.
 _LIMITS = PipelineLimits(window=256, window_bytes=32 * 2**20, batch_rows=1, max_wait=0.0, batches=256)
@@ -45,25 +49,22 @@ class BatchRun:
         self._places = places
         self._models = models
         self._inference: RowInference | None = None
-        self._cancelled = False
+        self.cancelled = asyncio.Event()
 
     def cancel(self) -> None:
         """The record says ``cancelling``. Rows without an answer fail, and the run ends."""
-        self._cancelled = True
+        self.cancelled.set()
         if self._inference is not None:
             self._inference.stop(CANCELLED)
 
     async def run(self) -> None:
         """Raises CloudError; delivered rows are kept, and the run may be tried again."""
         record = await self._places.batches.read(self._id)
-        if record.status is BatchStatus.VALIDATING:
+        if record.status is BatchStatus.VALIDATING or (record.status is BatchStatus.CANCELLING and not record.total):
             record = await self._validate(record)
         if record.status.ended:
             return
-        if not record.began:  # it was cancelled before a row was answered
-            await self._change(lambda batch: _moved(batch, BatchStatus.CANCELLED))
-            return
-        if record.status is not BatchStatus.FINALIZING:
+        if record.status is BatchStatus.IN_PROGRESS:
             await self._infer(record)
         await self._finish()
 
@@ -75,23 +76,38 @@ class BatchRun:
         summary = InputSummary(0, (), (BatchProblem("missing", "the input file is not there", "input_file_id"),))
         with suppress(ObjectMissing):
             info = await self._places.retry.run(contents.head, content_key(record.input_file_id))
-            await self._models.settled()  # at a server's start a model that rows name may not be there yet
-            rows = Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD).rows()
+            # At a server's start a model that rows name may not be there yet.
+            await first_of(self._models.settled(), self.cancelled.wait())
+            rows = self._source(contents, info).rows()
             summary = await check_input(rows, lambda name: self._models.find(name) is not None)
 
         def validated(batch: BatchRecord) -> BatchRecord:
+            if batch.status is BatchStatus.CANCELLING:  # meanwhile: the error file of a valid input names its rows
+                return _moved(batch, BatchStatus.CANCELLED) if summary.problems else replace(batch, total=summary.rows)
             if batch.status is not BatchStatus.VALIDATING:
-                return batch  # it was cancelled meanwhile
+                return batch
             if summary.problems:
                 return replace(_moved(batch, BatchStatus.FAILED), problems=summary.problems)
             return replace(_moved(batch, BatchStatus.IN_PROGRESS), total=summary.rows, models=summary.models)
 
         return await self._change(validated)
 
+    def _source(self, contents: Store, info: ObjectInfo) -> Source:
+        return Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD)
+
     async def _infer(self, record: BatchRecord) -> None:
-        """Answers the rows that no part holds."""
+        """Answers the rows that no part holds, until the batch is stopped."""
         self._places.open_run(self._id)
-        run = CloudRun(
+        try:
+            planned = await plan(self._cloud_run(record))
+            async with self._stoppable(record) as inference:
+                await self._written(planned.done.rows, planned.done.failed)
+                await write(planned, inference, RunMetrics(), written=self._written, stopped=inference.is_stopped)
+        finally:
+            await settle()
+
+    def _cloud_run(self, record: BatchRecord) -> CloudRun:
+        return CloudRun(
             input=f"{self._places.contents}/{content_key(record.input_file_id)}",
             model={"endpoint": record.endpoint},
             output=self._places.run(self._id),
@@ -102,19 +118,12 @@ class BatchRun:
             retry=self._places.retry,
             created=record.created_at,
         )
-        try:
-            planned = await plan(run)
-            async with self._stoppable(record) as inference:
-                await self._written(planned.done.rows, planned.done.failed)
-                await write(planned, inference, RunMetrics(), written=self._written)
-        finally:
-            await settle()
 
     @asynccontextmanager
     async def _stoppable(self, record: BatchRecord) -> AsyncIterator[RowInference]:
         """The inference of the rows, which the end of the completion window and ``cancel`` stop."""
         inference = self._inference = RowInference(self._models, record.endpoint, record.models)
-        if self._cancelled or record.status is BatchStatus.CANCELLING:
+        if self.cancelled.is_set() or record.status is BatchStatus.CANCELLING:
             inference.stop(CANCELLED)
         left = record.expires_at - time.time()
         if left <= 0:
@@ -139,14 +148,46 @@ class BatchRun:
             record = await self._change(_finalizing)
             if record.status.ended:
                 return  # another process has done it
-            output = await write_output_files(self._id, parts, places.files, places.retry)
+            missing = partial(self._missing, record)
+            output = await write_output_files(self._id, parts, places.files, places.retry, missing)
             record = await self._change(lambda batch: _ended(batch, output))
         logger.info("Batch %s: %s, %d of %d rows failed", self._id, record.status.value, record.failed, record.total)
         with suppress(ObjectMissing):
             await parts.delete([info.key async for info in parts.list()])
 
+    async def _missing(self, record: BatchRecord, begin: int) -> AsyncGenerator[bytes, None]:
+        """The output rows from number ``begin`` on, which no part holds as the batch was stopped before: parts of 16
+        failed rows would take minutes."""
+        if begin >= record.total:
+            return
+        why = CANCELLED if record.status is BatchStatus.CANCELLING else EXPIRED
+        identity = identify(self._cloud_run(record).config(), record.created_at)
+        contents = Store.open(self._places.contents, make=False)
+        info = await self._places.retry.run(contents.head, content_key(record.input_file_id))
+        lines: list[bytes] = []
+        async with aclosing(self._source(contents, info).rows(wanted=lambda index: index >= begin)) as rows:
+            async for row in rows:
+                lines.append(Result(row, Outcome(failure=row.failure or why)).encode(identity))
+                if len(lines) == _BLOCK_ROWS:
+                    yield b"".join(lines)
+                    lines.clear()
+        yield b"".join(lines)
+
     async def _change(self, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
         return await self._places.batches.change(self._id, change)
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Returns when the first of them has ended, and cancels the others. Raises what it has raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _moved(batch: BatchRecord, status: BatchStatus) -> BatchRecord:

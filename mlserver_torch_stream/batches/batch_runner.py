@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from mlserver_torch_stream.batches.batch_places import BatchPlaces
 from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
 from mlserver_torch_stream.batches.batch_request import BatchRequest
-from mlserver_torch_stream.batches.batch_run import BatchRun
+from mlserver_torch_stream.batches.batch_run import BatchRun, first_of
 from mlserver_torch_stream.batches.file_store import PURPOSE
 from mlserver_torch_stream.batches.object_ids import BATCH, IdMaker
 from mlserver_torch_stream.batches.row_models import RowModels
@@ -77,15 +79,14 @@ class BatchRunner:
 
     async def cancel(self, batch_id: str) -> BatchRecord:
         """Raises NoSuchObject, or InvalidInput for a batch that has ended."""
-        before = await self._places.batches.get(batch_id)
+        await self._places.batches.get(batch_id)
         with translating_store_errors():
             record = await self._places.batches.change(batch_id, _cancelling)
         if record.status is not BatchStatus.CANCELLING:
             raise InvalidInput("batch_id", f"a batch that is {record.status.value} cannot be cancelled")
+        self._begin(record)
         if batch_id in self._runs:
             self._runs[batch_id].cancel()
-        else:
-            self._begin(before)
         return record
 
     async def reader(self, file_id: str) -> str | None:
@@ -100,6 +101,8 @@ class BatchRunner:
             return
         run = self._runs[record.id] = BatchRun(record.id, self._places, self._models)
         self._inputs[record.id] = record.input_file_id
+        if record.status is BatchStatus.CANCELLING:
+            run.cancel()
         task = asyncio.create_task(self._to_its_end(record.id, run))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._ended(record.id, task))
@@ -135,7 +138,7 @@ class BatchRunner:
         failed = 0
         while True:
             try:
-                async with self._turns:
+                async with self._turn(run):
                     await run.run()
                 return
             except InUse:
@@ -151,6 +154,22 @@ class BatchRunner:
                 logger.exception("Batch %s failed", batch_id)
                 await run.fail(BatchProblem("server_error", "the server failed at this batch; its log says why"))
                 return
+
+    @asynccontextmanager
+    async def _turn(self, run: BatchRun) -> AsyncIterator[None]:
+        """One of the turns. A cancelled batch waits for none: no row of it is answered."""
+        turn = asyncio.Event()
+
+        async def take() -> None:
+            await self._turns.acquire()
+            turn.set()
+
+        try:
+            await first_of(take(), run.cancelled.wait())
+            yield
+        finally:
+            if turn.is_set():
+                self._turns.release()
 
     async def _pause(self, what: str, error: CloudError, failed: int) -> None:
         seconds = _PAUSES.pause(min(failed, 8), error)

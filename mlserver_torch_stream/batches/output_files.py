@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mlserver_torch_stream.batches.file_store import OUTPUT_PURPOSE, FileStore
@@ -61,20 +62,33 @@ class _OutputFile:
         return self.id
 
 
-async def write_output_files(batch_id: str, run: Store, files: FileStore, retry: Retry) -> BatchOutput:
-    """Raises CloudError."""
+async def write_output_files(
+    batch_id: str,
+    run: Store,
+    files: FileStore,
+    retry: Retry,
+    missing: Callable[[int], AsyncGenerator[bytes, None]],
+) -> BatchOutput:
+    """``missing``: the output rows from a number on, which follow the last part. Raises CloudError."""
     answered = _OutputFile(files, output_file_id(batch_id, "output"))
     failed = _OutputFile(files, output_file_id(batch_id, "errors"))
     number = 0
+
+    async def write(rows: bytes) -> None:
+        lines = await asyncio.to_thread(lambda: list(_lines(rows)))
+        await answered.write([line for line in lines if line[1]])
+        await failed.write([line for line in lines if not line[1]])
+
     while True:
         try:
             part = await retry.run(run.get, part_name(number))
         except ObjectMissing:
             break
-        lines = await asyncio.to_thread(lambda: list(_lines(part)))  # noqa: B023
-        await answered.write([line for line in lines if line[1]])
-        await failed.write([line for line in lines if not line[1]])
+        await write(part)
         number += 1
+    async with aclosing(missing(answered.rows + failed.rows)) as blocks:
+        async for block in blocks:
+            await write(block)
     return BatchOutput(
         await answered.end(f"{batch_id}_output.jsonl"),
         await failed.end(f"{batch_id}_error.jsonl"),

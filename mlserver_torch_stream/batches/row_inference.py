@@ -40,6 +40,9 @@ class RowInference:
         self._why = self._why or why
         self._stopped.set()
 
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
         return [await self._outcome(row) for row in rows]
 

@@ -35,7 +35,7 @@ class Announcement:
         self._certificate = environ.get(f"{_PREFIX}TLS_CERT_FILE", "")
         self._has_page = environ.get(f"{_PREFIX}PAGE", "").lower() in _TRUE
         self._asks_for_certificates = bool(environ.get(f"{_PREFIX}TLS_CLIENT_CA_FILE"))
-        self.url = f"{'https' if self._certificate else 'http'}://{host}:{port}"
+        self.url = f"{'https' if self._certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def wait_and_print(self, out: TextIO, limit: float = READY_SECONDS) -> None:
         """Prints nothing if the server never gets ready, or wants a certificate of its clients."""

@@ -39,6 +39,9 @@ DEFAULTS = {
 }
 
 
+_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address of this machine where all of them are listened on
+
+
 class PortTaken(Exception):
     """A given port is taken by another process, or by another endpoint of this server."""
 
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         served = str(folder)
         if model is not None:
             served = prepare_repository(model, arguments.name, folder, Path(scratch), os.environ)
-        announcement = Announcement("127.0.0.1" if host == "0.0.0.0" else host, ports["http"], os.environ)
+        announcement = Announcement(_OF_ALL.get(host, host), ports["http"], os.environ)
         print(f"Starting on {announcement.url} (gRPC on port {ports['grpc']})", file=sys.stderr, flush=True)
         threading.Thread(target=announcement.wait_and_print, args=(sys.stderr,), daemon=True).start()
         start_mlserver(served)

@@ -113,6 +113,10 @@ def write_models(
             _write_settings(folder / path.name, unreadable_settings(path.name, why))
             lines.append(f"not served: {log_text(why)}")
             continue
+        if each.version not in (None, version):
+            place = f"config.properties: model_snapshot: {name} {each.version}"
+            problem = f"{path.name} is version {version}, and a model has the version of its archive"
+            raise SettingsError(f"{place}: {problem}")
         if (name, version) in served:
             raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")
         served[name, version] = each.path

@@ -177,12 +177,16 @@ async def _kept(output: Store, run: CloudRun) -> list[Listed] | None:
     return None if found is None else decode_inputs(found)
 
 
+def _never() -> bool:
+    return False
+
+
 async def results(
-    planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0
+    planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0, stopped: Callable[[], bool] = _never
 ) -> AsyncGenerator[Result, None]:
     """The results that are still missing, in order. Raises TooManyFailures after the failure that exceeds the limit.
 
-    ``failures``: the failed rows of this command so far.
+    ``failures``: the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """
     run, done = planned.run, planned.done
 
@@ -191,11 +195,19 @@ async def results(
         return run.output is None or (run.owns(number) and number not in done.parts)
 
     rows = _source(planned, metrics).rows(done.cursor if planned.output is not None else Cursor(), wanted)
-    async with aclosing(infer_rows(rows, infer, run.limits, metrics, run.weigh)) as found:
+    async with aclosing(infer_rows(_until(stopped, rows), infer, run.limits, metrics, run.weigh)) as found:
         async for result in found:
             yield result
             failures += result.outcome.failure is not None
             _check_failures(run, failures, result)
+
+
+async def _until(stopped: Callable[[], bool], rows: AsyncGenerator[Row, None]) -> AsyncGenerator[Row, None]:
+    async with aclosing(rows):
+        async for row in rows:
+            if stopped():
+                return
+            yield row
 
 
 def _source(planned: RunPlan, metrics: RunMetrics) -> Source:
@@ -237,11 +249,13 @@ async def write(
     metrics: RunMetrics,
     report: Callable[[str], None] = lambda message: None,
     written: Written | None = None,
+    stopped: Callable[[], bool] = _never,
 ) -> int:
     """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
     ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is told of each part, once it is
-    durable. Raises InUse where another command writes.
+    durable. Once ``stopped`` returns true, the rows that were read are written, and no others. Raises InUse where
+    another command writes.
     """
     run = planned.run
     assert run.output is not None, "a plan without an output"
@@ -252,7 +266,7 @@ async def write(
         tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
         if not planned.done.complete:
             sink = PartSink(output, run.part_rows, planned.identity, run.retry)
-            async with aclosing(results(planned, infer, metrics, metrics.failed - before)) as found:
+            async with aclosing(results(planned, infer, metrics, metrics.failed - before, stopped)) as found:
                 async for result in found:
                     lease.require()
                     if await sink.write(result) and written is not None:

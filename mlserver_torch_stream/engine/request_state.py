@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
 from mlserver_torch_stream.engine.text.stops import StopStrings
-from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
+from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
@@ -129,7 +129,8 @@ class SequenceState:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
 
-        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error.
+        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error;
+        after a timeout or an abort an incomplete character does not.
         """
         self.write()
         if self.finish_reason is not None:
@@ -138,7 +139,7 @@ class SequenceState:
         self._error = error
         if reason is FinishReason.ERROR:
             return  # the failure may be in the text
-        self._writer.flush()
+        self._writer.flush(cut=reason in FAILURES)
         if reason is FinishReason.STOP and self._writer.called:
             self.finish_reason = FinishReason.TOOL_CALLS
 
@@ -150,6 +151,8 @@ class SequenceState:
         if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
             return ()
         events = self._writer.take()
+        for event in events:
+            event.num_input_tokens = len(self._prompt)
         if self.finish_reason is not None:
             self.last_event_taken = True
             last = events.pop() if events else self._writer.event()

@@ -5,12 +5,13 @@ Knows nothing of where the messages come from, nor of any chat template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.json_schema import ElementBudget
-from mlserver_torch_stream.protocol.tools import parsed_calls
+from mlserver_torch_stream.protocol.tools import MAX_NAME, NAME_CHARACTERS, parsed_calls
 from mlserver_torch_stream.protocol.values import is_text, shown
 
 # Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
@@ -33,6 +34,10 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 
+# What proxies and their SDKs add to a message, and send back with it. No chat template sees it.
+MESSAGE_METADATA = ("provider_specific_fields", "cache_control", "id", "reasoning_details")
+_NO_NAME = "<|\\/>"  # as in OpenAI's API
+_MARKS = re.compile(rf"[\s\x00-\x1f{re.escape(_NO_NAME)}]")
 _REASONING = ("reasoning", "reasoning_content")  # templates read one or the other
 
 
@@ -59,7 +64,9 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
     role = message.get("role")
     if not is_text(role) or not role:
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
-    checked = {key: part for key, part in message.items() if part is not None}  # templates ask whether a key is there
+    _check_names(field, position, role, message.get("name"))
+    # Templates ask whether a key is there.
+    checked = {key: part for key, part in message.items() if part is not None and key not in MESSAGE_METADATA}
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = parsed_calls(field, position, calls)
@@ -72,6 +79,16 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
         raise InvalidInput(field, f"message {position} needs content")
     checked["content"] = _content(field, position, message.get("content"), budget)
     return checked
+
+
+def _check_names(field: str, position: int, role: str, name: Any) -> None:
+    """Raises InvalidInput. Templates write both of them as they are, where a filter of contents does not look: no mark
+    of a template and no new line can be in them."""
+    if len(role) > MAX_NAME or not NAME_CHARACTERS.issuperset(role):
+        may = f"may have up to {MAX_NAME} letters, digits, '_', '-' and '.'"
+        raise InvalidInput(field, f"the role of message {position} {may}, got {shown(role)}")
+    if name is not None and (not is_text(name) or _MARKS.search(name)):
+        raise InvalidInput(field, f"the name of message {position} may have no space and none of {_NO_NAME}")
 
 
 def _content(field: str, position: int, content: Any, budget: ElementBudget) -> str:

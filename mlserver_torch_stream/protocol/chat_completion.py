@@ -94,7 +94,7 @@ class ChatCompletion(CompletionBuilder):
 
 def _message(choice: ChatChoice) -> dict[str, Any]:
     content = None if choice.tool_calls and not choice.text else choice.text
-    message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(choice)}
+    message = {"role": "assistant", "content": content, **_reasoning(choice)}
     return {**message, "tool_calls": whole_calls(choice.tool_calls)} if choice.tool_calls else message
 
 
@@ -167,12 +167,16 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def usage_of(tally: TokenCounts) -> dict[str, Any]:
-    usage: dict[str, Any] = {
-        "prompt_tokens": tally.prompt_tokens,
-        "completion_tokens": tally.completion_tokens,
-        "total_tokens": tally.prompt_tokens + tally.completion_tokens,
+def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def usage_of(tally: TokenCounts) -> dict[str, Any]:
+    usage = usage_counts(tally.prompt_tokens, tally.completion_tokens)
     if tally.cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
     if tally.reasoning_tokens:

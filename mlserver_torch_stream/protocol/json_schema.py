@@ -44,7 +44,8 @@ class ElementBudget:
 
 def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None = None) -> None:
     """Raises InvalidInput. A list or a text is measured before its elements are looked at. ``budget``: of a value that
-    a client has sent, so that none keeps the event loop for seconds."""
+    a client has sent, so that none keeps the event loop for seconds. A field of an object that is null counts as
+    absent, also an unknown one."""
     _check_type(place, value, schema)
     if "enum" in schema and value not in schema["enum"]:
         why = f"; {schema['description']}" if "description" in schema else ""
@@ -61,6 +62,33 @@ def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None =
         _check_object(place, value, schema, budget)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_bounds(place, value, schema)
+
+
+def nullable(schema: Schema) -> dict[str, Any]:
+    """The schema in the words of JSON Schema: known fields may be null. That unknown ones may be too stays unsaid."""
+    required, said = schema.get("required", ()), dict(schema)
+    if "items" in said:
+        said["items"] = nullable(said["items"])
+    if "properties" in said:
+        properties = said["properties"].items()
+        said["properties"] = {
+            key: nullable(each) if key in required else with_null(nullable(each)) for key, each in properties
+        }
+    return said
+
+
+def with_null(schema: Schema) -> dict[str, Any]:
+    said = dict(schema)
+    types = [said["type"]] if isinstance(said.get("type"), str) else said.get("type")
+    if types is not None and "null" in types:
+        return said
+    if isinstance(said.get("enum", [None])[0], bool):  # generators of clients know no such ``enum``
+        return {"anyOf": [*({"const": each} for each in said["enum"]), {"type": "null"}]}
+    if types is not None:
+        said["type"] = [*types, "null"]
+    if "enum" in said and None not in said["enum"]:
+        said["enum"] = [*said["enum"], None]
+    return said
 
 
 def _check_type(place: str, value: Any, schema: Schema) -> None:
@@ -114,6 +142,8 @@ def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: 
     if not isinstance(additional, bool):
         _take(budget, place, value)
     for key, element in value.items():
+        if element is None and (key in properties or isinstance(additional, bool)):
+            continue
         name = f"{place}.{printable(key)}"
         if key in properties:
             check(name, element, properties[key], budget)
@@ -122,5 +152,5 @@ def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: 
         elif additional is not True:
             check(name, element, additional, budget)
     for key in schema.get("required", ()):
-        if key not in value:
+        if value.get(key) is None:
             raise InvalidInput(f"{place}.{key}", "is needed")

@@ -41,9 +41,9 @@ def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
     itself, beside its ``custom_id``. Raises InvalidInput."""
     if "body" not in line:
         return _checked({key: value for key, value in line.items() if key != "custom_id"})
-    for key in line:
+    for key, value in line.items():
         if key not in _LINE:
-            refuse(key, ..., _LINE, what="key of a batch line")
+            refuse(key, value, _LINE, what="key of a batch line")
     if line.get("method", "POST") != "POST":
         raise InvalidInput("method", f"must be POST, got {shown(line['method'])}")
     if not isinstance(line["body"], dict):

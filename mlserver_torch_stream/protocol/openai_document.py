@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
+from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema, nullable, with_null
 from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_parameters import (
     CHAT_PARAMETERS,
@@ -106,7 +106,7 @@ def _schemas() -> JsonObject:
         "Completion": _answer("text_completion", text=STRING, usage=True),
         "CompletionChunk": _answer("text_completion", text=STRING, usage=False),
         "Message": _with(
-            object_schema(role={"enum": ["assistant"]}, content=NULLABLE_STRING, refusal={"type": "null"}),
+            object_schema(role={"enum": ["assistant"]}, content=NULLABLE_STRING),
             **_REASONING,
             tool_calls={"type": "array", "items": reference("ToolCall")},
         ),
@@ -171,17 +171,10 @@ def _request(table: Table) -> JsonObject:
 
 def _parameter(parameter: BodyParameter) -> JsonObject:
     refused = parameter.treatment is Treatment.REFUSED
-    schema = _one_of(parameter.harmless) if refused else dict(parameter.schema)
+    schema = _one_of(parameter.harmless) if refused else nullable(parameter.schema)
     if parameter.treatment is not Treatment.TAKEN:
         schema["description"] = _NOT_TAKEN[parameter.treatment]
-    if parameter.required:
-        return schema
-    if "enum" in schema:
-        schema["enum"] = [*schema["enum"], None]
-    if "type" in schema:
-        types = schema["type"]
-        schema["type"] = [*([types] if isinstance(types, str) else types), "null"]
-    return schema
+    return schema if parameter.required else with_null(schema)
 
 
 def _one_of(values: Sequence[Any]) -> JsonObject:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.chat import MESSAGE_METADATA
 from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, ElementBudget, Schema, check
 from mlserver_torch_stream.protocol.parameter_table import (
     LEAST_REPETITION_PENALTY,
@@ -49,6 +50,7 @@ _OBJECT: Schema = {"type": "object"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
 _TOKEN_IDS: Schema = {"type": "array", "items": _TOKEN_ID}
 _ABSENT: Schema = {"type": "null"}
+_ANY: Schema = {"description": "metadata of a proxy, which has no effect"}
 _PART: Schema = {
     "type": "object",
     "required": ["type", "text"],
@@ -73,6 +75,7 @@ _MESSAGE: Schema = {
         "annotations": {"type": ["array", "null"], "items": {"type": "object"}},
         "audio": _ABSENT,
         "function_call": _ABSENT,
+        **dict.fromkeys(MESSAGE_METADATA, _ANY),
     },
     "additionalProperties": False,
 }
@@ -94,6 +97,7 @@ _STREAM_OPTIONS: Schema = {
     "properties": {
         "include_usage": {"type": ["boolean", "null"]},
         "include_obfuscation": {"type": ["boolean", "null"]},
+        "continuous_usage_stats": {"type": ["boolean", "null"]},
     },
     "additionalProperties": False,
 }
@@ -215,12 +219,14 @@ def taken_values(body: Mapping[str, Any], table: Table, most_elements: int) -> d
     """
     taken = {}
     for key, value in body.items():
+        if value is None:
+            continue
         parameter = table.get(key)
         if parameter is None:
             refuse(key, value, table)
         elif parameter.treatment is Treatment.REFUSED:
             refuse_unless_harmless(key, value, parameter.harmless)
-        elif value is not None:
+        else:
             check(key, value, parameter.schema, ElementBudget(most_elements))
             if parameter.treatment is Treatment.TAKEN:
                 taken[key] = value

@@ -6,7 +6,6 @@ Knows nothing of endpoints or batches. What is not implemented is refused by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from mlserver_torch_stream.protocol.request_options import (
     chat_prompt,
     refuse_chat_options,
     require_template,
+    with_usage,
 )
 from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
@@ -41,19 +41,19 @@ def decode_body(
     request_id: str,
     *,
     streaming: bool = False,
-    usage_message: bool = False,
+    stream_options: Mapping[str, Any] | None = None,
     client: str = "",
 ) -> GenerationRequest:
     """Raises InvalidInput. The caller reads which model the body names, and whether it asks for a stream.
 
-    ``usage_message``: as in ``ReplyOptions``.
+    ``stream_options``: the parameter, checked against its schema.
     """
     parameters = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, TOOLS)}
     given = merge_parameters({"llm_parameters": parameters}, (), None, info)
     _refuse_reply_options(given)
     prompts = (_chat(body, given, info),) if MESSAGES in body else _prompts(body, given, info)
     request = build_request(request_id, prompts, given, info, streaming=streaming, client=client)
-    return replace(request, reply=replace(request.reply, usage_message=usage_message))
+    return with_usage(request, stream_options or {})
 
 
 def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:

@@ -82,7 +82,7 @@ class OpenAISpelling(Spelling):
                 info,
                 request_id,
                 streaming=streaming,
-                usage_message=bool(taken.get(_STREAM_OPTIONS, {}).get("include_usage")),
+                stream_options=taken.get(_STREAM_OPTIONS),
                 client=read_client(posted.headers),
             )
         except InvalidInput as error:

@@ -15,7 +15,7 @@ from mlserver_torch_stream.protocol.openai_error import describe
 from mlserver_torch_stream.protocol.reply_values import CollectedReply, shortened
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.text_completion import TextCompletion, shown_length
-from mlserver_torch_stream.protocol.usage import UsageCounter
+from mlserver_torch_stream.protocol.usage import RunningUsage, UsageCounter
 from mlserver_torch_stream.types import FAILURES, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 
 _DONE = b"[DONE]"
@@ -34,6 +34,7 @@ class OpenAIStream(ABC):
         self._usage_chunk = builder.usage_chunk
         self._logprobs = request.sampling.logprobs
         self._usage_message = request.reply.usage_message
+        self._running = RunningUsage(request) if request.reply.continuous_usage else None
         self._failed = False
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
@@ -44,7 +45,8 @@ class OpenAIStream(ABC):
         chunks: Sequence[JsonObject] = () if choice is None else self._chunks(choice)
         if not self._usage_message:
             return chunks
-        chunks = [{**chunk, "usage": None} for chunk in chunks]
+        before, after = (None, None) if self._running is None else self._running.before_and_after(event)
+        chunks = [{**chunk, "usage": before if chunk is not chunks[-1] else after} for chunk in chunks]
         return [*chunks, self._usage_chunk(self._usage)] if last else chunks
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:

@@ -125,14 +125,16 @@ def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, 
     """One level by canonical name; null means not given, as in OpenAI's API."""
     level: dict[str, Given] = {}
     for spelling, value in pairs:
+        if value is None:
+            continue
         parameter = _BY_SPELLING.get(spelling)
         if parameter is None:
             refuse(spelling, value, _BY_SPELLING)
-        elif value is not None:
-            result = values.named(spelling, parameter.read, value, info)
-            earlier = level.setdefault(parameter.name, Given(spelling, result))
-            if earlier.value != result:
-                raise InvalidInput(spelling, _differing(earlier.spelling, spelling))
+            continue
+        result = values.named(spelling, parameter.read, value, info)
+        earlier = level.setdefault(parameter.name, Given(spelling, result))
+        if earlier.value != result:
+            raise InvalidInput(spelling, _differing(earlier.spelling, spelling))
     return level
 
 

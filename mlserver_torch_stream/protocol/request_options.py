@@ -30,7 +30,7 @@ from mlserver_torch_stream.types import (
 
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
 MOST_ID_CHARACTERS = 256
-_STREAM_OPTIONS = "stream_options"
+_STREAM_OPTIONS, _CONTINUOUS = "stream_options", "continuous_usage_stats"
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
@@ -128,16 +128,24 @@ def _read_positive(given: Merged, name: str) -> int | None:
     return int(given[name].value) or None if name in given else None
 
 
-def read_usage_message(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> bool:
-    """``stream_options.include_usage`` of an OpenAI body among the request's parameters."""
+def with_usage(request: GenerationRequest, stream_options: Mapping[str, Any]) -> GenerationRequest:
+    """The request with the usages for which ``stream_options`` ask, which fit their schema."""
+    usage_message, continuous = (bool(stream_options.get(name)) for name in ("include_usage", _CONTINUOUS))
+    if continuous and not usage_message:  # vLLM would send no usage at all
+        raise InvalidInput(f"{_STREAM_OPTIONS}.{_CONTINUOUS}", "needs include_usage: true")
+    return replace(request, reply=replace(request.reply, usage_message=usage_message, continuous_usage=continuous))
+
+
+def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> Mapping[str, Any]:
+    """``stream_options`` of an OpenAI body among the request's parameters."""
     for name in OPENAI_BODIES:
         options = dict(object_pairs(name, parameters.get(name), info)).get(_STREAM_OPTIONS)
         if options is not None:
             check(_STREAM_OPTIONS, options, CHAT_PARAMETERS[_STREAM_OPTIONS].schema)
             if not streaming:
                 raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
-            return bool(options.get("include_usage"))
-    return False
+            return dict(options)
+    return {}
 
 
 def _read_constraint(given: Merged) -> Constraint | None:

@@ -20,6 +20,7 @@ from mlserver_torch_stream.protocol.openai_error import error_object
 from mlserver_torch_stream.protocol.openai_stream import event_choice, failure_message
 from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, StreamEncoder, WholeEncoder
+from mlserver_torch_stream.protocol.usage import RunningUsage
 from mlserver_torch_stream.protocol.v2_outputs import output
 from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
 from mlserver_torch_stream.protocol.v2_spelling import V2, V2Tensors
@@ -88,6 +89,7 @@ class SeldonStreamReply(StreamReply):
         self._message_shown = _shown(request.reply)
         self._logprobs = request.sampling.logprobs
         self._usage_message = request.reply.usage_message
+        self._running = RunningUsage(request) if request.reply.continuous_usage else None
         self._reason: FinishReason | None = None  # of the event at hand, in OpenAI's set
         self._begun: set[int] = set()
 
@@ -124,7 +126,9 @@ class SeldonStreamReply(StreamReply):
         choice = event_choice(event, self._reason, event.logprobs if self._logprobs else None)
         usage = self._progress.usage if final else None
         chunk = self._chat.chunk(choice, first=event.index not in self._begun, usage=usage)
-        return {**chunk, "usage": None} if self._usage_message else chunk
+        if not self._usage_message:
+            return chunk
+        return {**chunk, "usage": None if self._running is None else self._running.before_and_after(event)[1]}
 
 
 class SeldonUnaryReply(UnaryReply):

@@ -18,13 +18,13 @@ from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
 MOST_TOOLS = 128
-_MOST_NAME = 64
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+MAX_NAME = 64
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 FUNCTION: Schema = {
     "type": "object",
     "required": ["name"],
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": _MOST_NAME},
+        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"]},
         "strict": {"type": ["boolean", "null"]},
@@ -54,7 +54,7 @@ def check_tools(field: str, value: Any, most: int) -> Tools:
     for position, tool in enumerate(value):
         name = tool["function"]["name"]
         place = f"{field}[{position}].function.name"
-        if not _NAME_CHARACTERS.issuperset(name):
+        if not NAME_CHARACTERS.issuperset(name):
             raise InvalidInput(place, f"may have letters, digits, '_', '-' and '.', got {shown(name)}")
         parameters = tool["function"].get("parameters") or {}
         if parameters.get("type", "object") != "object":

@@ -48,7 +48,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter") -> None:
-    """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing."""
+    """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing, as null does."""
+    if value is None:
+        return
     if key in _UNIMPLEMENTED or key.startswith(_UNIMPLEMENTED_PREFIXES):
         refuse_unless_harmless(key, value, harmless_values(key))
         return

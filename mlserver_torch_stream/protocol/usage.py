@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlserver_torch_stream.protocol.chat_completion import usage_counts
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent, Usage
 
 
@@ -73,3 +75,16 @@ class UsageCounter:
     @staticmethod
     def _earliest(seconds: list[float]) -> int:
         return round(min(seconds, default=0.0) * 1000)
+
+
+class RunningUsage:
+    """The usages of one request's sequences so far, for ``continuous_usage_stats``: a chunk has its sequence's."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._completion_tokens = [0] * (len(request.prompts) * request.sampling.n)
+
+    def before_and_after(self, event: TokenEvent) -> tuple[JsonObject, JsonObject]:
+        """OpenAI's usage of the event's sequence without and with the event's tokens, which are counted."""
+        before = self._completion_tokens[event.index]
+        self._completion_tokens[event.index] = after = before + len(event.token_ids)
+        return usage_counts(event.num_input_tokens, before), usage_counts(event.num_input_tokens, after)

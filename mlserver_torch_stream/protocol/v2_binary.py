@@ -65,6 +65,12 @@ def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str
     return {**body, "inputs": tensors} if raw or tensors else body
 
 
+def check_strings(name: str, part: bytes, most: int) -> None:
+    """Raises InvalidInput if the raw contents of a tensor of BYTES have more than ``most`` elements."""
+    if len(part) > most * _LENGTH_BYTES and next(islice(_texts(name, part), most, None), None) is not None:
+        raise InvalidInput(name, f"must have at most {most} elements")
+
+
 def refuse_left_over(count: int) -> None:
     """Raises InvalidInput if ``count`` bytes after the JSON object are no input's elements."""
     if count:

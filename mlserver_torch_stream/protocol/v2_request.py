@@ -6,7 +6,6 @@ Knows nothing of the transport: a request from REST and one from gRPC are decode
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from mlserver.types import InferenceRequest, RequestOutput
@@ -15,7 +14,13 @@ from pydantic import ValidationError
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import TENSORS, merge_parameters
-from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, read_usage_message
+from mlserver_torch_stream.protocol.request_options import (
+    build_request,
+    check_id,
+    read_client,
+    read_stream_options,
+    with_usage,
+)
 from mlserver_torch_stream.protocol.unsupported import refuse
 from mlserver_torch_stream.protocol.v2_prompt import read_prompts
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
@@ -45,8 +50,7 @@ def decode_request(
     named = _output_names(payload.outputs or (), outputs)
     client = read_client((payload.parameters.headers if payload.parameters else None) or {})
     request = build_request(request_id, prompts, given, info, streaming=streaming, client=client, outputs=named)
-    usage_message = read_usage_message(parameters, info, streaming=streaming)
-    return replace(request, reply=replace(request.reply, usage_message=usage_message))
+    return with_usage(request, read_stream_options(parameters, info, streaming=streaming))
 
 
 def validated(body: Mapping[str, Any]) -> InferenceRequest:

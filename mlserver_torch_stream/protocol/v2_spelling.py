@@ -5,6 +5,9 @@ Knows nothing of the transport beyond its two forms of a request: a posted JSON 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mlserver.types import InferenceRequest
 from mlserver.utils import insert_headers
 
@@ -21,6 +24,7 @@ from mlserver_torch_stream.protocol.spelling import (
 from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, attach_binary, with_elements
 from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
 from mlserver_torch_stream.protocol.v2_request import decode_request, validated
+from mlserver_torch_stream.protocol.v2_tensors import MAX_PARAMETERS, MAX_TENSORS, check_count
 from mlserver_torch_stream.protocol.values import most_elements
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
@@ -58,6 +62,20 @@ def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> In
     asked = BinaryOutputs.wanted_by(posted.json).asked
     if streaming and asked:
         raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
+    _check_counts(posted.json)
     payload = validated(with_elements(posted.json, posted.raw, most))
     insert_headers(payload, dict(posted.headers))
     return payload
+
+
+def _check_counts(body: Mapping[str, Any]) -> None:
+    """Raises InvalidInput for more tensors or parameters than MLServer's model of a request should be made of."""
+    holders: list[Any] = [body]
+    for field in ("inputs", "outputs"):
+        tensors = body.get(field)
+        if isinstance(tensors, list):
+            check_count(field, len(tensors), MAX_TENSORS, "tensors")
+            holders += tensors
+    parameters = [holder.get("parameters") for holder in holders if isinstance(holder, dict)]
+    count = sum(len(each) for each in parameters if isinstance(each, dict))
+    check_count("parameters", count, MAX_PARAMETERS, "entries, with those of all tensors")

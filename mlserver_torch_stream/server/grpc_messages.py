@@ -7,6 +7,7 @@ for other models.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import struct
 from collections.abc import Callable
@@ -20,13 +21,15 @@ from mlserver.types import InferenceRequest, InferenceResponse
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.v2_binary import SIZE
+from mlserver_torch_stream.protocol.v2_binary import SIZE, check_strings
 from mlserver_torch_stream.protocol.v2_request import first_complaint
+from mlserver_torch_stream.protocol.v2_tensors import MAX_PARAMETERS, MAX_STRINGS, MAX_TENSORS, check_count
 from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
 from mlserver_torch_stream.server.cloud_events import as_headers
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
 
 _RAW = "raw_input_contents"
+_ON_LOOP = 16_384  # elements and bytes of raw contents; a message of more is converted in a thread
 _SHARED_MEMORY = "shared_memory_"
 # Fields of Triton's InferParameter that MLServer's message does not have: their numbers and protobuf's wire types.
 _DOUBLE = (4, 1)
@@ -41,6 +44,28 @@ class RefusedMessage:
     id: str
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertedMessage:
+    """Stands for a message that has been converted already, in what MLServer reads of a message."""
+
+    payload: InferenceRequest
+    model_name: str
+    model_version: str
+    id: str
+    raw_input_contents: bool
+
+
+async def convert_large(
+    servicer: InferenceServicer, request: pb.ModelInferRequest, context: grpc.ServicerContext
+) -> pb.ModelInferRequest | ConvertedMessage:
+    """The message; one for our models with many elements as converted in a thread, where it holds up no stream."""
+    if not _is_large(request) or not _is_ours(servicer, request.model_name, request.model_version):
+        return request
+    payload = await asyncio.to_thread(servicer._InsertHeaders, request, context)
+    has_raw = bool(request.raw_input_contents)
+    return ConvertedMessage(payload, request.model_name, request.model_version, request.id, has_raw)
+
+
 def install() -> None:
     """Wraps the conversion of messages to our models and of replies from them. Called once."""
     InferenceServicer._InsertHeaders = _wrap_conversion(InferenceServicer._InsertHeaders)
@@ -50,13 +75,18 @@ def install() -> None:
 def _wrap_conversion(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
     @functools.wraps(original)
     def convert(
-        servicer: InferenceServicer, request: pb.ModelInferRequest | RefusedMessage, context: grpc.ServicerContext
+        servicer: InferenceServicer,
+        request: pb.ModelInferRequest | RefusedMessage | ConvertedMessage,
+        context: grpc.ServicerContext,
     ) -> InferenceRequest:
         if isinstance(request, RefusedMessage):
             return Unreadable.because(request.error, request.id)
+        if isinstance(request, ConvertedMessage):
+            return request.payload
         if not _is_ours(servicer, request.model_name, request.model_version):
             return original(servicer, request, context)
         try:
+            _check_counts(request)
             _check_raw(request)
             payload = original(servicer, request, context)
             for name, parameter in request.parameters.items():
@@ -84,6 +114,26 @@ def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> boo
     return is_ours(find_model(servicer._data_plane._model_registry, name, version))
 
 
+def _is_large(request: pb.ModelInferRequest) -> bool:
+    """False also for a message that has too many tensors: it is refused at once."""
+    if max(len(request.inputs), len(request.raw_input_contents)) > MAX_TENSORS:
+        return False
+    elements = sum(len(each) for tensor in request.inputs for _, each in tensor.contents.ListFields())
+    return elements + sum(map(len, request.raw_input_contents)) > _ON_LOOP
+
+
+def _check_counts(request: pb.ModelInferRequest) -> None:
+    """Refuses what would take MLServer seconds to convert, before it begins."""
+    check_count("inputs", len(request.inputs), MAX_TENSORS, "tensors")
+    check_count("outputs", len(request.outputs), MAX_TENSORS, "tensors")
+    check_count(_RAW, len(request.raw_input_contents), MAX_TENSORS, "entries")
+    holders = (request, *request.inputs, *request.outputs)
+    count = sum(len(holder.parameters) for holder in holders)
+    check_count("parameters", count, MAX_PARAMETERS, "entries, with those of all tensors")
+    for tensor in request.inputs:
+        check_count(tensor.name, len(tensor.contents.bytes_contents), MAX_STRINGS, "elements")
+
+
 def _check_raw(request: pb.ModelInferRequest) -> None:
     """Refuses raw contents that do not match the inputs: MLServer reads what it needs and drops the rest."""
     for tensor in request.inputs:
@@ -91,13 +141,15 @@ def _check_raw(request: pb.ModelInferRequest) -> None:
             if key.startswith(_SHARED_MEMORY):  # such a tensor has no contents
                 raise InvalidInput(key, "is not implemented by this runtime")
     given = request.raw_input_contents
-    bare = [tensor for tensor in request.inputs if not tensor.contents.ByteSize()]
+    bare = [tensor for tensor in request.inputs if not tensor.contents.ListFields()]
     if given and len(given) != len(bare):
         raise InvalidInput(_RAW, f"there are {len(given)} for {len(bare)} inputs without contents")
     for tensor, raw in zip(bare, given, strict=False):
         said = tensor.parameters[SIZE].int64_param if SIZE in tensor.parameters else len(raw)
         if said != len(raw):
             raise InvalidInput(tensor.name, f"{SIZE} is {said}, its raw contents have {len(raw)} bytes")
+        if tensor.datatype == "BYTES":
+            check_strings(tensor.name, raw, MAX_STRINGS)
 
 
 def _unknown_value(parameter: pb.InferParameter) -> float | int | None:

@@ -48,7 +48,7 @@ async def open_port(
     )
     listener.add_generic_rpc_handlers((handler,))
     try:
-        listener.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        listener.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {host}: {error}") from None
     await listener.start()

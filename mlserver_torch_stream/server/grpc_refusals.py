@@ -23,7 +23,7 @@ from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.grpc_messages import RefusedMessage
+from mlserver_torch_stream.server.grpc_messages import ConvertedMessage, RefusedMessage, convert_large
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, details_that_fit
 
@@ -44,7 +44,6 @@ Stream = Callable[
 def install() -> None:
     """Wraps MLServer's gRPC methods, below MLServer's own handling of errors. Called once."""
     for method, response in (
-        (InferenceServicer.ModelInfer, pb.ModelInferResponse),
         (InferenceServicer.ModelMetadata, pb.ModelMetadataResponse),
         (InferenceServicer.RepositoryModelLoad, pb.RepositoryModelLoadResponse),
         (InferenceServicer.RepositoryModelUnload, pb.RepositoryModelUnloadResponse),
@@ -52,6 +51,7 @@ def install() -> None:
         (ModelRepositoryServicer.RepositoryModelUnload, repository_pb.RepositoryModelUnloadResponse),
     ):
         _wrap_inside(method, functools.partial(answer_refusals, response))
+    _wrap_inside(InferenceServicer.ModelInfer, _infer)
     _wrap_inside(InferenceServicer.ModelStreamInfer, _stream)
 
 
@@ -77,6 +77,13 @@ def answer_refusals(response: Callable[[], Any], original: Unary) -> Unary:
     return answer
 
 
+def _infer(original: Unary) -> Unary:
+    async def answer(servicer: Any, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> Any:
+        return await original(servicer, await convert_large(servicer, request, context), context)
+
+    return answer_refusals(pb.ModelInferResponse, answer)
+
+
 def _stream(original: Stream) -> Stream:
     async def answer(
         servicer: InferenceServicer, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.ServicerContext
@@ -84,7 +91,8 @@ def _stream(original: Stream) -> Stream:
         messages = aiter(requests)
         try:
             first = await _first(messages)
-            async with aclosing(original(servicer, _with_first(servicer, first, messages), context)) as responses:  # type: ignore[type-var]
+            messages = _with_first(servicer, first, messages, context)
+            async with aclosing(original(servicer, messages, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     yield response
         except _REFUSALS as error:
@@ -119,10 +127,13 @@ def _no_message(why: str) -> _NoMessage:
 
 
 async def _with_first(
-    servicer: InferenceServicer, first: pb.ModelInferRequest, following: AsyncIterator[pb.ModelInferRequest]
-) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage]:
+    servicer: InferenceServicer,
+    first: pb.ModelInferRequest,
+    following: AsyncIterator[pb.ModelInferRequest],
+    context: grpc.ServicerContext,
+) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage | ConvertedMessage]:
     """All messages. A later one that cannot be decoded, or that names another model, is refused alone."""
-    yield first
+    yield await convert_large(servicer, first, context)
     registry = servicer._data_plane._model_registry
     ours = is_ours(find_model(registry, first.model_name, first.model_version))
     try:
@@ -132,7 +143,7 @@ async def _with_first(
                 problem = "differs from that of the stream's first message, or its version does"
                 yield RefusedMessage(InvalidInput("model_name", problem), message.id)
             else:
-                yield message
+                yield await convert_large(servicer, message, context)
     except DecodeError as error:
         if not ours:
             raise

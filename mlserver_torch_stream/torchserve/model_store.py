@@ -20,10 +20,11 @@ _MAR, DEFAULT_VERSION = "marName", "defaultVersion"
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive. ``name``: None for the archive's own. ``given``: what a snapshot says of it."""
+    """One archive. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot says of it."""
 
     path: Path
     name: str | None = None
+    version: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,7 +54,7 @@ def _of_snapshot(store: Path, value: str) -> Iterator[StoredModel]:
             mar = given.get(_MAR)
             if not mar or not isinstance(mar, str):
                 raise SettingsError(f"config.properties: {place}: has no {_MAR}")
-            yield StoredModel(_in_store(store, mar, place), name, given)
+            yield StoredModel(_in_store(store, mar, place), name, version, given)
 
 
 def _listed(store: Path, value: str) -> Iterator[StoredModel]:

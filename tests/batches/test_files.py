@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -256,3 +257,18 @@ def test_a_method_that_a_path_does_not_have_is_405(api: Api) -> None:
     answer = api.client.put("/files")
     assert answer.status_code == 405 and {"GET", "POST"} <= set(answer.headers["allow"].split(", "))
     assert api.client.head("/files").status_code == 200
+
+
+def test_the_head_of_a_content_reads_nothing_of_it(api: Api, store: Path) -> None:
+    """To read the file as it is made here would take a minute."""
+    file = api.upload([row(0)])
+    (content,) = store.rglob(f"{file['id']}.jsonl")
+    os.truncate(content, 100 * 2**30)
+    try:
+        answer = api.client.head(f"/files/{file['id']}/content", timeout=20)
+    finally:
+        content.unlink()
+    assert answer.status_code == 200 and answer.content == b""
+    assert answer.headers["content-length"] == str(file["bytes"])
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert api.client.head("/files/file-0/content").status_code == 404

@@ -77,9 +77,9 @@ def test_an_unknown_key_of_a_batch_is_named(body: dict[str, Any]) -> None:
     try:
         read_batch_request({**_GOOD, **body})
     except InvalidInput as error:
-        error.field.encode("utf-8")  # fit for a reply
+        assert error.field in {printable(key) for key, value in body.items() if value is not None}
     else:
-        assert set(body) <= {*_GOOD, "metadata", "output_expires_after"}
+        assert {key for key, value in body.items() if value is not None} <= {*_GOOD, "metadata"}
 
 
 _LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}

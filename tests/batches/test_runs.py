@@ -243,7 +243,68 @@ def test_a_batch_that_was_cancelled_while_no_process_ran_it_ends_cancelled(tmp_p
         await first.places.batches.create(record.moved(BatchStatus.CANCELLING, int(time.time())))
         async with Bench(tmp_path, Echo("tiny")) as second:
             ended = await second.ended(record.id)
+            lines = await second.lines(ended.error_file_id)
         assert ended.status is BatchStatus.CANCELLED and ended.output_file_id is None
+        assert [line["error"]["code"] for line in lines] == ["batch_cancelled"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_a_batch_that_is_cancelled_while_it_waits_for_its_turn_ends_with_an_error_for_each_row(
+    tmp_path: Path, rows: int
+) -> None:
+    """Four others are running, and go on."""
+
+    async def run() -> None:
+        models = Echo("tiny")
+        models.before = lambda said: asyncio.Event().wait()  # type: ignore[assignment,return-value]
+        async with Bench(tmp_path, models) as bench:
+            others = [await bench.create([row(0)]) for _ in range(4)]
+            for other in others:
+                await bench.until(other, lambda record: record.total > 0)
+            batch_id = await bench.create([row(n) for n in range(rows)])
+            assert (await bench.runner.cancel(batch_id)).status is BatchStatus.CANCELLING
+            ended = await bench.ended(batch_id)
+            lines = await bench.lines(ended.error_file_id)
+            assert not any([(await bench.places.batches.get(other)).status.ended for other in others])
+        assert (ended.status, ended.output_file_id, ended.total, ended.failed) == (
+            BatchStatus.CANCELLED,
+            None,
+            rows,
+            rows,
+        )
+        assert [line["custom_id"] for line in lines] == [f"row-{n}" for n in range(rows)]
+        assert {line["error"]["code"] for line in lines} == {"batch_cancelled"}
+
+    asyncio.run(run())
+
+
+def test_the_rows_of_a_stopped_batch_take_no_part_each(tmp_path: Path) -> None:
+    """Parts of 16 failed rows, each of which is flushed to the disk and counted, took most of a minute."""
+
+    async def run() -> None:
+        models = Echo("tiny")
+        held = asyncio.Event()
+
+        async def before(said: str) -> None:
+            if said not in {f"row {n}" for n in range(20)}:
+                await held.wait()
+
+        models.before = before
+        async with Bench(tmp_path, models) as bench:
+            batch_id = await bench.create([row(n) for n in range(3000)])
+            await bench.until(batch_id, lambda record: record.completed == PART_ROWS)
+            parts = bench.places.open_run(batch_id)
+            counts: list[int] = []
+            await bench.runner.cancel(batch_id)
+            while not (ended := await bench.places.batches.get(batch_id)).status.ended:
+                counts.append(len([info async for info in parts.list() if info.key.startswith("part-")]))
+            answered, failed = await bench.lines(ended.output_file_id), await bench.lines(ended.error_file_id)
+        assert [line["custom_id"] for line in answered] == [f"row-{n}" for n in range(20)], "what was answered stays"
+        assert [line["custom_id"] for line in failed] == [f"row-{n}" for n in range(20, 3000)]
+        assert max(counts, default=0) < 30, "of the rows that had been read"
+        assert (ended.completed, ended.failed) == (20, 2980)
 
     asyncio.run(run())
 
@@ -319,7 +380,7 @@ def test_a_batch_outlives_a_store_that_cannot_take_its_run_for_a_while(tmp_path:
         async with Bench(tmp_path, models) as bench:
             (tmp_path / "runs").write_text("in the way of the folder")
             batch_id = await bench.create([row(1)])
-            await bench.until(batch_id, lambda record: record.began)
+            await bench.until(batch_id, lambda record: record.total > 0)
             await asyncio.sleep(0.3)
             assert not (await bench.places.batches.get(batch_id)).status.ended
             (tmp_path / "runs").unlink()

@@ -9,20 +9,27 @@ import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import grpc
 import pytest
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver.repository.repository import SchemalessModelRepository
 
 from mlserver_torch_stream.cli.announcement import Announcement
 from mlserver_torch_stream.cli.serve import PORTS, PortTaken, choose_ports, is_repository, main, prepare_repository
+from mlserver_torch_stream.free_port import is_free
 from mlserver_torch_stream.server.options import read_options
 from tests import markdown
 from tests.scripted_http import Handler, serving
 from tests.server.harness import free_ports
+from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
 
@@ -89,6 +96,34 @@ def test_an_option_that_is_no_port_is_refused(port: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["--http-port", port])
     assert "--http-port: must be a" in capsys.readouterr().err
+
+
+def test_a_server_on_an_ipv6_host_is_announced_and_answers_on_every_port(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mlserver_torch_stream.cli", "serve", str(tiny_model)]
+    environment = {**os.environ, "MLSERVER_HOST": "::1"}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out)
+    try:
+        wait_until(lambda: " is ready. " in log.read_text() or server.poll() is not None, "the server", 120)
+        said = log.read_text()
+        begun = re.search(r"Starting on (http://\[::1\]:\d+) \(gRPC on port (\d+)\)", said)
+        assert begun is not None and f"curl -N {begun[1]}/v2/models/" in said, said
+        assert urllib.request.urlopen(f"{begun[1]}/v2/health/live", timeout=20).status == 200
+        with grpc.insecure_channel(f"[::1]:{begun[2]}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def test_the_ports_of_an_ipv6_host_are_looked_at_there() -> None:
+    with socket.socket(socket.AF_INET6) as holder:
+        holder.bind(("::1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert not is_free("::1", port) and is_free(HOST, port)
 
 
 def test_a_settings_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 import litellm
-from features import QUESTION, check_refused, crowd, feature, main
+from features import QUESTION, TOOLS, check_refused, crowd, feature, main
 
 
 def _asked(url: str, **more: Any) -> dict[str, Any]:
@@ -32,6 +32,20 @@ def chat(url: str) -> None:
     answer = _chat(url)
     assert answer.choices[0].message.content and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 12
+
+
+@feature("chat")
+def several_turns(url: str) -> None:
+    """A call is among the answers, each of which comes back as this client has read it. It reads calls without the
+    package ``mcp``, which it needs for an argument ``tools``."""
+    messages: list[Any] = [*QUESTION]
+    for turn in range(3):
+        tools = {"extra_body": {"tools": TOOLS, "tool_choice": "required"}, "max_tokens": 200} if turn == 1 else {}
+        message = _chat(url, messages=messages, **tools).choices[0].message
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": each.id, "content": "4"} for each in message.tool_calls or ()]
+        messages += QUESTION if turn == 0 else []
+    assert [dict(message)["role"] for message in messages] == ["user", "assistant"] * 2 + ["tool", "assistant"]
 
 
 @feature("chat, streamed")

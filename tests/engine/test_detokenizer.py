@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import random
 import time
@@ -15,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, WindowDetokenizer
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.types import TextPrompt
+from mlserver_torch_stream.types import FinishReason, SamplingParameters, TextPrompt
 from tests.engine import tiny_tokenizers
 from tests.examples import examples
 
@@ -227,6 +231,26 @@ def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
 
     seconds(500)
     assert seconds(most) < 25 * min(seconds(most // 10) for _ in range(3))  # ten times, without caches
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level", "byte_fallback"])
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.ABORT, FinishReason.LENGTH])
+def test_a_sequence_that_is_cut_in_a_character_ends_before_it(kind: str, missing: int, reason: FinishReason) -> None:
+    """At its own end, such as ``max_tokens``, its text is the whole decode."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    codec = _codec(kind)
+    ids = _tokenizer(kind)("aé🚀", add_special_tokens=False)["input_ids"][:-missing]
+    asked = EngineRequest((1,), SamplingParameters(max_tokens=100))
+    request = RequestState(asked, Mailbox(loop, 1, lambda mailbox: None), codec, (), 1000)
+    (sequence,) = request.sequences
+    for token_id in ids:
+        sequence.accept(token_id, None)
+        sequence.write()
+    request.finish(reason)
+    text = "".join(event.text for event in sequence.take_events())
+    assert text == (codec.decode(ids, False) if reason is FinishReason.LENGTH else "aé")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import struct
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config, ViTConfig
 
 from mlserver_torch_stream.engine.factory import build_engine
@@ -160,3 +162,18 @@ def test_a_tokenizer_over_which_its_library_would_panic_is_refused(
 def test_json_that_a_library_finds_nested_too_deeply_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("[" * 5000 + "]" * 5000)
     assert f"{folder}/tokenizer.json: is nested too deeply" in refusal(folder, tmp_path)
+
+
+def test_a_hub_id_is_refused_at_once_where_the_hub_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """huggingface_hub tries five times for each of several files, which takes two minutes."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.delenv("http_proxy", raising=False)
+    said = refusal(Path("nobody/none"), tmp_path)
+    assert re.match(r"cannot load nobody/none: .* http://127\.0\.0\.1:\d+ cannot be reached: ", said), said

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.bounded_json import MOST_CONTAINERS, parse_bounded
+from mlserver_torch_stream.protocol.bounded_json import MAX_KEYS, MAX_STRINGS, MOST_CONTAINERS, parse_bounded
 from mlserver_torch_stream.protocol.values import parse_json
 from mlserver_torch_stream.server.rest.body import parse_object
 
@@ -36,15 +36,29 @@ def test_too_many_lists_and_objects_are_refused_before_they_are_read(raw: bytes)
 
 
 @pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (b'{"a":' + b'"\\":",' * 9 + b'"' * (2 * MAX_STRINGS + 2 * MAX_KEYS) + b"}", "strings and keys"),
+        (b"{" + b'"[":1,' * MAX_KEYS + b'"a":1}', "keys"),
+    ],
+    ids=["strings", "keys"],
+)
+def test_too_many_strings_or_keys_are_refused_before_they_are_read(raw: bytes, what: str) -> None:
+    with pytest.raises(ValueError, match=f"holds more than [0-9]+ {what}$"):
+        parse_bounded(raw)
+
+
+@pytest.mark.parametrize(
     "value",
     [
         {"a": [[]] * (MOST_CONTAINERS - 2)},
         {"prompt": "[{" * _MANY},
+        {"prompt": "a: b, " * _MANY, '":': ['":"'] * (MAX_STRINGS - 1)},
         {"prompt": '\\"[' * _MANY, "b": "\\", "c": ["[", "{"] * 10},
         ["[\\", "\\\\[", "\\\\\\", "["] * MOST_CONTAINERS,
         [],
     ],
-    ids=["most", "in a string", "behind escapes", "in strings", "none"],
+    ids=["most", "in a string", "keys in strings", "behind escapes", "in strings", "none"],
 )
 def test_brackets_in_strings_do_not_count(value: Any) -> None:
     assert parse_bounded(orjson.dumps(value)) == value

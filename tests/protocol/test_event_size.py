@@ -69,7 +69,7 @@ def _steps(draw: st.DrawFn) -> list[TokenEvent]:
 
 def _request(steps: list[TokenEvent]) -> GenerationRequest:
     logprobs = bool(steps[0].logprobs)
-    shown = dict.fromkeys(("cumulative_logprob", "logprobs", "usage_message", "details"), logprobs)
+    shown = dict.fromkeys(("cumulative_logprob", "logprobs", "usage_message", "continuous_usage", "details"), logprobs)
     return asked(request_id=_LONG_ID, sampling={"logprobs": logprobs}, token_ids=True, **shown)
 
 

@@ -47,6 +47,24 @@ def test_a_chat_is_a_role_its_pieces_and_an_end() -> None:
 
 
 @_BOTH
+def test_every_chunk_has_the_usage_of_its_sequence_so_far(spelling: OpenAISpelling) -> None:
+    """As vLLM has it: the first chunk of a chat, which says its role, counts no token, and the last one counts all."""
+    encoder = spelling.stream(asked(usage_message=True, continuous_usage=True, sampling={"n": 2}), _CONTEXT)
+    events = [
+        TokenEvent(0, "a", (7,), num_input_tokens=4),
+        TokenEvent(0, "", (7,), num_input_tokens=4),  # part of a character
+        TokenEvent(1, "b", (8, 9), num_input_tokens=4),
+        TokenEvent(0, "c", (8,), finish_reason=FinishReason.STOP, usage=Usage(4, 3), num_input_tokens=4),
+        TokenEvent(1, "d", (8,), finish_reason=FinishReason.STOP, usage=Usage(4, 3), num_input_tokens=4),
+    ]
+    usages = [chunk["usage"] for event in events for chunk in encoder.event(event)]
+    roles = [0] if spelling is OPENAI_CHAT else []
+    assert [usage["completion_tokens"] for usage in usages] == [*roles, 1, *roles, 2, 3, 3, 6]
+    assert {usage["prompt_tokens"] for usage in usages} == {4}
+    assert all(usage["total_tokens"] == 4 + usage["completion_tokens"] for usage in usages)
+
+
+@_BOTH
 def test_an_event_that_shows_nothing_is_no_chunk_but_its_logprobs_are(spelling: OpenAISpelling) -> None:
     silent = TokenEvent(0, "", (7,), (TokenLogprob(7, -1.0, token=b"\xe2"),))
     assert spelling.stream(asked(), _CONTEXT).event(silent) == ()

@@ -120,7 +120,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour_at_every_level(info:
     for parameters in (
         {"temprature": 1},
         {"sampling_parameters": {"temprature": 1}},
-        {"llm_parameters": {"temprature": None}},
+        {"llm_parameters": {"temprature": 1}},
         {"kwargs": {"temprature": 1}},
     ):
         error = refused(info, **parameters)

@@ -12,7 +12,9 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.v2_spelling import V2
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, TextPrompt, TokensPrompt
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text
@@ -58,6 +60,27 @@ def test_a_batch_keeps_its_order_whatever_its_shape(wire: Wire, info: ModelInfo,
 def test_token_ids_are_used_as_they_are(wire: Wire, info: ModelInfo, datatype: str, shape: list[int]) -> None:
     request = decode(wire(T("input_ids", datatype, [5, 0, 99], shape)), info)
     assert request.prompts == (TokensPrompt((5, 0, 99)),)
+
+
+_TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"inputs": [{}] * 1025}, "inputs"),
+        ({"inputs": [_TENSOR], "outputs": [{}] * 1025}, "outputs"),
+        ({"inputs": [_TENSOR], "parameters": {str(number): 1 for number in range(4097)}}, "parameters"),
+        ({"inputs": [{"parameters": {str(number): 1 for number in range(5)}}] * 1000}, "parameters"),
+        ({"inputs": [{**_TENSOR, "data": [["a"] * 5000], "shape": [1, 5000]}]}, "text_input"),
+    ],
+    ids=["inputs", "outputs", "parameters", "parameters of tensors", "elements"],
+)
+def test_tensors_and_parameters_are_counted_before_they_are_converted(
+    info: ModelInfo, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidInput, match=rf"^{field}: must have at most \d+ (tensors|entries|elements)"):
+        V2.decode(PostedBody(body), info, streaming=False, request_id="r")
 
 
 def test_rest_may_nest_its_data_as_the_shape_says(info: ModelInfo) -> None:

@@ -166,7 +166,7 @@ def test_a_unary_reply_holds_the_whole_openai_object(info: ModelInfo) -> None:
         "created": 17,
         "model": "model",
         "choices": [
-            {"index": index, "message": {"role": "assistant", "content": answer, "refusal": None}, "logprobs": None,
+            {"index": index, "message": {"role": "assistant", "content": answer}, "logprobs": None,
              "finish_reason": "stop"}
             for index, answer in enumerate(("hé", "yo"))
         ],

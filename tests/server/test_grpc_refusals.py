@@ -143,6 +143,56 @@ def test_bytes_that_are_no_message_are_refused_without_a_traceback(server: Serve
     assert " INFO " in line
 
 
+_TO_TINY = pb.ModelInferRequest(model_name="tiny").SerializeToString()
+_PARAMETERS = [b'"\x07\n\x05%05d' % number for number in range(5000)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "field"),
+    [
+        (b"*\0" * 100_000, "inputs"),
+        (b"2\0" * 100_000, "outputs"),
+        (b":\0" * 100_000, "raw_input_contents"),
+        (b"".join(_PARAMETERS), "parameters"),
+    ],
+    ids=["inputs", "outputs", "raw contents", "parameters"],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_entries_of_a_message_are_counted_before_they_are_converted(
+    server: Server, entries: bytes, field: str, streaming: bool
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught, grpc.insecure_channel(server.grpc_target) as channel:
+        if streaming:
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+            list(call(iter([_TO_TINY + entries]), timeout=v2.TIMEOUT_S))
+        else:
+            channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(_TO_TINY + entries, timeout=v2.TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith(f"{field}: must have at most ")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("raw", [False, True])
+def test_strings_of_a_tensor_are_counted_before_they_are_converted(stub: Stub, streaming: bool, raw: bool) -> None:
+    message = pb.ModelInferRequest(model_name="tiny")
+    tensor = message.inputs.add(name="text_input", datatype="BYTES", shape=[200_000])
+    if raw:
+        message.raw_input_contents.append(bytes(4 * 200_000))
+    else:
+        tensor.contents.bytes_contents.extend([b""] * 200_000)
+    error = refusal(stub, streaming, message)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith("text_input: must have at most 131072 elements")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_large_message_is_answered_as_a_small_one(stub: Stub, streaming: bool) -> None:
+    """It is converted in a thread."""
+    errors = [refusal(stub, streaming, v2.grpc_request("tiny", "a " * count, raw=True)) for count in (5_000, 50_000)]
+    assert {error.code() for error in errors} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert all(error.details().startswith("text_input: ") and "tokens" in error.details() for error in errors)
+
+
 def test_bytes_that_are_no_message_behind_one_leave_its_answer_alone(server: Server) -> None:
     log = _Log(server)
     first = v2.grpc_request("tiny", _PROMPT, max_tokens=3, ignore_eos=True).SerializeToString()

@@ -219,6 +219,16 @@ def test_what_never_ends_beside_a_body_is_cut_off(server: Server, text: str, beg
     assert v2.rest_unary(server.url, _INFER, json.loads(_BODY)).text == text
 
 
+def test_two_hosts_are_refused(server: Server) -> None:
+    """RFC 9112, 3.2: a proxy before this server may have gone by the other one."""
+    log = len(server.log)
+    with raw.connected(server) as connection:
+        connection.sendall(raw.post(_INFER, _BODY, "HOST: elsewhere"))
+        answer = raw.read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.endswith(b"\r\n\r\nhost: given twice")
+    assert "Traceback" not in server.log[log:]
+
+
 def test_a_head_within_the_bound_may_have_many_headers(server: Server, text: str) -> None:
     with raw.connected(server) as connection:
         connection.sendall(raw.post(_INFER, _BODY, *(f"X-{number}: {'a' * 500}" for number in range(100))))

@@ -50,6 +50,17 @@ def test_the_usage_is_a_chunk_of_its_own_where_it_is_asked_for(server: Server, p
     assert usage["completion_tokens"] == last["usage"]["completion_tokens"] == 12
 
 
+@_BOTH
+def test_the_usage_so_far_is_on_every_chunk_where_it_is_asked_for(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = stream(server, path, {**body, **_SAMPLED, "stream_options": options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+
+
 def test_the_usage_counts_what_the_prefix_cache_had_of_the_prompts(server: Server) -> None:
     said = "A prompt that no other test of this server has begun with"
     first, again = (whole(server, CHAT, talk(said, max_tokens=1))["usage"] for _ in range(2))

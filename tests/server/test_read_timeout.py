@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 
 from mlserver_torch_stream.errors import TimedOut
+from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
 
 _PATIENCE_S = 0.05
@@ -57,3 +61,33 @@ def test_a_reader_that_stalls_is_given_up_once_and_told_if_it_comes_back() -> No
 @pytest.mark.parametrize(("seconds", "closed"), [(0.0, False), (_PATIENCE_S, True)])
 def test_nobody_watches_without_a_bound_or_after_the_end(seconds: float, closed: bool) -> None:
     assert _read(seconds, [6 * _PATIENCE_S] * 2, closed=closed) == ([0, 1], 0)
+
+
+async def _read_beside_other_work() -> None:
+    """The client reads at once; then other work holds up the event loop for longer than the limit."""
+    reading = asyncio.get_running_loop().run_in_executor(None, time.sleep, _PATIENCE_S)
+    time.sleep(6 * _PATIENCE_S)
+    await reading
+
+
+def test_a_reader_is_not_given_up_because_the_event_loop_was_held_up() -> None:
+    async def over_grpc() -> None:
+        unread = ReadTimeout(_items(2), 3 * _PATIENCE_S, lambda: given_up.append("gRPC"))
+        for _ in range(2):
+            await anext(unread)
+            await _read_beside_other_work()
+        unread.close()
+
+    async def over_rest() -> None:
+        async def send(message: Mapping[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                await _read_beside_other_work()
+
+        stalled = partial(given_up.append, "REST")
+        async with ChunkStream(send, stalled_after=3 * _PATIENCE_S, stalled=stalled, headers=[]) as chunks:
+            await chunks.write(b"a")
+
+    given_up: list[str] = []
+    asyncio.run(over_grpc())
+    asyncio.run(over_rest())
+    assert not given_up

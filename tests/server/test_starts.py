@@ -139,7 +139,8 @@ def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: 
 
 
 def test_a_setting_of_the_server_that_mlserver_ignores_ends_the_server(tiny_model: Path, tmp_path: Path) -> None:
-    settings = {**QUIET, "paralel_workers": 0}
+    """Also where the file names another folder of models: MLServer takes the folder that it is started with."""
+    settings = {**QUIET, "paralel_workers": 0, "model_repository_root": str(tmp_path)}
     with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], settings=settings, ready=False) as server:
         status, log = ended(server)
     assert status == 1 and "Traceback" not in log

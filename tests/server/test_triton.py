@@ -86,6 +86,8 @@ def _refusals() -> dict[str, tuple[pb.ModelInferRequest, str]]:
     tensor.parameters["shared_memory_region"].string_param = "mine"
     version = _request("bad")
     version.model_version = "v9"
+    many = _request("bad")
+    many.inputs.extend([pb.ModelInferRequest.InferInputTensor()] * 2000)
     return {
         "a parameter": (_request("bad", max_tokens=0), "max_tokens: "),
         "a type": (
@@ -96,6 +98,7 @@ def _refusals() -> dict[str, tuple[pb.ModelInferRequest, str]]:
         "a sequence": (_request("bad", sequence_id=3), "sequence_id: is not implemented"),
         "a datatype": (texts, "raw_input_contents: "),
         "shared memory": (shared, "shared_memory_region: is not implemented"),
+        "many tensors": (many, "inputs: must have at most 1024 tensors"),
         "pieces": (_request("bad", stream_mode="prompt"), "stream_mode: only the first message"),
         "an unknown model": (_request("bad", model="nobody"), "Model nobody not found"),
         "an unknown version": (version, "v9 not found"),

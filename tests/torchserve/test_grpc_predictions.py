@@ -293,6 +293,11 @@ def _refusals() -> dict[str, tuple[PredictionsRequest, grpc.StatusCode, str]]:
             not_found,
             f"{version}\n{missing.format('VersionNotFound')}",
         ),
+        "fields": (
+            _ask(input={str(number): b"" for number in range(1000)}),
+            invalid,
+            "input: must have at most 1000 entries, got 1001\nBadRequestException.()",
+        ),
         "no name": (_ask(model=""), invalid, "Parameter model_name is required.\nBadRequestException.()"),
         "tokens": (
             _ask(model="tokens"),

@@ -314,6 +314,10 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
         ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
+        (
+            'model_snapshot={"models":{"dog":{"2.0":{"marName":"dog.mar"}}}}',
+            "model_snapshot: dog 2.0: dog.mar is version 1.0",
+        ),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
         ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),

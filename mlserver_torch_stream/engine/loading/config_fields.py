@@ -6,23 +6,31 @@ Knows no family by name, nor the meaning of a field.
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from mlserver_torch_stream.errors import LoadFailed
 
 # Names of lengths at which the treatment of positions changes: windows, chunks, and scaling.
 _LENGTH = re.compile(r"window|chunk|block_size|original_max|context|floor_scale|local_attention")
+_CONNECT_S = 10.0
 _NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
 
 
 def read_config(name: str, location: str, gguf_file: Path | None = None, **options: Any) -> Any:
     """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, which calls the model ``name``."""
+    if gguf_file is None and not os.path.isdir(location):
+        check_hub(location, options.get("revision"))
     try:
         if gguf_file is not None:
             from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config  # whose gguf takes 5 MB
@@ -31,6 +39,22 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
         return AutoConfig.from_pretrained(location, **options)
     except (OSError, ValueError) as error:
         raise LoadFailed(f"cannot read the config of {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def check_hub(hub_id: str, revision: str | None) -> None:
+    """Raises LoadFailed for a model that is not in the hub's cache where the hub cannot be reached.
+
+    huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
+    """
+    if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or {"http": 80}.get(hub.scheme, 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), _CONNECT_S).close()
+    except OSError as error:
+        where = f"it is no file or folder here and not in the hub's cache, and {constants.ENDPOINT} cannot be reached"
+        raise LoadFailed(f"cannot load {hub_id}: {where}: {error}") from error
 
 
 def plain_config(given: Mapping[str, Any]) -> PreTrainedConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
+from mlserver_torch_stream.engine.loading.config_fields import check_hub
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.settings import ResolvedSettings
 
@@ -68,7 +69,9 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """Returns the folder of the commit that a load would use now, which is named after the commit."""
+    """Returns the folder of the commit that a load would use now, which is named after the commit. Raises LoadFailed
+    where the hub cannot be reached."""
+    check_hub(hub_id, revision)
     try:
         file = cached_file(hub_id, "config.json", revision=revision or "main")
     except OSError:  # the load reports the error

@@ -68,10 +68,10 @@ class AnswerWriter:
         if self._parser is not None:
             self.reasoning_tokens += reasoned or self._parser.reasons
 
-    def flush(self) -> None:
-        """Adds the text that was held back, at the end of the sequence."""
+    def flush(self, *, cut: bool = False) -> None:
+        """Adds the text that was held back, at the end of the sequence. ``cut``: as in ``Detokenizer.flush``."""
         if self._stops.hit is None:
-            self._emit(self._stops.push(self._detokenizer.flush()))
+            self._emit(self._stops.push(self._detokenizer.flush(cut=cut)))
         if self._stops.hit is None:
             self._emit(self._stops.flush())
         if self._parser is not None:

@@ -25,8 +25,11 @@ class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
 
-    def flush(self) -> str:
-        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement."""
+    def flush(self, *, cut: bool = False) -> str:
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
+
+        ``cut``: the sequence was ended from outside, by its time limit or a shutdown: such a character is left out.
+        """
 
 
 class ByteDetokenizer:
@@ -43,8 +46,9 @@ class ByteDetokenizer:
             b"".join([self._token_bytes(token_id) for token_id in token_ids if token_id not in self._silent])
         )
 
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+    def flush(self, *, cut: bool = False) -> str:
+        rest = self._decoder.decode(b"", final=True)
+        return "" if cut else rest
 
 
 class WindowDetokenizer:
@@ -67,14 +71,14 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         text = self._decode(self._window)
         if text.startswith(self._returned):
             rest = text[len(self._returned) :]
         else:
             rest = self._decode(self._window[self._complete :])
         self._window, self._returned, self._complete, self._cut = [], "", 0, 0
-        return rest
+        return rest.rstrip(_REPLACEMENT) if cut else rest
 
     def _push(self, token_id: int) -> str:
         self._window.append(token_id)

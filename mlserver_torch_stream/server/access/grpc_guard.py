@@ -76,9 +76,16 @@ class GuardedAio:
         self._access = access
 
     def server(self, *args: Any, interceptors: Any = (), **options: Any) -> aio.Server:
-        """``grpc.aio.server``, guarded; its ports have the certificate, if there is one."""
+        """``grpc.aio.server``, guarded; its ports have the certificate, if there is one, and may be of IPv6 hosts."""
         server = aio.server(*args, interceptors=[GrpcGuard(self._access), *interceptors], **options)
+        listen = server.add_insecure_port
         if self._access.tls is not None:
-            credentials = self._access.tls.grpc_credentials()
-            server.add_insecure_port = lambda address: server.add_secure_port(address, credentials)
+            listen = partial(server.add_secure_port, server_credentials=self._access.tls.grpc_credentials())
+        server.add_insecure_port = lambda address: listen(_with_brackets(address))
         return server
+
+
+def _with_brackets(address: str) -> str:
+    """The address as gRPC reads it: MLServer puts host and port together without the brackets of an IPv6 host."""
+    host, _, port = address.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else address

@@ -36,6 +36,8 @@ from mlserver_torch_stream.server.rest.refusal import as_refusal
 _MOST_UPLOADS = 8  # at the same time; each holds up to two parts of 5 MiB
 _MOST_FILES, _MOST_BATCHES, _BATCHES = 10_000, 100, 20  # OpenAI's bounds and default of a page
 
+_CONTENT_TYPE = "application/octet-stream"
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -118,6 +120,8 @@ class _BatchEndpoints:
     async def file_content(self, request: Request) -> Response:
         files = self._service.places.files
         file = await files.get(request.path_params["file_id"])
+        if request.method == "HEAD":
+            return Response(headers={"content-length": str(file["bytes"])}, media_type=_CONTENT_TYPE)
         pieces = files.content(file)
         stalled_after = self._options.stalled_reader_timeout
         return _Download(file["bytes"], await anext(pieces, b""), pieces, stalled_after)
@@ -146,7 +150,7 @@ class _Download(Response):
     """A file in pieces. The first one was read before the status was chosen. ``stalled_after``: in seconds."""
 
     def __init__(self, size: int, first: bytes, rest: AsyncGenerator[bytes, None], stalled_after: float) -> None:
-        super().__init__(headers={"content-length": str(size)}, media_type="application/octet-stream")
+        super().__init__(headers={"content-length": str(size)}, media_type=_CONTENT_TYPE)
         self._first = first
         self._rest = rest
         self._stalled_after = stalled_after

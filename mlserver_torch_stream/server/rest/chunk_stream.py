@@ -13,6 +13,7 @@ from typing import TypeVar
 from starlette.types import Send
 
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+from mlserver_torch_stream.server.streams.read_timeout import LAST_LOOK_S
 
 Self = TypeVar("Self", bound="ChunkStream")
 
@@ -41,6 +42,7 @@ class ChunkStream:
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
         self._sending_since: float | None = None
+        self._overdue: float | None = None  # when the write began whose time had passed at the last look
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -70,7 +72,10 @@ class ChunkStream:
 
     def _check_reader(self) -> None:
         blocked = 0.0 if self._sending_since is None else self._loop.time() - self._sending_since
-        if blocked >= self._stalled_after:
-            self._stalled()
-        else:
+        if blocked < self._stalled_after:
             self._timer = self._loop.call_later(self._stalled_after - blocked, self._check_reader)
+        elif self._overdue != self._sending_since:
+            self._overdue = self._sending_since
+            self._timer = self._loop.call_later(LAST_LOOK_S, self._check_reader)
+        else:
+            self._stalled()

@@ -45,6 +45,7 @@ class Http1(HttpToolsProtocol):
         super().__init__(*args, **more)
         self.parser: Any = _Parser(self)
         self._beside_body = 0
+        self._refusal = ""  # why the head at hand is refused
         self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
         self._silent_after = options.piece_timeout
         self._stalled_after = options.stalled_reader_timeout
@@ -107,6 +108,9 @@ class Http1(HttpToolsProtocol):
         self._waiting_since = self.loop.time()
         if self.declines():
             return  # the parser reads this head again, without the offer
+        if sum(name == b"host" for name, _ in self.headers) > 1:  # proxies differ in which of them they take
+            self._refusal = "host: given twice"
+            raise ValueError(self._refusal)
         self._earlier = [cycle for cycle in (*self._earlier, self.cycle) if cycle and not cycle.response_complete]
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -117,6 +121,9 @@ class Http1(HttpToolsProtocol):
         if not self.declines():
             self._waiting_since = None
             super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._refusal or msg)
 
     def _wait_for_more(self) -> None:
         self._waiting_since = self.loop.time()

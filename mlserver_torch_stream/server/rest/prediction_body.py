@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.rest.form_reader import FormEvent, FormReader, PartBegan, PartPiece
 
-_MOST_FIELDS = 1000
+MAX_FIELDS = 1000
 _AT_ONCE = 64 * 1024  # bytes of a form that are read before other requests have their turn
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
@@ -84,5 +84,5 @@ def url_encoded(body: bytes) -> list[BodyField]:
 
 
 def _check_count(before: int) -> None:
-    if before >= _MOST_FIELDS:
-        raise InvalidInput("body", f"its form has more than {_MOST_FIELDS} fields")
+    if before >= MAX_FIELDS:
+        raise InvalidInput("body", f"its form has more than {MAX_FIELDS} fields")

@@ -13,6 +13,9 @@ from typing import Generic, TypeVar
 from mlserver_torch_stream.errors import TimedOut
 
 T = TypeVar("T")
+# After a time limit, until the reader is given up. If other work has held up the event loop for so long, or the machine
+# has, what the reader did meanwhile is still to be processed.
+LAST_LOOK_S = 0.1
 
 
 class ReadTimeout(Generic[T]):
@@ -26,6 +29,7 @@ class ReadTimeout(Generic[T]):
         self._given_up = False
         self._loop = asyncio.get_running_loop()
         self._given_at: float | None = None  # while the reader has an item
+        self._overdue: float | None = None  # when the item was given whose time had passed at the last look
         self._timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -48,13 +52,16 @@ class ReadTimeout(Generic[T]):
             self._timer.cancel()
 
     def _check(self) -> None:
-        """Ends the stream if the reader has held its item for too long. Many items share one timer."""
+        """Ends the stream if the reader has held its item for too long, at two looks. Many items share one timer."""
         self._timer = None
         if self._given_at is None:
             return
         left = self._given_at + self._seconds - self._loop.time()
         if left > 0:
             self._timer = self._loop.call_later(left, self._check)
+        elif self._overdue != self._given_at:
+            self._overdue = self._given_at
+            self._timer = self._loop.call_later(LAST_LOOK_S, self._check)
         else:
             self._given_up = True
             self._stalled()

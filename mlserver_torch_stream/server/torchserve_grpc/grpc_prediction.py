@@ -18,10 +18,11 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
+from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
-from mlserver_torch_stream.server.rest.prediction_body import BodyField
+from mlserver_torch_stream.server.rest.prediction_body import MAX_FIELDS, BodyField
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter
 from mlserver_torch_stream.server.rest.prediction_head import request_id_of
 from mlserver_torch_stream.server.rest.predictions import PieceReply, RunsHandler
@@ -115,6 +116,7 @@ class GrpcPrediction:
             self._request.ParseFromString(self._message)
         except DecodeError as error:
             raise InvalidInput("request", f"its bytes are not a PredictionsRequest: {error}") from None
+        check_count("input", len(self._request.input), MAX_FIELDS, "entries")
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")

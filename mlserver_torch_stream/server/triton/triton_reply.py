@@ -21,6 +21,7 @@ from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServ
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_outputs import as_response
+from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
@@ -109,7 +110,8 @@ class TritonReply:
             raise ModelNotFound(name, version or None)
         if not is_ours(model):
             raise InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
-        payload = self._servicer._InsertHeaders(request, self._context)
+        converted = await convert_large(self._servicer, request, self._context)
+        payload = self._servicer._InsertHeaders(converted, self._context)
         async with data_plane._infer_contextmanager(name, version) as ours:
             self._recorded = True
             opener = cast(OpensReplies, ours).recorded_opener(EndpointKind.GRPC_STREAM, request.id)

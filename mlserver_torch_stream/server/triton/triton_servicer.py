@@ -20,6 +20,7 @@ from mlserver.types import RepositoryIndexRequest
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message, refuse
 from mlserver_torch_stream.server.registered_models import find_model
 from mlserver_torch_stream.server.rest.refusal import as_refusal
@@ -87,7 +88,7 @@ class TritonServicer:
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Outputs are raw contents whatever the inputs are: Triton's clients read no other contents."""
         request = read_message(pb.ModelInferRequest, message)
-        payload = self._inference._InsertHeaders(request, context)
+        payload = self._inference._InsertHeaders(await convert_large(self._inference, request, context), context)
         result = await self._data_plane.infer(payload, request.model_name, request.model_version)
         self._inference._SetTrailingMetadata(result, context)
         return bytes(ModelInferResponseConverter.from_types(result, use_raw=True).SerializeToString())
