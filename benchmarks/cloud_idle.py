@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+from mlserver_torch_stream.cli.answers_http import RowRequest
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
-from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
@@ -27,7 +27,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 _OBJECTS = 200
 _LATE_S = 0.005
 _TOKENS = 16
-_MOST_IDLE = 0.05
+_MAX_IDLE = 0.05
 _RESULTS = Path(__file__).parent / "results" / "cloud.json"
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     text = json.dumps(found, indent=2)
     print(text)
     _RESULTS.write_text(text + "\n", encoding="utf-8")
-    return int(ahead["idle_share"] > _MOST_IDLE)
+    return int(ahead["idle_share"] > _MAX_IDLE)
 
 
 if __name__ == "__main__":

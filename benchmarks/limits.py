@@ -30,10 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.forwards import Column
 from benchmarks.machine import describe, warning
 from benchmarks.roofline import INT8, UNITS, Limits, Model, Work
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.loading.host_limits import read_host
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.loader import load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward

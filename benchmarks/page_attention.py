@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.attention.native_attention import NativeAttent
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 HEADS = {"9 heads of 64, 3 of keys": (9, 3, 64), "32 heads of 128, 8 of keys": (32, 8, 128)}
 SECONDS = 1.0  # of each figure

@@ -42,7 +42,7 @@ def server_settings() -> Rows:
 
 
 def request_parameters() -> Rows:
-    from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
+    from mlserver_torch_stream.protocol.parameters import PARAMETERS
 
     rows = [(_code(each.name), _codes(each.aliases), "T" if each.tensor else "", each.meaning) for each in PARAMETERS]
     return [("parameter", "aliases", "T", "meaning"), *rows]
@@ -50,9 +50,8 @@ def request_parameters() -> Rows:
 
 def metrics() -> Rows:
     from mlserver_torch_stream.engine.process_resources import ProcessResources
-    from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
     from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-    from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
+    from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
 
     families = [
         *WeightsMetrics(ProcessResources()).collect(),
@@ -70,9 +69,9 @@ def metrics() -> Rows:
 _ERRORS = {
     "errors": True,
     "server.rest.body": True,
-    "torchserve.handler_request": True,
-    "server.rest.file_upload": False,
-    "batches.store_errors": False,
+    "handlers.pool.handler_request": True,
+    "server.rest.batch_routes": False,
+    "batches.pages": False,
 }
 
 
@@ -97,7 +96,7 @@ def _grpc(status: int) -> str:
     from mlserver_torch_stream.server.status import StreamStatus, extend_grpc_codes
 
     if status == 401:
-        return "UNAUTHENTICATED"  # server/access/grpc_guard.py refuses the call before MLServer sees it
+        return "UNAUTHENTICATED"  # server/access/guards.py refuses the call before MLServer sees it
     extend_grpc_codes()
     unary, stream = (STATUS_CODE_MAPPING.get(kind(status)) for kind in (int, StreamStatus))
     return f"{unary.name if unary else ''}{f'; {stream.name} on a stream' if stream else ''}"
@@ -121,7 +120,7 @@ _VERSION, _OPENAI = "/versions/{model_version}", "/openai"
 
 def endpoints() -> str:
     """The REST endpoints of a server on which everything is switched on."""
-    from mlserver_torch_stream.server.management.management_document import document
+    from mlserver_torch_stream.server.management.management_app import document
 
     sections: dict[tuple[str, str], Rows] = {(title, page): [] for _, title, page in _SECTIONS}
     for path, methods in sorted(_rest_paths().items()):

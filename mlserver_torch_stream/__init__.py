@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
+    from mlserver_torch_stream.handlers.runtime import TorchServeRuntime as TorchServeRuntime
     from mlserver_torch_stream.runtime import TorchStreamRuntime as TorchStreamRuntime
     from mlserver_torch_stream.server.access.model_repository import GuardedModelRepository as GuardedModelRepository
-    from mlserver_torch_stream.torchserve.runtime import TorchServeRuntime as TorchServeRuntime
 
 __all__ = ["GuardedModelRepository", "TorchServeRuntime", "TorchStreamRuntime", "__version__"]
 _EXPORTS = {
     "GuardedModelRepository": "server.access.model_repository",
-    "TorchServeRuntime": "torchserve.runtime",
+    "TorchServeRuntime": "handlers.runtime",
     "TorchStreamRuntime": "runtime",
 }
 

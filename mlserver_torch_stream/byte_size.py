@@ -1,7 +1,4 @@
-"""Reads and writes amounts of memory with units: ``4GiB``, ``1.5 KiB``.
-
-Knows nothing of what the bytes are for.
-"""
+"""Reads and writes amounts of memory with units: ``4GiB``, ``1.5 KiB``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the known name that is nearest to an unknown one, for error messages.
-
-Knows nothing of what the names stand for.
-"""
+"""Finds the known name that is nearest to an unknown one, for error messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Defines the keys of ``parameters.extra``, with their types, bounds and defaults; the docs' table is made of them.
-
-Knows nothing of where values come from, nor of torch.
-"""
+"""Defines the keys of ``parameters.extra``, with their types, bounds and defaults; the docs' table is made of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Defines the error table: every way in which a request can fail, with its REST status.
 
-Knows nothing of where errors are raised or answered. ``server`` derives gRPC codes from the REST status.
+``server`` derives gRPC codes from the REST status.
 """
 
 from __future__ import annotations

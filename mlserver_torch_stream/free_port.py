@@ -1,6 +1,6 @@
 """Finds TCP ports that no process listens on.
 
-Knows nothing of what will listen there. A port that is free now may be taken before its user binds it.
+A port that is free now may be taken before its user binds it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tokenizes the prompts of a decoded request and submits them to an engine, which streams the tokens.
-
-Knows neither V2 nor MLServer, and nothing of an engine beyond its interface.
-"""
+"""Tokenizes the prompts of a decoded request and submits them to an engine, which streams the tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import (
     DEFAULT_PRIORITY,
@@ -21,22 +18,72 @@ from mlserver_torch_stream.engine.api import (
     TokenStream,
 )
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
-from mlserver_torch_stream.errors import InvalidInput, QueueFull
-from mlserver_torch_stream.prompt_pieces import Arrivals
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
     GenerationRequest,
     ModelInfo,
     Prompt,
+    ReasoningMarks,
     TextPrompt,
     TokenEvent,
     TokensPrompt,
 )
 
+T = TypeVar("T")
+
+
+class Arrivals(Generic[T]):
+    """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
+
+    ``next`` raises if no piece arrives for ``seconds`` (0: no limit), and if the stream ends meanwhile: at a deadline,
+    a shutdown or a failure.
+    """
+
+    def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
+        self._pieces = pieces
+        self._seconds = seconds
+        # Nothing is generated before the prompt is whole: the first event is the stream's end.
+        self._end = asyncio.ensure_future(anext(stream))
+        self._following: asyncio.Future[T] | None = None
+
+    async def next(self) -> T | None:
+        """Raises TimedOut, or the error that has ended the stream."""
+        self._following = asyncio.ensure_future(anext(self._pieces))
+        await asyncio.wait(
+            (self._end, self._following), timeout=self._seconds or None, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self._end.done():
+            raise self._reason()
+        if not self._following.done():
+            raise TimedOut(f"no further piece of the prompt came within {self._seconds:g} s")
+        try:
+            return self._following.result()
+        except StopAsyncIteration:
+            pass
+        self._end.cancel()  # the stream has one reader at a time
+        await asyncio.wait((self._end,))
+        if not self._end.cancelled():
+            raise self._reason()
+        return None
+
+    def _reason(self) -> BaseException:
+        error = self._end.exception()
+        if error is not None and not isinstance(error, StopAsyncIteration):
+            return error
+        last = None if error is not None else self._end.result().error
+        return last or NotServing("the stream ended before the prompt was whole")
+
+    def close(self) -> None:
+        """Synchronous and idempotent: it may run in a task that cannot await any more."""
+        for waiting in (self._end, self._following):
+            if waiting is not None and not waiting.cancel() and not waiting.cancelled():
+                waiting.exception()  # retrieved, so that asyncio does not log it
+
+
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
-_MOST_CHARS_ON_LOOP = 4096
+_MAX_CHARS_ON_LOOP = 4096
 _MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
 # The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
@@ -299,7 +346,7 @@ def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], value: _T) -> _R:
     """Runs ``work`` in a thread of the codec, whose number bounds what is tokenized at a time, unless it is short."""
     prompts = value if isinstance(value, list) else [TextPrompt(value)] if isinstance(value, str) else []
-    if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MOST_CHARS_ON_LOOP:
+    if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MAX_CHARS_ON_LOOP:
         return work(value)
     return await asyncio.get_running_loop().run_in_executor(codec.executor, work, value)
 

@@ -1,7 +1,4 @@
-"""Decompresses a gzip stream as its bytes arrive, in pieces of bounded size, however much a few bytes unpack to.
-
-Knows nothing of what the stream holds.
-"""
+"""Decompresses a gzip stream as its bytes arrive, in pieces of bounded size, however much a few bytes unpack to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Builds an engine from the settings that MLServer read, and checks the defaults of requests.
 
-Knows nothing of servers. ``build`` imports torch and blocks, so it is called in a thread.
+``build`` imports torch and blocks, so it is called in a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.loading.load_process import started_ahead
+from mlserver_torch_stream.engine.child_process import started_ahead
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.protocol.parameters import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _importing = threading.Lock()
 # The code of engines, and transformers' modeling code, which packed weights need in no server.
 _CODE = ("mlserver_torch_stream.engine.factory", "mlserver_torch_stream.engine.loading.model_code")
-_CHECK = ("mlserver_torch_stream.engine.loading.packed_check", _CODE[1])  # what the process of packed weights imports
+_CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
 
 
 def resolve(settings: ModelSettings) -> ResolvedSettings:

@@ -1,6 +1,6 @@
 """Makes the text of a handler, of an error or of a client fit for one line of the log.
 
-Knows nothing of logging. Raw, such a text may forge a line, move a terminal's cursor, or fail to be encoded.
+Raw, such a text may forge a line, move a terminal's cursor, or fail to be encoded.
 """
 
 from __future__ import annotations

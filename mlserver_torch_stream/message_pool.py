@@ -1,7 +1,6 @@
 """Makes protobuf's classes of messages from a table of their fields, in a descriptor pool of their own.
 
-Knows no message. In protobuf's default pool they would clash with messages of the same names that MLServer or a user's
-package has there.
+In protobuf's default pool they would clash with messages of the same names that MLServer or a user's package has there.
 """
 
 from __future__ import annotations

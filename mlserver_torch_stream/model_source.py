@@ -1,7 +1,4 @@
-"""Finds the place of a model's files from its ``uri`` or name.
-
-Knows nothing of how they are loaded, and uses no network.
-"""
+"""Finds the place of a model's files from its ``uri`` or name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The MLServer runtime for language models: loads a model and connects its engine to the endpoints.
 
-Knows nothing of tokens or tensors. MLServer may reload this module at any time, so it holds no state.
+MLServer may reload this module at any time, so it holds no state.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mlserver.logging import logger
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
-from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
-from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
+from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
+from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
-from mlserver_torch_stream.server.streams.token_opener import TokenOpener
+from mlserver_torch_stream.server.streams.token_reply import TokenOpener
 from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread
 

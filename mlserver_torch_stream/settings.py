@@ -1,7 +1,4 @@
-"""Reads a model's settings into one frozen, validated object, with the origin of each of its values.
-
-Knows nothing of torch, of MLServer's classes or of loading; it reads the file system only to find the model.
-"""
+"""Reads a model's settings into one frozen, validated object, with the origin of each of its values."""
 
 from __future__ import annotations
 

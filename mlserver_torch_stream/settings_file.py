@@ -1,7 +1,4 @@
-"""Reads a file of settings, which is one JSON object; its errors name the file, the line and the key.
-
-Knows nothing of what the settings mean.
-"""
+"""Reads a file of settings, which is one JSON object; its errors name the file, the line and the key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Defines a request's choice of tools, and the tool calls of an answer.
-
-Knows nothing of how models and replies write a call.
-"""
+"""Defines a request's choice of tools, and the tool calls of an answer."""
 
 from __future__ import annotations
 

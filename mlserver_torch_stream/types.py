@@ -1,7 +1,4 @@
-"""Defines the vocabulary of all rooms: prompts, sampling parameters, requests, token events.
-
-Knows nothing of tensors, HTTP, gRPC or MLServer; it imports only the standard library.
-"""
+"""Defines the vocabulary of all rooms: prompts, sampling parameters, requests, token events."""
 
 from __future__ import annotations
 
@@ -166,7 +163,7 @@ class GenerationRequest:
 # lines of at most 64 KiB. A character is at most 19 bytes: a control character, which Seldon's spelling writes three
 # times, once as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130, and each byte
 # of a token up to 11.
-MOST_PER_EVENT = 1536
+MAX_PER_EVENT = 1536
 _TIMES_REASONING = 2  # OpenAI's objects say it under two names
 _CHARACTERS_PER_LOGPROB = 10
 _CHARACTERS_PER_ALTERNATIVE = 7
@@ -237,7 +234,7 @@ class TokenEvent:
 
     @property
     def size(self) -> int:
-        """In characters; ``MOST_PER_EVENT`` is the limit."""
+        """In characters; ``MAX_PER_EVENT`` is the limit."""
         said = len(self.text) + _TIMES_REASONING * len(self.reasoning) + sum(call.size for call in self.tool_calls)
         return said + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
 
@@ -273,7 +270,7 @@ class TokenEvent:
 def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
     """Adds an event to earlier ones of its sequence; merges it with the last of them if both are small enough and their
     contents stay in order."""
-    if events and events[-1].size + later.size <= MOST_PER_EVENT and events[-1].goes_before(later):
+    if events and events[-1].size + later.size <= MAX_PER_EVENT and events[-1].goes_before(later):
         events[-1] = events[-1].merge(later)
     else:
         events.append(later)
@@ -295,3 +292,11 @@ class ModelInfo:
     tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
     reasons: bool = False  # whether its answers may begin with a reasoning
     template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """``begin`` is None where the prompt has begun the reasoning; else an answer without ``begin`` has none."""
+
+    end: str
+    begin: str | None = None

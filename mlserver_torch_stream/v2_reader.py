@@ -1,7 +1,4 @@
-"""Reads a V2 reply in JSON, a unary one or one event of a stream: the part of each sequence, and the final flag.
-
-Knows nothing of HTTP and nothing of requests.
-"""
+"""Reads a V2 reply in JSON, a unary one or one event of a stream: the part of each sequence, and the final flag."""
 
 from __future__ import annotations
 

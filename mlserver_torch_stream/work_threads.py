@@ -1,6 +1,6 @@
 """Runs blocking work in a thread that never keeps the process from ending, and that can be cancelled.
 
-Knows nothing of the work. The event loop joins its own threads at exit, even while they load a model for minutes.
+The event loop joins its own threads at exit, even while they load a model for minutes.
 """
 
 from __future__ import annotations

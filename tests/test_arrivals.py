@@ -10,7 +10,7 @@ import pytest
 
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.errors import NotServing, TimedOut
-from mlserver_torch_stream.prompt_pieces import Arrivals
+from mlserver_torch_stream.generation import Arrivals
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 
 

@@ -98,9 +98,7 @@ def test_the_lines_of_a_step_are_those_of_the_code() -> None:
     section = markdown.read("docs/architecture.md").partition("## One step\n")[2].partition("\n## ")[0]
     lines = section.partition("```text\n")[2].partition("```")[0].splitlines()
     engine = ROOT / "mlserver_torch_stream/engine"
-    code = "".join(
-        (engine / file).read_text() for file in ("core.py", "batching/continuous.py", "scheduling/scheduler.py")
-    )
+    code = "".join((engine / file).read_text() for file in ("core.py", "step/continuous.py", "scheduler/scheduler.py"))
     names = {name for line in lines for name in re.findall(r"(\w+)\(", line.partition("#")[0])}
     assert 10 <= len(lines) <= 15 and len(names) > 5
     assert {name for name in names if not re.search(rf"\b_?{name}[(,]", code)} == set()

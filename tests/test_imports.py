@@ -17,13 +17,13 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = "mlserver_torch_stream"
-_SHIM = "torchserve/shim"
+_SHIM = "handlers/shim"
 _PATHS = {
     str(path.relative_to(_ROOT / _PACKAGE).with_suffix("")).removesuffix("/__init__"): path
     for path in sorted((_ROOT / _PACKAGE).rglob("*.py"))
 }  # "cloud/store" -> its file; a package bears its folder's name
 _EVERYTHING = "everything"
-_LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loading", "torchserve")
+_LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loading", "handlers")
 
 
 def _tables() -> list[list[tuple[str, str]]]:

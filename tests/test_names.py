@@ -10,7 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
-_SHIM = _PACKAGE / "torchserve" / "shim"
+_SHIM = _PACKAGE / "handlers" / "shim"
 _MODULES = [path for path in sorted(_PACKAGE.rglob("*.py")) if _SHIM not in path.parents]
 
 

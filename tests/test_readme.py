@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from mlserver.settings import ModelSettings, Settings
 
+from mlserver_torch_stream.handlers.config.archive import open_archive
+from mlserver_torch_stream.handlers.config.model_config import read_config
 from mlserver_torch_stream.server.options import PREFIX
 from mlserver_torch_stream.settings import parse_settings
-from mlserver_torch_stream.torchserve.archive import open_archive
-from mlserver_torch_stream.torchserve.config import read_config
 from tests import markdown, plain_http
 from tests.clients.environments import make_environment
 from tests.markdown import Block

@@ -1,17 +1,55 @@
-"""A batch as it is stored and as OpenAI's API shows it: its request, its status with times, its counts, its files.
+"""A batch as it is stored and as OpenAI's API shows it, the request that creates it, and the ids of objects.
 
-Knows no store and no clock: the caller passes ``now``, in seconds since the epoch.
+Ids sort in the order in which they were made.
+
+An id holds hexadecimal digits only, so it is safe as a part of a key or a path.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused
+from mlserver_torch_stream.cloud.rows import RunRefused
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
+from mlserver_torch_stream.protocol.values import is_text, refuse, shown
+
+FILE = "file-"
+BATCH = "batch_"
+_TIME_DIGITS = 12  # of milliseconds since the epoch
+_DIGITS = 32
+_ID = re.compile(rf"(?:{FILE}|{BATCH})[0-9a-f]{{{_DIGITS}}}")
+
+
+def is_id(prefix: str, text: object) -> bool:
+    return isinstance(text, str) and text.startswith(prefix) and _ID.fullmatch(text) is not None
+
+
+class IdMaker:
+    """Makes ids, each larger than the one before."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def make(self, prefix: str) -> str:
+        self._last = max(self._last + 1, int(time.time() * 1000))
+        return f"{prefix}{self._last:0{_TIME_DIGITS}x}{secrets.token_hex((_DIGITS - _TIME_DIGITS) // 2)}"
+
+
+def output_file_id(batch_id: str, kind: str) -> str:
+    """The id of a file that a batch writes: the same whenever it is written."""
+    made = batch_id.removeprefix(BATCH)[:_TIME_DIGITS]
+    rest = hashlib.sha256(f"{batch_id}/{kind}".encode()).hexdigest()[: _DIGITS - _TIME_DIGITS]
+    return f"{FILE}{made}{rest}"
+
 
 WINDOW = "24h"
 WINDOW_S = 24 * 3600
@@ -110,3 +148,51 @@ class BatchRecord:
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "metadata": None if self.metadata is None else dict(self.metadata),
         }
+
+
+_KEYS = ("input_file_id", "endpoint", "completion_window", "metadata")
+_UNIMPLEMENTED = ("output_expires_after",)
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # OpenAI's bounds of metadata
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    input_file_id: str
+    endpoint: str
+    metadata: Mapping[str, str] | None
+
+
+def read_batch_request(body: Mapping[str, Any]) -> BatchRequest:
+    """Raises InvalidInput, which names the field."""
+    for key, value in body.items():
+        if key in _UNIMPLEMENTED and value is not None:
+            raise InvalidInput(key, "is not implemented: files stay until they are deleted")
+        if key not in (*_KEYS, *_UNIMPLEMENTED):
+            refuse(key, value, _KEYS)
+    _one_of(body, "endpoint", tuple(OPENAI_SPELLINGS))
+    _one_of(body, "completion_window", (WINDOW,))
+    name = body.get("input_file_id")
+    if not is_id(FILE, name):
+        raise InvalidInput("input_file_id", f"must be the id of a file, got {shown(name)}")
+    return BatchRequest(str(name), str(body["endpoint"]), _metadata(body.get("metadata")))
+
+
+def _one_of(body: Mapping[str, Any], name: str, allowed: tuple[str, ...]) -> None:
+    value = body.get(name)
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidInput(name, f"must be {' or '.join(allowed)}, got {shown(value)}")
+
+
+def _metadata(given: Any) -> Mapping[str, str] | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise InvalidInput("metadata", f"must be an object, got {shown(given)}")
+    if len(given) > _MAX_PAIRS:
+        raise InvalidInput("metadata", f"holds {len(given)} pairs, more than {_MAX_PAIRS}")
+    for key, value in given.items():
+        if not is_text(key) or len(key) > _MAX_KEY:
+            raise InvalidInput("metadata", f"a key must be a string of at most {_MAX_KEY} characters")
+        if not is_text(value) or len(value) > _MAX_VALUE:
+            raise InvalidInput("metadata", f"{shown(key)} must be a string of at most {_MAX_VALUE} characters")
+    return given

@@ -1,6 +1,6 @@
-"""Runs one batch from its last stored part to its end: checks the input, answers the rows, writes the files.
+"""Runs one batch from its last stored part to its end: its models answer the rows until it is stopped.
 
-Knows nothing of other batches. If the run is killed, the next run of the same batch continues after the last part.
+If the run is killed, the next run of the same batch continues after the last part.
 """
 
 from __future__ import annotations
@@ -8,29 +8,125 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from mlserver_torch_stream.batches.batch_places import BatchPlaces
+from mlserver_torch_stream.batches.batch_files import BatchOutput, InputSummary, check_input, write_output_files
 from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
+from mlserver_torch_stream.batches.batch_store import BatchPlaces
 from mlserver_torch_stream.batches.file_store import content_key
-from mlserver_torch_stream.batches.input_check import InputSummary, check_input
-from mlserver_torch_stream.batches.output_files import BatchOutput, write_output_files
-from mlserver_torch_stream.batches.row_inference import CANCELLED, EXPIRED, RowInference
-from mlserver_torch_stream.batches.row_models import RowModels
-from mlserver_torch_stream.cloud.claim import identify
-from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing
-from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.lease import WriterLease, identify
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result
+from mlserver_torch_stream.cloud.rows import Failure, Kind, ObjectMissing, Outcome, Result, Row, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, settle
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError, UnknownModel
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
+from mlserver_torch_stream.protocol.values import is_text, shown
+
+
+class RowModel(Protocol):
+    """A loaded model."""
+
+    async def answer(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """OpenAI's object for the body of a row. It waits until the row may run beside the requests of clients.
+
+        Raises RequestError: NotServing or QueueFull where the same row may be answered later.
+        """
+
+
+class RowModels(Protocol):
+    """The models of this process."""
+
+    async def settled(self) -> None:
+        """Waits until no model is loading."""
+
+    def find(self, name: str) -> RowModel | None:
+        """The model that is loaded under this name; None if none is."""
+
+
+_PAUSES = Retry(first=0.1, longest=5.0)  # before a row is tried again whose model cannot take it now
+
+EXPIRED = Failure("batch_expired", "the batch's completion window ended before this row was answered")
+CANCELLED = Failure("batch_cancelled", "the batch was cancelled before this row was answered")
+
+
+class RowInference:
+    """``expected``: models that were there when the batch was validated. A row waits for such a model where it is
+    missing, since it is loading again; a row that names another one fails."""
+
+    def __init__(self, models: RowModels, endpoint: str, expected: Collection[str]) -> None:
+        self._models = models
+        self._endpoint = endpoint
+        self._expected = expected
+        self._why: Failure | None = None
+        self._stopped = asyncio.Event()
+
+    def stop(self, why: Failure) -> None:
+        """Fails every row without an answer, also a running one, with ``why``. Later calls change nothing."""
+        self._why = self._why or why
+        self._stopped.set()
+
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        return [await self._outcome(row) for row in rows]
+
+    async def _outcome(self, row: Row) -> Outcome:
+        if self._why is not None:
+            return Outcome(failure=self._why)
+        answering = asyncio.ensure_future(self._answer(row.body or {}))
+        stopping = asyncio.ensure_future(self._stopped.wait())
+        try:
+            await asyncio.wait({answering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Outcome(failure=self._why)
+            return Outcome(answering.result())
+        except RequestError as error:
+            return Outcome(failure=self._refusal(error))
+        finally:
+            answering.cancel()
+            stopping.cancel()
+            await asyncio.gather(answering, stopping, return_exceptions=True)
+
+    async def _answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        name = self._named(body)
+        failed = 0
+        while True:
+            model = self._models.find(name)
+            if model is None and name not in self._expected:
+                raise UnknownModel(name)
+            if model is not None:
+                with suppress(NotServing, QueueFull):  # the row is tried again after a pause
+                    return await model.answer(self._endpoint, body)
+            failed += 1
+            await asyncio.sleep(_PAUSES.pause(min(failed, 8), StoreUnavailable("")))
+
+    def _refusal(self, error: RequestError) -> Failure:
+        status, body = OPENAI_SPELLINGS[self._endpoint].refusal(error)
+        described = body["error"]
+        return Failure(described["code"] or described["type"], described["message"], status, described)
+
+    def _named(self, body: Mapping[str, Any]) -> str:
+        """The model that the row names. Raises InvalidInput."""
+        prompt = OPENAI_SPELLINGS[self._endpoint].prompt
+        if prompt not in body:
+            raise InvalidInput("url", f"must be {self._endpoint}, as the batch says, which takes {prompt}")
+        if body.get("model_version") is not None:
+            raise InvalidInput("model_version", "is not for rows of a batch: the newest version answers")
+        name = body.get("model")
+        if not is_text(name):
+            raise InvalidInput("model", f"must name a model of this server, got {shown(name)}")
+        return str(name)
+
 
 logger = logging.getLogger(__name__)
 

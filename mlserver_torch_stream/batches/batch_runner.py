@@ -1,6 +1,6 @@
 """Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
 
-Knows nothing of rows. A batch whose store fails is tried again; its delivered rows are kept.
+A batch whose store fails is tried again; its delivered rows are kept.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from mlserver_torch_stream.batches.batch_places import BatchPlaces
-from mlserver_torch_stream.batches.batch_record import BatchProblem, BatchRecord, BatchStatus
-from mlserver_torch_stream.batches.batch_request import BatchRequest
-from mlserver_torch_stream.batches.batch_run import BatchRun, first_of
+from mlserver_torch_stream.batches.batch_record import (
+    BATCH,
+    BatchProblem,
+    BatchRecord,
+    BatchRequest,
+    BatchStatus,
+    IdMaker,
+)
+from mlserver_torch_stream.batches.batch_run import BatchRun, RowModels, first_of
+from mlserver_torch_stream.batches.batch_store import BatchPlaces
 from mlserver_torch_stream.batches.file_store import PURPOSE
-from mlserver_torch_stream.batches.object_ids import BATCH, IdMaker
-from mlserver_torch_stream.batches.row_models import RowModels
-from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.batches.pages import NoSuchObject, translating_store_errors
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, RunRefused
+from mlserver_torch_stream.cloud.rows import CloudError, InUse, RunRefused
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
 
 logger = logging.getLogger(__name__)
 
-MOST_UNFINISHED = 100  # batches that have not ended; further ones are refused
+MAX_UNFINISHED = 100  # batches that have not ended; further ones are refused
 _AT_ONCE = 4
 _PAUSES = Retry(first=1.0, longest=60.0)
 _IN_USE_S = 15.0  # before another look at a batch that another process runs, or ran until it died
@@ -60,8 +64,8 @@ class BatchRunner:
         """Raises RequestError."""
         if not self._open:
             raise NotServing("the server is shutting down")
-        if len(self._runs) >= MOST_UNFINISHED:
-            raise QueueFull(f"{len(self._runs)} batches have not ended, of {MOST_UNFINISHED} allowed", 60)
+        if len(self._runs) >= MAX_UNFINISHED:
+            raise QueueFull(f"{len(self._runs)} batches have not ended, of {MAX_UNFINISHED} allowed", 60)
         await self._check_input(request.input_file_id)
         made = self._ids.make(BATCH)
         record = BatchRecord(made, request.input_file_id, request.endpoint, int(time.time()), request.metadata)

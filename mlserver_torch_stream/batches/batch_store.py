@@ -1,6 +1,6 @@
-"""Keeps the records of batches, and changes them one at a time.
+"""Keeps the records of batches at their places in one folder or bucket, and changes them one at a time.
 
-Knows nothing of what a change means. A change is conditional on the version that it was made from, as another process
+A change is conditional on the version that it was made from, as another process
 may change the same record.
 """
 
@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mlserver_torch_stream.batches.batch_record import BatchRecord
-from mlserver_torch_stream.batches.object_ids import BATCH
-from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, read_object, read_page, stored_ids
-from mlserver_torch_stream.batches.store_errors import translating_store_errors
+from mlserver_torch_stream.batches.batch_record import BATCH, BatchRecord, IdMaker
+from mlserver_torch_stream.batches.file_store import FileStore
+from mlserver_torch_stream.batches.pages import (
+    SUFFIX,
+    BatchesOff,
+    PageQuery,
+    read_object,
+    read_page,
+    stored_ids,
+    translating_store_errors,
+)
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged
+from mlserver_torch_stream.cloud.rows import CloudError, ObjectChanged, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.store import Store
 
 Change = Callable[[BatchRecord], BatchRecord]
@@ -62,3 +70,40 @@ class BatchStore:
                     return now
                 except ObjectChanged:
                     continue  # another process was faster, or the store's answer to our own write was lost
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlaces:
+    """``url``: of the folder or bucket. ``runs/<batch>`` holds the parts of a batch that has not ended."""
+
+    url: str
+    files: FileStore
+    batches: BatchStore
+    retry: Retry
+
+    @classmethod
+    def open(cls, url: str, ids: IdMaker) -> BatchPlaces:
+        """Raises BatchesOff, also where the library of stores is not installed."""
+        if url.startswith(("http://", "https://")):
+            raise BatchesOff("an HTTP server is for reading; files and batches need s3, gs, az or a folder")
+        retry = Retry()
+        try:
+            url = Store.open(url).url
+            files = FileStore(Store.open(f"{url}/files"), Store.open(f"{url}/contents"), retry, ids)
+            return cls(url, files, BatchStore(Store.open(f"{url}/batches"), retry), retry)
+        except CloudError as error:
+            raise BatchesOff(error.message) from None
+
+    @property
+    def contents(self) -> str:
+        return f"{self.url}/contents"
+
+    def run(self, batch_id: str) -> str:
+        return f"{self.url}/runs/{batch_id}"
+
+    def open_run(self, batch_id: str) -> Store:
+        """Raises StoreUnavailable, never RunRefused: the store was opened before, so it may well be again."""
+        try:
+            return Store.open(self.run(batch_id))
+        except RunRefused as error:
+            raise StoreUnavailable(error.message) from None

@@ -1,6 +1,6 @@
 """Keeps files: the content of each, and the object that describes it, which is written last.
 
-Knows nothing of HTTP and batches. A file exists once its object does; a content without one is never shown.
+A file exists once its object does; a content without one is never shown.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
-from mlserver_torch_stream.batches.object_ids import FILE, IdMaker
-from mlserver_torch_stream.batches.pages import SUFFIX, PageQuery, read_object, read_page
-from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.batches.batch_record import FILE, IdMaker
+from mlserver_torch_stream.batches.pages import (
+    SUFFIX,
+    NoSuchObject,
+    PageQuery,
+    read_object,
+    read_page,
+    translating_store_errors,
+)
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectMissing, RunRefused
-from mlserver_torch_stream.cloud.object_upload import ObjectUpload
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.rows import CloudError, ObjectMissing, RunRefused
+from mlserver_torch_stream.cloud.store import ObjectUpload, Store
 
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 _JSONL = ".jsonl"

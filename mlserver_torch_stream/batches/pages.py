@@ -1,26 +1,63 @@
-"""Reads JSON objects of a store: one by its id, or a page of them in the order of their ids, as OpenAI's API does.
-
-Knows nothing of what the objects hold.
-"""
+"""Reads JSON objects of a store, one or a page of them, and turns its errors into errors of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mlserver_torch_stream.batches.object_ids import is_id
-from mlserver_torch_stream.batches.store_errors import NoSuchObject, translating_store_errors
+from mlserver_torch_stream.batches.batch_record import is_id
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, RunRefused
+from mlserver_torch_stream.cloud.rows import CloudError, ObjectMissing, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.store import Store
-from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.unsupported import refuse
-from mlserver_torch_stream.protocol.values import shown
+from mlserver_torch_stream.errors import InvalidInput, NotServing, RequestError
+from mlserver_torch_stream.protocol.values import refuse, shown
 
 logger = logging.getLogger(__name__)
+
+
+class BatchesOff(RequestError):
+    """The server has no store for files and batches."""
+
+    status = 404
+
+
+class NoSuchObject(RequestError):
+    """No file or batch has this id."""
+
+    status = 404
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"no {kind} has the id {name[:100]!r}")
+
+
+class StoreFull(RequestError):
+    """The store has no room left."""
+
+    status = 507
+
+
+class FileTooLarge(RequestError):
+    """A file is larger than the settings allow."""
+
+    status = 413
+
+
+@contextmanager
+def translating_store_errors() -> Iterator[None]:
+    """Raises a store's error as the error of a request. The log gets the details; the client does not."""
+    try:
+        yield
+    except StorageFull as error:
+        logger.error("The store of files and batches is full: %s", error.message)
+        raise StoreFull("the store of files and batches is full") from None
+    except CloudError as error:
+        logger.error("The store of files and batches failed: %s", error.message)
+        raise NotServing(f"the store of files and batches does not answer ({error.code})") from None
+
 
 SUFFIX = ".json"
 _AT_ONCE = 32  # objects that are read at a time

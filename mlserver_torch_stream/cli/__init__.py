@@ -1,7 +1,6 @@
 """The ``mlserver-torch-stream`` command: passes the command line to the subcommand that it names.
 
-Knows nothing inside a subcommand: each is a module of this package with a ``main(argv) -> int``. It is imported when it
-is chosen, so that ``--help`` is fast.
+It is imported when it is chosen, so that ``--help`` is fast.
 """
 
 from __future__ import annotations

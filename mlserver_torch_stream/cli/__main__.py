@@ -1,7 +1,4 @@
-"""``python -m mlserver_torch_stream.cli`` runs the command where its script is not on the path.
-
-Knows only ``main``.
-"""
+"""``python -m mlserver_torch_stream.cli`` runs the command where its script is not on the path."""
 
 import sys
 

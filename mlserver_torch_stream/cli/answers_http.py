@@ -1,25 +1,113 @@
-"""Builds OpenAI's objects from the answers of servers, from one body or from the events of a stream.
+"""Turns rows into OpenAI's requests and the answers of servers into OpenAI's objects.
 
-Knows two spellings of answers, OpenAI's and V2's. Knows nothing of HTTP.
+Knows two spellings of answers, OpenAI's and V2's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlserver_torch_stream.client.openai_json import error_message
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice
-from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
-from mlserver_torch_stream.protocol.text_completion import completion
+from mlserver_torch_stream.cloud.naming import closed_format
+from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
+from mlserver_torch_stream.protocol.openai_batch import ChunkFold, check_model
+from mlserver_torch_stream.protocol.openai_objects import ChatChoice, completion
+from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.openai_stream import BAD_REQUEST, error_object
+from mlserver_torch_stream.protocol.responses_request import INPUT
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
 
+_RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
+
+
+class RowUnsuitable(Exception):
+    """The model cannot take this row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuestion:
+    """One row as a request: ``messages`` or ``prompt``, and its parameters."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    parameters: dict[str, Any]
+
+    @property
+    def chat(self) -> bool:
+        return self.messages is not None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
+        return {**prompt, **self.parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """How rows become requests. ``defaults``: parameters that a row may override; ``chat``: a text is a user's message;
+    ``media``: images and sound may be parts of a message; ``served``: the model's names in rows.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    media: bool = False
+    served: Collection[str] = ()
+
+    def takes(self, kind: Kind) -> bool:
+        return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
+
+    def ask(self, row: Row) -> RowQuestion:
+        """The row's request. Raises RowUnsuitable or UnknownModel."""
+        if not self.takes(row.kind):
+            form = closed_format(row.key, row.kind)
+            raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
+        if row.kind is Kind.TEXT:
+            text = row.data.decode("utf-8-sig")
+            body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
+        elif row.kind is Kind.JSONL:
+            body = dict(row.body or {})
+            check_model(body, self.served)
+            if INPUT in body:
+                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
+        else:
+            body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
+        said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}
+        return RowQuestion(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
+
+
+def _media(row: Row) -> dict[str, Any]:
+    ending = row.key.rpartition(".")[2].lower()
+    encoded = base64.b64encode(row.data).decode()
+    if row.kind is Kind.IMAGE:
+        kind = "jpeg" if ending == "jpg" else ending
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
+    return {"type": "input_audio", "input_audio": {"data": encoded, "format": ending}}
+
+
+async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
+    """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
+    tasks = [asyncio.ensure_future(one(row)) for row in rows]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def refused(code: str, message: str) -> Outcome:
+    """The outcome of a row that was not sent to the model."""
+    return Outcome(failure=Failure(code, message, BAD_REQUEST, error_object(BAD_REQUEST, message, code=code)))
+
+
 DONE = "[DONE]"
-_MOST_LEVELS = 500  # Python writes JSON of some 900 levels
+_MAX_LEVELS = 500  # Python writes JSON of some 900 levels
 
 
 class GenerationBroke(Exception):
@@ -39,7 +127,7 @@ def parse(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=lambda constant: None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if _brackets(text) > _MOST_LEVELS and not _within_levels(value):
+    if _brackets(text) > _MAX_LEVELS and not _within_levels(value):
         raise ValueError("it is nested too deeply")
     return value
 
@@ -50,7 +138,7 @@ def _brackets(text: str | bytes) -> int:
 
 def _within_levels(value: Any) -> bool:
     level = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         level = [each for values in inner for each in values]
         if not level:

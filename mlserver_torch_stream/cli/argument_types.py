@@ -1,12 +1,14 @@
-"""Converts numbers for argparse, with errors that say which values are allowed.
+"""Converts numbers for argparse, and reads API keys from the environment or a file.
 
-Knows no command.
+No message holds the key.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 
 from mlserver_torch_stream.byte_size import parse_bytes
 
@@ -61,3 +63,41 @@ def _whole(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, got {text!r}")
     return number
+
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+_SHORTEST_SECRET = 8  # characters
+
+
+def openai_key() -> str | None:
+    """None where none is set. Raises ValueError for one that a header cannot carry: HTTP libraries would quote it."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{KEY_VARIABLE}: has characters that a header cannot carry")
+    return key or None
+
+
+def key_in_file(path: str) -> str:
+    """The first key of a file as the server reads it: one a line, without comments. Raises ValueError."""
+    try:
+        lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file: {path} cannot be read: {error}") from None
+    key = next((line for line in lines if line and not line.startswith("#")), None)
+    if key is None:
+        raise ValueError(f"--api-key-file: {path} has no key")
+    return key
+
+
+def without_key(text: str) -> str:
+    """The text without the key, which a server may repeat in its error.
+
+    A key too short to be a secret, such as EMPTY, stays.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries the key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}

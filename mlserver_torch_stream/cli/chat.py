@@ -1,4 +1,4 @@
-"""Chats in a terminal: reads lines, streams answers, keeps the conversation.
+"""Chats in a terminal: reads lines, shows answers as they stream, measures them, keeps the conversation.
 
 Knows the client only, and neither models nor servers.
 """
@@ -16,18 +16,107 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.cli.answer_meter import AnswerMeter
-from mlserver_torch_stream.cli.answer_view import DIM, PLAIN, AnswerView
-from mlserver_torch_stream.cli.argument_types import positive
-from mlserver_torch_stream.cli.openai_key import KEY_VARIABLE, key_in_file, openai_key, without_key
+from mlserver_torch_stream.cli.argument_types import KEY_VARIABLE, key_in_file, openai_key, positive, without_key
+from mlserver_torch_stream.client import Delta, ToolCallDelta
 from mlserver_torch_stream.client.address import without_credentials
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+
+
+class AnswerMeter:
+    """Times are in seconds on any clock. A delta without token ids counts as one token; unless the server tells its
+    own count at the end, the sum of such deltas is shown as an estimate."""
+
+    def __init__(self, now: float) -> None:
+        self._asked = now
+        self._first = self._last = now
+        self._first_tokens = 0  # a delta may hold several
+        self._tokens = 0
+        self._estimated = False
+
+    def add(self, delta: Delta, now: float) -> None:
+        if delta.text or delta.reasoning or delta.tool_calls or delta.token_ids:
+            count = len(delta.token_ids) or 1
+            if not self._tokens:
+                self._first, self._first_tokens = now, count
+            self._last = now
+            self._tokens += count
+            self._estimated = self._estimated or not delta.token_ids
+        if delta.usage is not None:
+            self._tokens, self._estimated = delta.usage.completion_tokens, False
+
+    def summary(self) -> str:
+        """One line; empty if there was no token."""
+        if not self._tokens:
+            return ""
+        parts = [f"{'~' if self._estimated else ''}{self._tokens} token{'' if self._tokens == 1 else 's'}"]
+        later, seconds = self._tokens - self._first_tokens, self._last - self._first
+        if later > 0 and seconds > 0:
+            parts.append(f"{later / seconds:.1f} tokens/s")
+        return ", ".join([*parts, f"first token after {self._first - self._asked:.2f} s"])
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+_CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+class AnswerView:
+    """Without ``styled`` it shows the text alone, as the model wrote it."""
+
+    def __init__(self, sink: TextIO, *, styled: bool) -> None:
+        self._sink = sink
+        self._styled = styled
+        self._dim = False
+        self._last: bool | None = None  # whether what was shown last is dimmed
+        self._call: int | None = None  # the call that is shown
+
+    def add(self, delta: Delta) -> None:
+        if not self._styled:
+            self._sink.write(delta.text)
+            return
+        self._show(delta.reasoning, dim=True)
+        self._show(delta.text, dim=False)
+        for call in delta.tool_calls:
+            self._show_call(call)
+
+    def end(self) -> None:
+        """Ends the style, also of an answer that was stopped."""
+        if self._call is not None:
+            self._sink.write(")")
+        if self._dim:
+            self._sink.write(PLAIN)
+        self._dim, self._call = False, None
+
+    def _show_call(self, call: ToolCallDelta) -> None:
+        if call.index != self._call:
+            self.end()
+            self._call = call.index
+            self._show(f"{call.name}(", dim=True, apart=True)
+        self._show(call.arguments, dim=True)
+
+    def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
+        """``apart``: on a line of its own, as a change between reasoning and text is."""
+        if not text:
+            return
+        if not dim:
+            self.end()
+        if apart or dim != self._last:
+            self._sink.write("" if self._last is None else "\n")
+        if dim and not self._dim:
+            self._sink.write(DIM)
+        self._dim = self._last = dim
+        self._sink.write(visible(text))
+
+
+def visible(text: str) -> str:
+    """The text without the control characters that would steer a terminal."""
+    return text.translate(_CONTROL)
+
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 _MAX_TOKENS = 512  # of V2's answers; servers of OpenAI's API have limits of their own
 _PROMPT = "you> "
 _COMMANDS = ("/clear", "/system", "/quit", "/exit")
-_MOST_ERROR_CHARACTERS = 500
+_MAX_ERROR_CHARACTERS = 500
 
 
 def main(argv: Sequence[str]) -> int:
@@ -175,7 +264,7 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
 
 def _complain(error: object) -> None:
     """In one line, whatever the server said."""
-    print(f"error: {' '.join(without_key(str(error)).split())[:_MOST_ERROR_CHARACTERS]}", file=sys.stderr)
+    print(f"error: {' '.join(without_key(str(error)).split())[:_MAX_ERROR_CHARACTERS]}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mlserver_torch_stream.cli.cloud_options import INTERRUPTED, REFUSED, check, parser
 from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused
+from mlserver_torch_stream.cloud.rows import RunRefused
 
 
 def main(argv: Sequence[str]) -> int:

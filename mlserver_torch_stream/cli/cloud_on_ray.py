@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import RENEW_S, SILENCE_S
+from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import Done, find_done
 from mlserver_torch_stream.cloud.store import Store

@@ -1,7 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud``, and the objects that the room ``cloud`` gets from them.
-
-Knows no engine and no server, and runs nothing.
-"""
+"""The options of ``mlserver-torch-stream cloud``, and the objects that the room ``cloud`` gets from them."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ import json
 import os
 from typing import Any
 
-from mlserver_torch_stream.cli.argument_types import count, nbytes, positive, seconds
+from mlserver_torch_stream.cli.answers_http import RowRequest
+from mlserver_torch_stream.cli.argument_types import count, nbytes, openai_key, positive, seconds
 from mlserver_torch_stream.cli.object_options import add_objects, check_object_options, chunking, kind_for_all
-from mlserver_torch_stream.cli.openai_key import openai_key
-from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.rows import Kind, RunRefused
 from mlserver_torch_stream.cloud.run import CloudRun
 
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130

@@ -1,6 +1,6 @@
 """Runs ``cloud run``: loads the model or asks its server, shows progress, writes parts or lines, prints a summary.
 
-Knows the stages and the terminal. Knows nothing of how options are parsed, which ``cloud_options`` does.
+Knows the stages and the terminal.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cli import cloud_options as options
+from mlserver_torch_stream.cli.answers_http import RowRequest
 from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
 from mlserver_torch_stream.cli.infer_handler import HandlerInfer
 from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cli.infer_predictions import PredictionInfer
-from mlserver_torch_stream.cli.infer_tensors import TensorInfer
+from mlserver_torch_stream.cli.infer_objects import PredictionInfer, TensorInfer
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.object_options import hands_objects, object_request
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
-from mlserver_torch_stream.cli.row_completion import RowRequest
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.rows import Infer, Kind, Row
+from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, Row, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 

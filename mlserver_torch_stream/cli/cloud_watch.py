@@ -1,6 +1,6 @@
 """Runs ``cloud watch``: over a queue of notifications, by polling, or over a Kafka topic.
 
-Knows the options and the model. Knows nothing of how announcements are processed, which the room ``cloud`` does.
+Knows the options and the model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from mlserver_torch_stream.cli import cloud_options as options
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
 from mlserver_torch_stream.cli.object_options import chunking, kind_for_all
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import InUse, RunRefused
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
-from mlserver_torch_stream.cloud.polling import Poller
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Queue, read_credentials
 from mlserver_torch_stream.cloud.store import Store
-from mlserver_torch_stream.cloud.watching import Watcher
+from mlserver_torch_stream.cloud.watch import Poller, Watcher
 
 
 def watch(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,4 @@
-"""``mlserver-torch-stream import-mar``: makes a folder that ``mlserver start`` serves from a TorchServe archive.
-
-Knows nothing of handlers: it runs nothing of the archive and installs nothing.
-"""
+"""``mlserver-torch-stream import-mar``: makes a folder that ``mlserver start`` serves from a TorchServe archive."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from uuid import uuid4
 from mlserver_torch_stream.cli.argument_types import positive
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.torchserve.archive import Archive
+    from mlserver_torch_stream.handlers.config.archive import Archive
 
 SETTINGS = "model-settings.json"
 _METRICS = "metrics.yaml"
@@ -25,7 +22,7 @@ _METRICS = "metrics.yaml"
 
 def main(argv: Sequence[str]) -> int:
     from mlserver_torch_stream.errors import LoadFailed, SettingsError
-    from mlserver_torch_stream.torchserve.unpacking import BYTES_KEY, FILES_KEY
+    from mlserver_torch_stream.handlers.config.unpacking import BYTES_KEY, FILES_KEY
 
     arguments = _parser().parse_args(argv)
     try:
@@ -51,11 +48,10 @@ def import_mar(
     ``properties``: TorchServe's config.properties. ``bounds``: the limits of the unpacked size, by the keys of
     ``parameters.extra``.
     """
-    from mlserver_torch_stream.torchserve.archive import open_archive
-    from mlserver_torch_stream.torchserve.archive_settings import model_name, model_settings, model_version
-    from mlserver_torch_stream.torchserve.metrics_config import find_metrics_config
-    from mlserver_torch_stream.torchserve.properties import METRICS_CONFIG, carried, read_properties_file
-    from mlserver_torch_stream.torchserve.unpacking import take_bounds
+    from mlserver_torch_stream.handlers.config.archive import model_name, model_settings, model_version, open_archive
+    from mlserver_torch_stream.handlers.config.properties import METRICS_CONFIG, carried, read_properties_file
+    from mlserver_torch_stream.handlers.config.unpacking import take_bounds
+    from mlserver_torch_stream.handlers.config.worker_settings import find_metrics_config
 
     archive = open_archive(uri, None, take_bounds(dict(bounds)))
     try:
@@ -120,7 +116,7 @@ def _check_folder(folder: Path, force: bool) -> None:
 def _property_notes(
     given: Mapping[str, str], name: str, version: str | None, extra: Mapping[str, Any]
 ) -> Iterator[str]:
-    from mlserver_torch_stream.torchserve.properties import not_carried_over
+    from mlserver_torch_stream.handlers.config.properties import not_carried_over
 
     for key, value in extra.items():
         yield f"carried over from config.properties: {key}: {value}"
@@ -130,9 +126,9 @@ def _property_notes(
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
     """One line for each thing that TorchServe does and this runtime does not. Raises SettingsError."""
-    from mlserver_torch_stream.torchserve.config import not_honoured, read_config
-    from mlserver_torch_stream.torchserve.interpreter import not_installed
-    from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
+    from mlserver_torch_stream.handlers.config.model_config import not_honoured, read_config
+    from mlserver_torch_stream.handlers.config.worker_settings import not_installed
+    from mlserver_torch_stream.handlers.worker.handler import BUILT_IN
 
     config = read_config(archive.yaml, extra)
     for line in not_honoured(archive.yaml, config):

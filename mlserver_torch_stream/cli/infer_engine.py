@@ -1,6 +1,6 @@
 """Infers rows with an engine in this process.
 
-Knows the engine's interface and OpenAI's objects. Knows nothing of HTTP or MLServer.
+Knows the engine's interface and OpenAI's objects.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mlserver_torch_stream.cli.answers_http import RowQuestion, RowRequest, RowUnsuitable, each, refused
 from mlserver_torch_stream.cli.interruptible import in_a_thread
-from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
-from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
+from mlserver_torch_stream.cloud.rows import Outcome, Row, RunRefused, StoreUnavailable, refusal
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import (
     GenerationFailed,
@@ -25,9 +24,9 @@ from mlserver_torch_stream.errors import (
     RequestError,
     SettingsError,
 )
+from mlserver_torch_stream.protocol.openai_objects import completion
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.reply_values import CollectedReply
-from mlserver_torch_stream.protocol.text_completion import completion
 from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Infers rows with a TorchServe handler in worker processes of this command, each batch in one call of the handler.
 
-Knows the workers' pool and its requests. Knows nothing of objects, outputs or HTTP.
+Knows the workers' pool and its requests.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cli.interruptible import in_a_thread
 from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector, answer_too_large
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
-from mlserver_torch_stream.cloud.rows import Outcome, Row, refusal
+from mlserver_torch_stream.cloud.rows import Outcome, Row, RunRefused, StoreUnavailable, refusal
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull, RequestError, SettingsError
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.torchserve.handler_request import HandlerJob, HandlerRequest
-    from mlserver_torch_stream.torchserve.runtime.build import BuiltPool
+    from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, HandlerRequest
+    from mlserver_torch_stream.handlers.runtime.build import BuiltPool
 
 # A batch of the run is a batch of the handler, whose own queue adds no wait, and no bound: the run's window has one.
 _BATCHED_BY_THE_RUN = {"maxBatchDelay": 0, "jobQueueSize": 1_000_000, "useJobTicket": False}
@@ -47,7 +46,7 @@ class HandlerInfer:
         from mlserver import ModelSettings
         from mlserver.settings import ModelParameters
 
-        from mlserver_torch_stream.torchserve.runtime.build import build
+        from mlserver_torch_stream.handlers.runtime.build import build
 
         size = {} if batch_rows is None else {"batchSize": batch_rows}
         # Made without validation, which would merge MLServer's environment variables into them.
@@ -87,15 +86,15 @@ class HandlerInfer:
         await asyncio.to_thread(self.built.shutdown)
 
     def _request(self, row: Row) -> HandlerRequest:
-        from mlserver_torch_stream.torchserve.handler_request import RequestPart
-        from mlserver_torch_stream.torchserve.v2_input import read_parts
+        from mlserver_torch_stream.handlers.pool.handler_request import RequestPart
+        from mlserver_torch_stream.handlers.runtime.v2_messages import read_parts
 
         part = RequestPart("body", self.request.content_type(row), row.data)
         headers, request_id = self.request.all_headers(row), self.request.request_id(row)
         return read_parts([part], headers, request_id, self.built.engine.config)
 
     async def _outcome(self, job: HandlerJob) -> Outcome:
-        from mlserver_torch_stream.torchserve.handler_request import WorkerLost
+        from mlserver_torch_stream.handlers.pool.handler_request import WorkerLost
 
         pieces, began = PieceCollector(), time.monotonic()
         try:

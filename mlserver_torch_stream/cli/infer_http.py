@@ -1,12 +1,16 @@
-"""Infers rows with a server over HTTP, in the V2 protocol or OpenAI's API, streamed or not.
+"""Infers rows with a server over HTTP, in the V2 protocol or OpenAI's API, with adaptive concurrency.
 
-Knows the two spellings. Knows nothing of objects and outputs.
+Knows the two spellings.
+
+``Concurrency`` knows no clock and no tasks; ``Gate`` makes tasks wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,38 +18,132 @@ from typing import Any, cast
 
 import httpx
 
-from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
 from mlserver_torch_stream.cli.answers_http import (
     GenerationBroke,
     HttpAnswer,
     OpenAIAnswer,
+    RowQuestion,
+    RowRequest,
+    RowUnsuitable,
     V2ServerAnswer,
+    each,
     parse,
+    refused,
 )
-from mlserver_torch_stream.cli.openai_key import authorization, without_key
-from mlserver_torch_stream.cli.row_completion import RowQuestion, RowRequest, RowUnsuitable, each, refused
+from mlserver_torch_stream.cli.argument_types import authorization, without_key
 from mlserver_torch_stream.client import AsyncClient, ClientError, EventParser
 from mlserver_torch_stream.client.address import Api
-from mlserver_torch_stream.client.generation_call import GenerationCall
+from mlserver_torch_stream.client.call import GenerationCall
 from mlserver_torch_stream.client.http_transport import retry_after_s
 from mlserver_torch_stream.client.openai_json import error_message
 from mlserver_torch_stream.client.v2_json import V2Json
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import (
+from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     CloudError,
+    Failure,
     ObjectMissing,
+    Outcome,
+    Row,
     RunRefused,
     StoreUnavailable,
+    refusal,
 )
-from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, refusal
 from mlserver_torch_stream.errors import RequestError
-from mlserver_torch_stream.protocol.openai_error import error_object
+from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
+
+
+class Concurrency:
+    """Additive increase, multiplicative decrease, between 1 and ``most``. The refusal of a request that started before
+    the last decrease does not decrease the limit again."""
+
+    def __init__(self, most: int, start: int = 4) -> None:
+        if most < 1:
+            raise ValueError("at least one request is in flight")
+        self.most = most
+        self._limit = float(min(start, most))
+        self._cuts = 0
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    def started(self) -> int:
+        """A value that the request passes to ``refused`` if the server refuses it."""
+        return self._cuts
+
+    def answered(self) -> None:
+        self._limit = min(float(self.most), self._limit + 1 / self._limit)
+
+    def refused(self, started: int) -> None:
+        if started == self._cuts:
+            self._cuts += 1
+            self._limit = max(1.0, self._limit / 2)
+
+
+class Gate:
+    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival.
+
+    A task that is to be alone waits until all others have left, and those behind it wait until it has left.
+    """
+
+    def __init__(self, concurrency: Concurrency) -> None:
+        self.concurrency = concurrency
+        self.inside = 0
+        self._closed = False  # the task inside is alone
+        self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
+
+    @asynccontextmanager
+    async def through(self, alone: bool = False) -> AsyncIterator[int]:
+        """Yields the argument for ``Concurrency.refused``."""
+        if not self._waiting and self._has_room(alone):
+            self._enter(alone)
+        else:
+            await self._wait(alone)
+        try:
+            yield self.concurrency.started()
+        finally:
+            self._leave()
+
+    def _has_room(self, alone: bool) -> bool:
+        return not self._closed and self.inside < (1 if alone else self.concurrency.limit)
+
+    def _enter(self, alone: bool) -> None:
+        self.inside += 1
+        self._closed = alone
+
+    async def _wait(self, alone: bool) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, alone))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the task was let through before it was cancelled
+                self._leave()
+            else:
+                self._admit()  # the task may have been alone at the head, before others that have room
+            raise
+
+    def _leave(self) -> None:
+        self.inside -= 1
+        self._closed = False
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            turn, alone = self._waiting[0]
+            if not turn.done():  # a cancelled task's turn is done
+                if not self._has_room(alone):
+                    return
+                self._enter(alone)
+                turn.set_result(None)
+            self._waiting.popleft()
+
 
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
-MOST_ERROR_CHARACTERS = 2000
+MAX_ERROR_CHARACTERS = 2000
 _JSON = {"Content-Type": "application/json"}
 _BROKEN, _UNREADABLE = 500, 502  # statuses of failures after a 200
 _MODELS_TIMEOUT_S = 10.0
@@ -257,7 +355,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
         error = parse(body)["error"]
         return error_message(error), error if isinstance(error, dict) else None
     except (ValueError, KeyError, TypeError):
-        return body[:MOST_ERROR_CHARACTERS].strip(), None
+        return body[:MAX_ERROR_CHARACTERS].strip(), None
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:

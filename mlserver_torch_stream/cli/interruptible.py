@@ -1,7 +1,4 @@
-"""Ends a command at a signal, also while one of its threads runs a call that cannot be stopped, such as a load.
-
-Knows nothing of what the command does.
-"""
+"""Ends a command at a signal, also while one of its threads runs a call that cannot be stopped, such as a load."""
 
 from __future__ import annotations
 

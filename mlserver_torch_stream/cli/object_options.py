@@ -1,7 +1,4 @@
-"""The options of ``mlserver-torch-stream cloud`` for objects whose bytes are passed on unchanged.
-
-Knows neither handlers nor servers, and runs nothing.
-"""
+"""The options of ``mlserver-torch-stream cloud`` for objects whose bytes are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ import re
 
 from mlserver_torch_stream.cli.argument_types import nbytes
 from mlserver_torch_stream.cli.object_row import ObjectRequest
-from mlserver_torch_stream.cloud.chunking import WHOLE_BYTES, Chunking
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused
-from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.parse import WHOLE_BYTES, Chunking
+from mlserver_torch_stream.cloud.rows import Kind, RunRefused
 from mlserver_torch_stream.model_source import find_path
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_MOST_HEADERS = 2**20  # bytes
+_MAX_HEADERS = 2**20  # bytes
 _SET_HERE = re.compile(r"x-(object|chunk)-.*|x-request-id|content-.*|host|connection|transfer-encoding")
 _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
@@ -120,9 +116,9 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 def _check_message(arguments: argparse.Namespace) -> None:
     """A chunk, or a whole object, and its headers are one message to a worker."""
-    from mlserver_torch_stream.torchserve.frames import MOST_BYTES
+    from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
-    most = MOST_BYTES - _MOST_HEADERS
+    most = MAX_BYTES - _MAX_HEADERS
     if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
         name = "chunk" if arguments.chunk_bytes else "whole"
         raise RunRefused(f"--{name}-bytes: a handler takes at most {most} bytes at a time")

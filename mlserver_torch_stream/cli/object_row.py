@@ -1,6 +1,6 @@
 """Turns a whole object, or a chunk of one, into a request for a handler, and the answer into the body of an output row.
 
-Knows neither handlers nor servers. What a request says beside its bytes is in headers, where handlers read it.
+What a request says beside its bytes is in headers, where handlers read it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from mlserver_torch_stream.cli.answers_http import parse
-from mlserver_torch_stream.cloud.chunk_join import MOST_ANSWER_BYTES, PREDICTIONS
+from mlserver_torch_stream.cloud.parse import MAX_ANSWER_BYTES, PREDICTIONS
 from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row
 
 _BYTES = "application/octet-stream"
 _JSON = "application/json"
-_MOST_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
+_MAX_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
 _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 
 
@@ -72,10 +72,10 @@ class PieceCollector:
     def add(self, value: bytes, content_type: str) -> None:
         """Raises AnswerTooLarge."""
         self._bytes += len(value)
-        if self._bytes > MOST_ANSWER_BYTES:
-            raise AnswerTooLarge(f"the answer is more than {MOST_ANSWER_BYTES} bytes")
-        if len(self.found) == _MOST_PIECES:
-            raise AnswerTooLarge(f"the answer has more than {_MOST_PIECES} pieces")
+        if self._bytes > MAX_ANSWER_BYTES:
+            raise AnswerTooLarge(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+        if len(self.found) == _MAX_PIECES:
+            raise AnswerTooLarge(f"the answer has more than {_MAX_PIECES} pieces")
         self.found.append((value, content_type))
 
 

@@ -16,9 +16,7 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import resolve_source
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.planning.capacity import CapacityPlan
-    from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec
-    from mlserver_torch_stream.engine.planning.model_size import ModelSize
+    from mlserver_torch_stream.engine.capacity import CapacityPlan, DeviceSpec, ModelSize
 
 _CONTEXT = 4096
 _DEVICES = 8
@@ -30,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = _device(arguments)
         source = resolve_source(arguments.model)
-        from mlserver_torch_stream.engine.planning.capacity import plan_model
-        from mlserver_torch_stream.engine.planning.model_size import read_size
+        from mlserver_torch_stream.engine.capacity import plan_model, read_size
 
         device_type = "cpu" if arguments.device == _HOST else "cuda"
         size = read_size(source, arguments.dtype, arguments.revision, device_type)
@@ -45,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _device(arguments: argparse.Namespace) -> DeviceSpec:
-    from mlserver_torch_stream.engine.loading.host_limits import read_host
-    from mlserver_torch_stream.engine.planning.device_catalogue import DeviceSpec, find_device
+    from mlserver_torch_stream.engine.capacity import DeviceSpec, find_device
+    from mlserver_torch_stream.engine.machine import read_host
 
     if arguments.device not in (None, _HOST):
         device = find_device(arguments.device)

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream rank FOLDER``: runs one rank of a server, in one of the processes that a launcher starts.
 
 Rank 0 runs ``mlserver start FOLDER``; the other ranks follow it. A launcher such as torchrun sets RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT. Knows no model: rank 0 sends the others their model, or the message that there is none.
+MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream serve-torchserve``: serves the model store of a TorchServe, as its configuration says.
 
-Knows nothing of handlers. It writes one model-settings.json for each archive into a temporary folder, sets MLServer's
-environment variables, and runs ``mlserver start``. The archives stay where they are.
+It writes one model-settings.json for each archive into a temporary folder, sets MLServer's environment variables, and
+runs ``mlserver start``. The archives stay where they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-    from mlserver_torch_stream.torchserve.model_store import StoredModel
+    from mlserver_torch_stream.handlers.config.registration import ModelDefaults
+    from mlserver_torch_stream.handlers.config.store_files import StoredModel
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
 _USUAL_FILE = "config.properties"  # in the working directory
@@ -36,7 +36,7 @@ _NO_EFFECT = {
 
 
 def main(argv: Sequence[str]) -> int:
-    from mlserver_torch_stream.torchserve.unpack_folder import OwnFolder
+    from mlserver_torch_stream.handlers.config.unpacking import OwnFolder
 
     arguments = _parser().parse_args(argv)
     folder = OwnFolder()
@@ -58,12 +58,11 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     Raises SettingsError or LoadFailed.
     """
-    from mlserver_torch_stream.torchserve.management_environment import management_environment
-    from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-    from mlserver_torch_stream.torchserve.model_store import stored_models
-    from mlserver_torch_stream.torchserve.runtime.build import gpu_count
-    from mlserver_torch_stream.torchserve.server_environment import server_environment
-    from mlserver_torch_stream.torchserve.server_properties import ignored, read_server_properties
+    from mlserver_torch_stream.handlers.config.properties import ignored, read_server_properties
+    from mlserver_torch_stream.handlers.config.registration import ModelDefaults
+    from mlserver_torch_stream.handlers.config.server_environment import management_environment, server_environment
+    from mlserver_torch_stream.handlers.config.store_files import stored_models
+    from mlserver_torch_stream.handlers.runtime.build import gpu_count
 
     file = config_file(arguments)
     properties = read_server_properties(file, _as_properties(arguments))
@@ -97,8 +96,8 @@ def write_models(
 
     An archive that cannot be read becomes a model that cannot be loaded, so that the server's log has the reason.
     """
+    from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
     from mlserver_torch_stream.server.lifecycle.unreadable_model import unreadable_settings
-    from mlserver_torch_stream.torchserve.archive_settings import model_settings, read_named
 
     served: dict[tuple[str, str], Path] = {}
     lines = []
@@ -133,8 +132,8 @@ def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _own_extra(stored: StoredModel, properties: Mapping[str, str], name: str, version: str) -> dict[str, Any]:
     """The keys of ``parameters.extra`` that the configuration sets for this archive, which beat its YAML."""
-    from mlserver_torch_stream.torchserve.model_store import DEFAULT_VERSION
-    from mlserver_torch_stream.torchserve.properties import default_of_models, own_keys
+    from mlserver_torch_stream.handlers.config.properties import default_of_models, own_keys
+    from mlserver_torch_stream.handlers.config.store_files import DEFAULT_VERSION
 
     is_default = stored.is_default or default_of_models(properties, name, version)
     return {**own_keys(stored.given), **({DEFAULT_VERSION: True} if is_default else {})}

@@ -1,6 +1,6 @@
 """Checks what a client is given: the server's URL, the headers and key of its requests, its timeout, its authorities.
 
-Knows nothing of transports. Everything that is wrong is a ValueError, which never quotes a header's value or the key.
+Everything that is wrong is a ValueError, which never quotes a header's value or the key.
 """
 
 from __future__ import annotations

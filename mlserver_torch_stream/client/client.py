@@ -1,6 +1,6 @@
 """The client: one class that blocks and one for asyncio, over the transport that the URL names.
 
-Knows which transport a URL means. Knows nothing of how one works.
+Knows which transport a URL means.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from mlserver_torch_stream.client.address import (
     is_grpc,
     read_authorities,
 )
-from mlserver_torch_stream.client.deltas import Delta
-from mlserver_torch_stream.client.generation_call import GenerationCall, Messages, generation_call
+from mlserver_torch_stream.client.call import Delta, GenerationCall, Messages, generation_call
 from mlserver_torch_stream.client.http_transport import AsyncHttpTransport, HttpApi, HttpTransport
 from mlserver_torch_stream.client.openai_json import OpenAIJson
 from mlserver_torch_stream.client.v2_json import V2Json

@@ -1,12 +1,10 @@
-"""Carries calls over HTTP and reads the events of their streams, synchronously and for asyncio.
-
-Knows nothing of the protocol, which an HttpApi spells.
-"""
+"""Carries calls over HTTP and parses the server-sent events of their streams, synchronously and for asyncio."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,22 +13,69 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from mlserver_torch_stream.client.address import tls_context, without_credentials
-from mlserver_torch_stream.client.client_errors import (
+from mlserver_torch_stream.client.call import (
     UNREADABLE,
     ClientError,
     ConnectionFailed,
+    Delta,
+    GenerationCall,
+    ModelsRequest,
     RequestRefused,
+    StreamEnding,
     unreadable,
 )
-from mlserver_torch_stream.client.deltas import Delta
-from mlserver_torch_stream.client.event_parser import EventParser
-from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
 from mlserver_torch_stream.client.openai_json import error_message
-from mlserver_torch_stream.client.stream_ending import StreamEnding
+
+# A whole answer in one event, with log-probabilities and alternatives for every token, has some 30 MB.
+MAX_EVENT_BYTES = 64 * 2**20
+# A lone \r at the end of a chunk may be half of \r\n: it is kept for the next chunk.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+class EventParser:
+    """Parses a ``text/event-stream`` body, in chunks of any size, into the data of its events.
+
+    ``most_bytes`` bounds what is kept of one event: its lines so far, and one that has no end yet.
+    """
+
+    def __init__(self, most_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._kept_bytes = 0
+        self._line = bytearray()  # that has no end yet
+        self._half_end = b""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> Iterator[str]:
+        """Must be read to its end. Raises ValueError, after the events before it, at a line that is not UTF-8 and at
+        an event that has more than ``most_bytes``."""
+        *ended, rest = _LINE_END.split(self._half_end + chunk)
+        self._half_end = b"\r" if rest.endswith(b"\r") else b""
+        for piece in ended:
+            self._keep(piece)
+            line, self._line = self._line, bytearray()
+            if line:
+                self._field(line.decode("utf-8"))
+            else:
+                event, self._data, self._kept_bytes = self._data, [], 0
+                if event:
+                    yield "\n".join(event)
+        self._keep(rest.removesuffix(b"\r"))
+
+    def _keep(self, piece: bytes) -> None:
+        self._kept_bytes += len(piece)
+        if self._kept_bytes > self._most_bytes:
+            raise ValueError(f"an event has more than {self._most_bytes} bytes")
+        self._line += piece
+
+    def _field(self, line: str) -> None:
+        name, _, value = line.partition(":")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+
 
 _CONNECT_TIMEOUT_S = 5.0
 _Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
-_MOST_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
+_MAX_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
 
 
 class EventReader(Protocol):
@@ -202,7 +247,7 @@ def _refusal(response: httpx.Response, body: bytes) -> RequestRefused:
     try:
         reason = error_message(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
-        reason = body.decode("utf-8", "replace").strip()[:_MOST_REASON_CHARACTERS]
+        reason = body.decode("utf-8", "replace").strip()[:_MAX_REASON_CHARACTERS]
     status, location = response.status_code, response.headers.get("Location")
     if location:
         reason = f"it redirects to {without_credentials(location)}"

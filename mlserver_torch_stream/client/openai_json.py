@@ -1,7 +1,4 @@
-"""OpenAI's API as the client speaks it: chat completions for messages, completions for prompts.
-
-Knows nothing of HTTP.
-"""
+"""OpenAI's API as the client speaks it: chat completions for messages, completions for prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlserver_torch_stream.client.client_errors import GenerationError
-from mlserver_torch_stream.client.deltas import Delta, Logprob, RequestUsage
-from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
+from mlserver_torch_stream.client.call import (
+    Delta,
+    GenerationCall,
+    GenerationError,
+    Logprob,
+    ModelsRequest,
+    RequestUsage,
+)
 from mlserver_torch_stream.tool_calls import calls_of
 
 _DONE = "[DONE]"

@@ -1,7 +1,4 @@
-"""The V2 protocol as the client speaks it: a call as input tensor and parameters, replies as deltas.
-
-Knows nothing of HTTP and gRPC, whose messages hold the same.
-"""
+"""The V2 protocol as the client speaks it: a call as input tensor and parameters, replies as deltas."""
 
 from __future__ import annotations
 
@@ -10,9 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from mlserver_torch_stream.client.client_errors import GenerationError
-from mlserver_torch_stream.client.deltas import Delta, Logprob, RequestUsage
-from mlserver_torch_stream.client.generation_call import GenerationCall, ModelsRequest
+from mlserver_torch_stream.client.call import (
+    Delta,
+    GenerationCall,
+    GenerationError,
+    Logprob,
+    ModelsRequest,
+    RequestUsage,
+)
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import ServerReply, read_reply
 

@@ -1,4 +1,4 @@
 """Infers the objects of a store as a stream: fetches ahead, batches, delivers in order, resumes after a crash.
 
-Knows objects, order and parts. Knows nothing of models: its caller passes one callable that infers a batch of rows.
+Knows objects, order and parts.
 """

@@ -1,6 +1,6 @@
 """Signs requests to AWS' services (Signature Version 4), with credentials of the environment.
 
-Knows no service. A client library for two calls would be larger than this package.
+A client library for two calls would be larger than this package.
 """
 
 from __future__ import annotations

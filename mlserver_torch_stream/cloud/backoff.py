@@ -1,7 +1,4 @@
-"""Retries a call with exponential back-off and jitter, bounded in number and in time.
-
-Knows nothing of what the call does.
-"""
+"""Retries a call with exponential back-off and jitter, and waits for an answer for a limited time."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
+from mlserver_torch_stream.cloud.rows import CloudError, StoreUnavailable
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -58,3 +55,26 @@ class Retry:
                 if on_retry is not None:
                     on_retry(error)
                 await asyncio.sleep(self.pause(failed, error))
+
+
+async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
+    """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
+    answer, so that a run went on after a signal.
+
+    If the caller is cancelled or the time is over, and the call has a result all the same, ``lost`` is called with it.
+    """
+    future = asyncio.ensure_future(call)
+    try:
+        if not (await asyncio.wait({future}, timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return future.result()
+    except BaseException:
+        future.add_done_callback(lambda ended: _pass_result(ended, lost))
+        if future.cancel():
+            await asyncio.wait({future})
+        raise
+
+
+def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        lost(ended.result())

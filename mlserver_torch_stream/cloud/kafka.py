@@ -18,11 +18,10 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.claim import claim
-from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, StoreUnavailable
+from mlserver_torch_stream.cloud.lease import claim
 from mlserver_torch_stream.cloud.parse import parse_row
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
-from mlserver_torch_stream.cloud.rows import Infer, Row
+from mlserver_torch_stream.cloud.rows import Infer, ObjectExists, Row, StoreUnavailable
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.protocol.openai_batch import is_answered

@@ -1,6 +1,6 @@
-"""Keeps an object beside the parts that says which command writes them, so that a second command does not start.
+"""Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
 
-Knows nothing of parts. No part is ever written twice, lease or not: the lease saves the second command's inference.
+No part is ever written twice, lease or not: the lease saves the second command's inference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, InUse, ObjectChanged, ObjectExists, ObjectMissing
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.naming import MANIFEST, differences, digest
+from mlserver_torch_stream.cloud.rows import (
+    CloudError,
+    InUse,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    RunIdentity,
+    RunRefused,
+)
+from mlserver_torch_stream.cloud.store import Store, get_or_none
 
 RENEW_S = 15.0
 SILENCE_S = 60.0  # after so long without a renewal a writer is taken for dead
@@ -164,3 +173,50 @@ def _read(data: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+FORMAT = 2  # of manifests and output rows
+_MAX_DIFFERENCES = 4
+_OWN = ("format", "run", "created")  # keys of a manifest that are not part of the configuration
+
+
+async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
+    """The run that the output belongs to, if that is the run of ``config``; None if the output belongs to no run yet.
+
+    Raises RunRefused where the output belongs to another run.
+    """
+    found = await get_or_none(output, MANIFEST, retry)
+    if found is None:
+        return None
+    try:
+        was = json.loads(found)
+        form, run = was["format"], RunIdentity(str(was["run"]), int(was["created"]) if was["format"] == FORMAT else 0)
+    except (ValueError, KeyError, TypeError):
+        raise RunRefused(f"--output: the manifest in {output.url} was not written by this program") from None
+    if form != FORMAT:
+        raise RunRefused(
+            f"--output: {output.url} was written in format {form}, by another version of this program, whose rows look "
+            f"different from those of format {FORMAT}; choose an empty place"
+        )
+    differing = differences({key: value for key, value in was.items() if key not in _OWN}, config)
+    if differing:
+        raise RunRefused(f"--output: {output.url} belongs to another run: {'; '.join(differing[:_MAX_DIFFERENCES])}")
+    return run
+
+
+async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
+    """Makes the output this run's if it belongs to no run yet. Raises RunRefused where it belongs to another run."""
+    run = identify(config, created)
+    manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
+    text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"
+    try:
+        await retry.run(output.create, MANIFEST, text)
+    except ObjectExists:
+        found = await read_claim(output, config, retry)
+        assert found is not None, "the manifest has gone"
+        return found
+    return run
+
+
+def identify(config: Mapping[str, Any], created: int) -> RunIdentity:
+    return RunIdentity(digest(config), created)

@@ -1,7 +1,7 @@
 """Lists the objects of a run: all below a URL, the matches of a glob, the entries of a manifest, or one object.
 
-Knows nothing of what the objects hold. The list is made once per run and stored with its output, so that a resumed run
-reads the versions that the first run saw.
+The list is made once per run and stored with its output, so that a resumed run reads the versions that the first run
+saw.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.naming import glob_pattern
-from mlserver_torch_stream.cloud.rows import Failure
+from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, Failure, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.source import Listed
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
-MOST_OBJECTS = 1_000_000
+MAX_OBJECTS = 1_000_000
 _HEADS_AT_ONCE = 32
 
 
@@ -73,8 +72,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
         if pattern.fullmatch(info.key):
             unreadable = Failure(RunRefused.code, f"{info.key!r}: {info.trouble}")
             found.append(Listed(info, unreadable if info.trouble else None))
-            if len(found) > MOST_OBJECTS:
-                raise RunRefused(f"--input: more than {MOST_OBJECTS} objects; choose some of them with --glob")
+            if len(found) > MAX_OBJECTS:
+                raise RunRefused(f"--input: more than {MAX_OBJECTS} objects; choose some of them with --glob")
     return found
 
 
@@ -106,8 +105,8 @@ def _manifest_keys(data: bytes) -> list[str]:
         if key in keys:
             raise RunRefused(f"--manifest: line {number} names {key} again, which line {keys[key]} has")
         keys[key] = number
-    if len(keys) > MOST_OBJECTS:
-        raise RunRefused(f"--manifest: more than {MOST_OBJECTS} objects")
+    if len(keys) > MAX_OBJECTS:
+        raise RunRefused(f"--manifest: more than {MAX_OBJECTS} objects")
     return list(keys)
 
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused
-from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.rows import Kind, RunRefused
 
 MANIFEST = "manifest.json"
 INPUTS = "inputs.jsonl"

@@ -1,19 +1,22 @@
-"""Parses the bytes of a JSONL object into rows: OpenAI's batch rows and plain ones, from chunks of any size.
+"""Divides objects into rows: JSON Lines, whole objects, or chunks, whose results are joined again.
 
-Knows nothing of stores. A line that cannot be read becomes a row with a failure, never an exception.
+A line that cannot be read becomes a row with a failure, never an exception.
+
+Knows sizes, and neither bytes nor stores.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlserver_torch_stream.cloud.rows import Failure, Row, refusal
+from mlserver_torch_stream.cloud.rows import Chunk, Failure, Outcome, Result, Row, refusal
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
 
-MOST_LINE_BYTES = 16 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 
 
 class Lines:
@@ -22,7 +25,7 @@ class Lines:
     ``number``: the number of the last line.
     """
 
-    def __init__(self, most: int = MOST_LINE_BYTES) -> None:
+    def __init__(self, most: int = MAX_LINE_BYTES) -> None:
         self._most = most
         self._pieces: list[bytes] = []
         self._length = 0
@@ -76,7 +79,7 @@ def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
 
 def _object(line: bytes | None) -> dict[str, Any]:
     if line is None:
-        raise ValueError(f"is longer than {MOST_LINE_BYTES} bytes")
+        raise ValueError(f"is longer than {MAX_LINE_BYTES} bytes")
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -88,3 +91,121 @@ def _object(line: bytes | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object")
     return value
+
+
+WHOLE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the
+    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is one row."""
+
+    chunk_bytes: int | None = None
+    joined: bool = True
+    whole_bytes: int = WHOLE_BYTES
+
+    @property
+    def each(self) -> bool:
+        """True if each chunk is an output row."""
+        return self.chunk_bytes is not None and not self.joined
+
+    def refuses(self, size: int) -> bool:
+        """True for an object that is one row and is larger than ``whole_bytes``."""
+        return self.chunk_bytes is None and size > self.whole_bytes
+
+    def rows(self, size: int) -> int:
+        """The number of output rows of an object of ``size`` bytes."""
+        return self.count(size) if self.each else 1
+
+    def block(self, block: int) -> int:
+        """The bytes to fetch in one range, about ``block``: whole chunks."""
+        return block if self.chunk_bytes is None else self.chunk_bytes * max(1, block // self.chunk_bytes)
+
+    def chunks(self, start: int, end: int, size: int) -> Iterator[Chunk]:
+        """The chunks that begin in bytes ``start`` to ``end`` of an object of ``size`` bytes."""
+        assert self.chunk_bytes is not None and start % self.chunk_bytes == 0
+        last = self.count(size) - 1
+        first = start // self.chunk_bytes
+        for index in range(first, first + self.count(end - start)):
+            yield Chunk(index, index * self.chunk_bytes, index == last, self.joined)
+
+    def config(self) -> dict[str, Any]:
+        """The part of a run's configuration that these settings are; empty for the default ones."""
+        if self.chunk_bytes is not None:
+            return {"chunk_bytes": self.chunk_bytes, "rows": "object" if self.joined else "chunk"}
+        return {} if self.whole_bytes == WHOLE_BYTES else {"whole_bytes": self.whole_bytes}
+
+    def count(self, size: int) -> int:
+        """The number of chunks of an object of ``size`` bytes; an empty one is one."""
+        assert self.chunk_bytes is not None
+        return max(1, -(-size // self.chunk_bytes))
+
+
+PREDICTIONS = "predictions"  # the list in the body of an answer
+MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class ChunkJoin:
+    """Results of rows that are not joined chunks pass through. The first chunk that fails fails its object's row."""
+
+    def __init__(self, most_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self._most = most_bytes
+        self._object = _JoinedAnswer()
+
+    def add(self, result: Result) -> Result | None:
+        """The result of the whole object once its last chunk has a result; None before that."""
+        row, chunk = result.row, result.row.chunk
+        if chunk is None or not chunk.joined:
+            return result
+        answer = self._object
+        answer.add(row.key, chunk, row.size, result.outcome, self._most)
+        if not chunk.last:
+            return None
+        self._object = _JoinedAnswer()
+        return Result(replace(row, chunk=None, data=b"", size=answer.size), answer.outcome())
+
+
+@dataclass
+class _JoinedAnswer:
+    """The answers to the chunks of one object so far. ``size``: bytes of the chunks."""
+
+    size: int = 0
+    body: Mapping[str, Any] = field(default_factory=dict)
+    predictions: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+    failure: Failure | None = None
+
+    def add(self, key: str, chunk: Chunk, size: int, outcome: Outcome, most: int) -> None:
+        self.size += size
+        if self.failure is not None:
+            return
+        if outcome.failure is not None:
+            self._fail(_of_chunk(outcome.failure, chunk))
+            return
+        self.body = outcome.response or {}
+        found = self.body.get(PREDICTIONS)
+        if not isinstance(found, list):
+            self._fail(Failure("inference_failed", f"{key}: the answer to chunk {chunk.index} has no {PREDICTIONS!r}"))
+            return
+        self.nbytes += len(json.dumps(found))
+        if self.nbytes > most:
+            self._fail(Failure("too_large", f"{key}: its answers are more than {most} bytes up to chunk {chunk.index}"))
+        else:
+            self.predictions += found
+
+    def outcome(self) -> Outcome:
+        if self.failure is not None:
+            return Outcome(failure=self.failure)
+        return Outcome({**self.body, PREDICTIONS: self.predictions})
+
+    def _fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self.predictions = []
+
+
+def _of_chunk(failure: Failure, chunk: Chunk) -> Failure:
+    """The failure, with the number of the chunk in its message."""
+    message = f"chunk {chunk.index}: {failure.message}"
+    error = None if failure.error is None else {**failure.error, "message": message}
+    return replace(failure, message=message, error=error)

@@ -1,6 +1,9 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-Knows neither the source of the rows nor the sink of the results. Its tasks live until the reader closes the results.
+Its tasks live until the reader closes the results.
+
+Its bounds count the rows that have entered and are not delivered, so that the rows
+that wait for a slow row are bounded, in number and in weight.
 """
 
 from __future__ import annotations
@@ -11,13 +14,113 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from mlserver_torch_stream.cloud.chunk_join import ChunkJoin
-from mlserver_torch_stream.cloud.cloud_errors import CloudError
-from mlserver_torch_stream.cloud.row_batcher import RowBatcher
-from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.parse import ChunkJoin
+from mlserver_torch_stream.cloud.rows import CloudError, Failure, Infer, Outcome, Result, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.window import Window
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Slot(Generic[T]):
+    weight: int
+    ready: bool = False
+    value: T | None = None
+
+
+class Window(Generic[T]):
+    """Holds at most ``limit`` undelivered items of ``most_weight`` together; a heavier item enters an empty window.
+
+    ``peak`` and ``peak_weight``: the largest number and weight so far.
+    """
+
+    def __init__(self, limit: int, most_weight: int) -> None:
+        if limit < 1 or most_weight < 1:
+            raise ValueError("a window holds at least one item of weight one")
+        self.limit = limit
+        self.most_weight = most_weight
+        self.peak = 0
+        self.peak_weight = 0
+        self._weight = 0
+        self._first = 0
+        self._slots: deque[_Slot[T]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def room(self, weight: int) -> bool:
+        if not self._slots:
+            return True
+        return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
+
+    def enter(self, weight: int) -> int:
+        """Lets the next item in and returns its ticket."""
+        assert self.room(weight), "entered a full window"
+        self._slots.append(_Slot(weight))
+        self._weight += weight
+        self.peak = max(self.peak, len(self._slots))
+        self.peak_weight = max(self.peak_weight, self._weight)
+        return self._first + len(self._slots) - 1
+
+    def settle(self, ticket: int, value: T) -> None:
+        slot = self._slots[ticket - self._first]
+        assert not slot.ready, "settled twice"
+        slot.ready, slot.value = True, value
+
+    @property
+    def ready(self) -> bool:
+        """True if the item at the head can leave."""
+        return bool(self._slots) and self._slots[0].ready
+
+    def leave(self) -> T:
+        """Removes the item at the head and returns its value."""
+        assert self.ready, "the head is not settled"
+        self._first += 1
+        slot = self._slots.popleft()
+        self._weight -= slot.weight
+        return slot.value  # type: ignore[return-value]
+
+
+class RowBatcher(Generic[T]):
+    """A batch holds at most ``most_items`` items of at most ``most_weight`` together; a single item may weigh more.
+
+    ``max_wait``: the seconds after its first item at which a batch leaves, full or not.
+    """
+
+    def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
+        if most_items < 1 or most_weight < 1 or max_wait < 0:
+            raise ValueError("a batch holds at least one item of weight one, and nothing waits for less than no time")
+        self._most_items = most_items
+        self._most_weight = most_weight
+        self._max_wait = max_wait
+        self._weigh = weigh
+        self._items: list[T] = []
+        self._weight = 0
+        self.deadline: float | None = None  # from then on ``due`` returns the open batch; None while no item waits
+
+    def add(self, item: T, now: float) -> list[Sequence[T]]:
+        """The batches that are full now: none, one, or two if a heavy item follows lighter ones."""
+        full = []
+        weight = self._weigh(item)
+        if self._items and self._weight + weight > self._most_weight:
+            full.append(self.flush())
+        if not self._items:
+            self.deadline = now + self._max_wait
+        self._items.append(item)
+        self._weight += weight
+        if len(self._items) >= self._most_items or self._weight >= self._most_weight:
+            full.append(self.flush())
+        return full
+
+    def due(self, now: float) -> Sequence[T]:
+        """The open batch if its first item has waited ``max_wait``, else an empty one."""
+        return self.flush() if self.deadline is not None and now >= self.deadline else []
+
+    def flush(self) -> Sequence[T]:
+        items, self._items, self._weight, self.deadline = self._items, [], 0, None
+        return items
 
 
 @dataclass(frozen=True, slots=True)

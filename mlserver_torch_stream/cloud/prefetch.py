@@ -1,6 +1,6 @@
 """Fetches pieces of objects ahead of their reader, in order, bounded in number and in bytes.
 
-Knows neither objects nor their content. For a piece that cannot be fetched the reader gets the error in its place.
+For a piece that cannot be fetched the reader gets the error in its place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, StoreUnavailable
+from mlserver_torch_stream.cloud.rows import CloudError, StoreUnavailable
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
 

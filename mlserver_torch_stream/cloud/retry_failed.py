@@ -12,16 +12,15 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, RunRefused
 from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
-from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.rows import Kind, ObjectChanged, Result, Row, RunIdentity, RunRefused
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
 from mlserver_torch_stream.cloud.source import Source
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
-MOST_AT_ONCE = 100_000  # failed rows in memory at a time, some 300 bytes each
+MAX_AT_ONCE = 100_000  # failed rows in memory at a time, some 300 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class FailedRowRetry:
     output: Store
     part_rows: int
     run: RunIdentity
-    most: int = MOST_AT_ONCE
+    most: int = MAX_AT_ONCE
     lost: list[str] = field(default_factory=list)
     tried: int = 0
 

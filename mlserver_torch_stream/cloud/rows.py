@@ -1,6 +1,6 @@
-"""The vocabulary of the room: a row, its outcome, and the callable that infers a batch of rows.
+"""The vocabulary of the room: a row, its outcome, the callable that infers a batch of rows, and the errors.
 
-Knows neither the source of the rows nor the model.
+An error's ``code`` stands in output rows and messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_batch import answer_line, lost_line, refused_line
-from mlserver_torch_stream.protocol.openai_error import describe
+from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
@@ -158,3 +158,58 @@ Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 """Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
 exception fails the batch. Each row of a batch that failed, or that failed with a ``shared`` failure, is inferred once
 more, by itself."""
+
+
+class CloudError(Exception):
+    """A run cannot go on, or an object cannot be read. ``retriable``: the same call may succeed later."""
+
+    code = "failed"
+    retriable = False
+
+    def __init_subclass__(cls, *, code: str = "failed", retriable: bool = False) -> None:
+        cls.code, cls.retriable = code, retriable
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class StoreUnavailable(CloudError, code="unavailable", retriable=True):
+    """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after``: the seconds
+    that it asked for."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ObjectMissing(CloudError, code="missing"):
+    """There is no object under the key."""
+
+
+class AccessDenied(CloudError, code="denied"):
+    """The credentials do not allow the call."""
+
+
+class ObjectChanged(CloudError, code="changed"):
+    """The object is not the version that was listed."""
+
+
+class ObjectExists(CloudError, code="exists"):
+    """A conditional create found an object under the key."""
+
+
+class StorageFull(CloudError, code="full"):
+    """The output's storage has no room left."""
+
+
+class RunRefused(CloudError, code="refused"):
+    """A run may not start with these options. The message names the option."""
+
+
+class InUse(RunRefused, code="in_use"):
+    """Another command writes to the output."""
+
+
+class TooManyFailures(CloudError, code="too_many_failures"):
+    """More rows failed than the run allows."""

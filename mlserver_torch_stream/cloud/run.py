@@ -13,22 +13,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.chunking import Chunking
-from mlserver_torch_stream.cloud.claim import claim, identify, read_claim
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectExists, RunRefused, TooManyFailures
-from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.lease import WriterLease, claim, identify, read_claim
 from mlserver_torch_stream.cloud.listing import InputLocation, decode_inputs, encode_inputs, list_objects, open_input
 from mlserver_torch_stream.cloud.naming import INPUTS, done_name, lies_within, part_number
+from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.retry_failed import FailedRowRetry
-from mlserver_torch_stream.cloud.rows import Infer, Kind, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.rows import (
+    CloudError,
+    Infer,
+    Kind,
+    ObjectExists,
+    Result,
+    Row,
+    RunIdentity,
+    RunRefused,
+    TooManyFailures,
+)
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
 
-_MOST_NAMED = 5  # keys in one message
+_MAX_NAMED = 5  # keys in one message
 
 Written = Callable[[int, int], Awaitable[None]]
 """Called with the number of rows in the parts of an output, and the number of failed rows among them."""
@@ -301,7 +309,7 @@ async def _retry_failed(
                 await retries.put(result)
                 _check_failures(run, metrics.failed - before, result)
     if retries.lost:
-        few = ", ".join(retries.lost[:_MOST_NAMED])
+        few = ", ".join(retries.lost[:_MAX_NAMED])
         report(
             f"{len(retries.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; "
             "their rows have no places here: run them, named by --manifest, into another --output"

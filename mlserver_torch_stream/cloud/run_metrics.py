@@ -1,7 +1,4 @@
-"""Counts the work of a run. The metrics bear the names of Beam's RunInference where it has them.
-
-Knows no clock: the caller passes times, in seconds of a monotonic clock.
-"""
+"""Counts the work of a run. The metrics bear the names of Beam's RunInference where it has them."""
 
 from __future__ import annotations
 

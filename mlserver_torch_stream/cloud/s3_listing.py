@@ -1,6 +1,6 @@
 """Lists a bucket of S3 with all its keys, of which the library of stores cannot name some and then stops to list.
 
-Speaks ListObjectsV2 itself. Knows nothing of reading or writing.
+Speaks ListObjectsV2 itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import httpx
 
 from mlserver_torch_stream.cloud.aws_signature import AwsRequest, Credentials, signed
-from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, StoreUnavailable
+from mlserver_torch_stream.cloud.rows import AccessDenied, StoreUnavailable
 
 _EMPTY = hashlib.sha256(b"").hexdigest()
 

@@ -13,9 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectExists, RunRefused
 from mlserver_torch_stream.cloud.naming import errors_name, part_name, part_number
-from mlserver_torch_stream.cloud.rows import Result, RunIdentity
+from mlserver_torch_stream.cloud.rows import ObjectExists, Result, RunIdentity, RunRefused
 from mlserver_torch_stream.cloud.source import Cursor
 from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.protocol.openai_batch import is_answered

@@ -1,6 +1,6 @@
 """Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
-Knows neither parts nor models. An object that cannot be read is one row with a failure, in its place.
+An object that cannot be read is one row with a failure, in its place.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.chunking import Chunking
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused
 from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
-from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
+from mlserver_torch_stream.cloud.parse import Chunking, Lines, blank, parse_row
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
-from mlserver_torch_stream.cloud.rows import Chunk, Failure, Kind, Row
+from mlserver_torch_stream.cloud.rows import Chunk, CloudError, Failure, Kind, Row, RunRefused
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 from mlserver_torch_stream.gunzip import Damaged, Gunzip
 

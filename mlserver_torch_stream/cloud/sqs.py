@@ -1,7 +1,6 @@
 """Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
 
-Speaks SQS' JSON protocol. Knows nothing of results. Credentials are read from the environment, AWS_ACCESS_KEY_ID and
-its like.
+Speaks SQS' JSON protocol. Credentials are read from the environment, AWS_ACCESS_KEY_ID and its like.
 """
 
 from __future__ import annotations
@@ -20,14 +19,8 @@ import httpx
 
 from mlserver_torch_stream.cloud.aws_signature import AwsRequest, Credentials, signed
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import (
-    AccessDenied,
-    CloudError,
-    ObjectMissing,
-    RunRefused,
-    StoreUnavailable,
-)
-from mlserver_torch_stream.cloud.watching import Announced
+from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, ObjectMissing, RunRefused, StoreUnavailable
+from mlserver_torch_stream.cloud.watch import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
 _HELD_S = 60  # a message is hidden from other consumers for so long; prolonged while it is processed

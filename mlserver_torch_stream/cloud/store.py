@@ -11,14 +11,14 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import (
+from mlserver_torch_stream.cloud.backoff import Retry, within
+from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     CloudError,
     ObjectChanged,
@@ -28,9 +28,34 @@ from mlserver_torch_stream.cloud.cloud_errors import (
     StorageFull,
     StoreUnavailable,
 )
-from mlserver_torch_stream.cloud.object_upload import ObjectUpload
 from mlserver_torch_stream.cloud.s3_listing import S3Listing
-from mlserver_torch_stream.cloud.time_limit import within
+
+
+class _OpenFile(Protocol):
+    def write(self, data: bytes) -> Awaitable[int]: ...
+
+    def close(self) -> Awaitable[None]: ...
+
+
+class ObjectUpload:
+    """``size``: the bytes that were written so far. Both methods raise CloudError.
+
+    An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
+    lifecycle rule for incomplete multipart uploads does.
+    """
+
+    def __init__(self, file: _OpenFile, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+        self._file = file
+        self._call = call
+        self.size = 0
+
+    async def write(self, data: bytes) -> None:
+        await self._call(lambda: self._file.write(data))
+        self.size += len(data)
+
+    async def close(self) -> None:
+        await self._call(self._file.close)
+
 
 # A process that ends right after an awaited call of obstore 0.12 may abort at its exit: a thread of the library enters
 # an interpreter that is shutting down. With this pause before the loop ends 0 of 75 runs aborted, without it up to 18

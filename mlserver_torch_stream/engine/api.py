@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.constraints.compile_threads import Compilation as Compilation
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint as CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint as CompiledConstraint
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 
@@ -89,7 +89,7 @@ class StreamObserver(Protocol):
 class TokenStream(Protocol):
     """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
 
-    The engine never waits for a reader. A slow reader gets fewer, larger events, of at most ``MOST_PER_EVENT``.
+    The engine never waits for a reader. A slow reader gets fewer, larger events, of at most ``MAX_PER_EVENT``.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...

@@ -1,7 +1,4 @@
-"""Defines the work of one step: the new tokens of each sequence, packed, and the pages that hold its keys and values.
-
-Knows nothing of requests, sampling or tensors, so that the scheduler, the forwards and the ranks share it.
-"""
+"""Defines the work of one step: the new tokens of each sequence, packed, and the pages of its keys and values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chooses the batcher of a loaded model, and sizes the KV cache and the bounds of its scheduler.
-
-Knows nothing of engines.
-"""
+"""Chooses the batcher of a loaded model, and sizes the KV cache and the bounds of its scheduler."""
 
 from __future__ import annotations
 
@@ -13,30 +10,29 @@ from dataclasses import dataclass
 from functools import partial
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.batching.batcher import Batcher
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
-from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.cache.budget import HOST, cache_budget, free_bytes, prefix_bytes
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.captured_forward import CapturedForwards
+from mlserver_torch_stream.engine.config_fields import steady_positions
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward_choice import ForwardChoice
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.memory_budget import HOST, cache_budget, free_bytes, prefix_bytes
-from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize, pages_on_host
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.context_length import steady_positions
-from mlserver_torch_stream.engine.loading.host_limits import Host, read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
+from mlserver_torch_stream.engine.machine import Host, read_host
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.prepared_model import PreparedModel
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, longest_sequence
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.step.drafts import PromptLookup
+from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings

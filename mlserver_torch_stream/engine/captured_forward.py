@@ -1,6 +1,6 @@
 """Gives each of an engine's caches a forward: where decode steps can be captured, one that replays them.
 
-Knows nothing of requests or batchers. Captured steps hold the addresses of one cache, so a new cache needs new ones.
+Captured steps hold the addresses of one cache, so a new cache needs new ones.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import transformers
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedForward
 

@@ -1,7 +1,4 @@
-"""Runs the engine's thread, which owns a model: it takes in requests, steps a batcher and delivers the events.
-
-Knows nothing of how a batcher generates, nor of the readers of the streams.
-"""
+"""Runs the engine's thread, which owns a model: it takes in requests, steps a batcher and delivers the events."""
 
 from __future__ import annotations
 
@@ -17,16 +14,14 @@ from dataclasses import replace
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.batching.batcher import Batcher, BatcherReplacement, DeadBatcher
 from mlserver_torch_stream.engine.client_messages import in_short
-from mlserver_torch_stream.engine.event_delivery import end_for_readers, post_events
-from mlserver_torch_stream.engine.inbox import Inbox
+from mlserver_torch_stream.engine.event_delivery import Inbox, end_for_readers, post_events
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import FairLock
+from mlserver_torch_stream.engine.process_resources import FairLock, Work
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduling.admission import Admission
-from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.step_progress import Work
+from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.scheduler.queue import Admission
+from mlserver_torch_stream.engine.step.batcher import Batcher, BatcherReplacement, DeadBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, out_of_time, trouble
 from mlserver_torch_stream.errors import GenerationFailed, NotServing

@@ -1,6 +1,6 @@
 """Builds a running engine from settings, and shares it: loads the model, and starts the engine over its batcher.
 
-Knows nothing of MLServer. Its functions block for as long as loading takes: call them in a thread.
+Its functions block for as long as loading takes: call them in a thread.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch
 
 from mlserver_torch_stream.engine.api import Engine
 from mlserver_torch_stream.engine.batcher_choice import choose_batcher
-from mlserver_torch_stream.engine.batching.batcher import Batcher
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.code_pages import drop_code
-from mlserver_torch_stream.engine.loading.fingerprint import engine_key, weights_key
-from mlserver_torch_stream.engine.loading.heap import trim_heap
-from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
 from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
+from mlserver_torch_stream.engine.machine import read_host, trim_heap
 from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
+from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings

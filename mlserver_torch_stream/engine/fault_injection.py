@@ -1,6 +1,6 @@
 """Injects faults for tests of a real server: a forward fails at a chosen call.
 
-Knows nothing of requests. Only an environment variable turns it on, and the load logs a warning then.
+Only an environment variable turns it on, and the load logs a warning then.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.errors import LoadFailed
 
 VARIABLE = "MLSERVER_TORCH_STREAM_FAULTS"

@@ -1,6 +1,6 @@
 """Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
 
-Knows nothing of engines. Each faster part must give the model's logits; otherwise the next one is taken.
+Each faster part must give the model's logits; otherwise the next one is taken.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import transformers
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
-from mlserver_torch_stream.engine.attention.verify_attention import AttentionChoice, take_attention_kernels
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_forward
+from mlserver_torch_stream.engine.checks.verify_attention import AttentionChoice, take_attention_kernels
+from mlserver_torch_stream.engine.checks.verify_native import take_fast_path, take_rounded
+from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.loading.comparison import in_a_line
-from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_forward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
-from mlserver_torch_stream.engine.native.verify_native import take_fast_path, take_rounded
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 

@@ -1,7 +1,6 @@
-"""Holds the events of one submit for their reader on the event loop, merged as far as ``MOST_PER_EVENT`` allows.
+"""Holds the events of one submit for their reader on the event loop, merged as far as ``MAX_PER_EVENT`` allows.
 
-Knows nothing of how events are made. The engine never waits for a reader; the length of the sequences bounds what a
-mailbox holds for a slow one.
+The engine never waits for a reader; the length of the sequences bounds what a mailbox holds for a slow one.
 """
 
 from __future__ import annotations

@@ -1,23 +1,64 @@
-"""Divides the memory and the cores of a process among its models, and lets them share weights and engines.
+"""Holds what the engines of one process share, and records the work that each of them does.
 
-Knows nothing of models: it holds promised bytes, locks, and objects that are made once.
+The engine's threads write it, any thread reads it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
-from mlserver_torch_stream.engine.step_progress import StepProgress
+from mlserver_torch_stream.engine.machine import default_kv_budget
 from mlserver_torch_stream.engine.text.text_process import TextProcesses
 
-if TYPE_CHECKING:  # it imports torch, which servers without an engine need not have
+if TYPE_CHECKING:
     from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Some work, with the number of tokens in its forward.
+
+    ``str(what)`` describes the work; it is formatted only when somebody reports it.
+    """
+
+    what: object
+    tokens: int
+    since: float
+
+
+class StepProgress:
+    """Holds the work of the engine's thread, if any, and of forwards in other threads, each under a key."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._current: Work | None = None
+        self._in_flight: dict[Hashable, Work] = {}
+
+    def at(self, what: object, tokens: int = 1) -> None:
+        """The engine's thread begins this work and has ended its previous work."""
+        self._current = Work(what, tokens, self._clock())
+
+    def rest(self) -> None:
+        """The engine's thread is idle, or waits for forwards in other threads."""
+        self._current = None
+
+    def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
+        self._in_flight[key] = Work(what, tokens, self._clock())
+
+    def completed(self, key: Hashable) -> None:
+        self._in_flight.pop(key, None)
+
+    def works(self) -> list[Work]:
+        """Returns all work that is not complete. From any thread."""
+        current = self._current
+        return [*list(self._in_flight.values()), *([current] if current is not None else [])]
 
 
 class ProcessResources:

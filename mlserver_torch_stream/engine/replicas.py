@@ -1,7 +1,4 @@
-"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded.
-
-Knows nothing of weights or tensors.
-"""
+"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Holds the state of a request and of its sequences: their tokens, their text events, and when they end.
-
-Knows nothing of tensors, batches or caches.
-"""
+"""Holds the state of a request and of its sequences: their tokens, their text events, and when they end."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
-from mlserver_torch_stream.engine.text.stops import StopStrings
+from mlserver_torch_stream.engine.text.detokenizer import StopStrings
 from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Keeps deadlines while the engine's thread is in a step that does not return, and in the end abandons the thread.
 
-Knows nothing of batchers: it reads the work that the engine reports. It asks the thread first, and then acts itself.
+It asks the thread first, and then acts itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.event_delivery import end_for_readers
+from mlserver_torch_stream.engine.process_resources import Work
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, QueueLimits
-from mlserver_torch_stream.engine.step_progress import Work
+from mlserver_torch_stream.engine.scheduler.limits import Deadlines, QueueLimits
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
 

@@ -1,18 +1,135 @@
-"""Checks a conversation: OpenAI-shaped messages whose parts become plain text, and template arguments.
-
-Knows nothing of where the messages come from, nor of any chat template.
-"""
+"""Checks a conversation: OpenAI-shaped messages, the tools that its answer may call, and template arguments."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.json_schema import ElementBudget
-from mlserver_torch_stream.protocol.tools import MAX_NAME, NAME_CHARACTERS, parsed_calls
-from mlserver_torch_stream.protocol.values import is_text, shown
+from mlserver_torch_stream.protocol.constraints import ElementBudget, Schema, check, check_finite
+from mlserver_torch_stream.protocol.parameters import Merged
+from mlserver_torch_stream.protocol.values import is_text, parse_json, shown
+from mlserver_torch_stream.tool_calls import ToolChoice
+from mlserver_torch_stream.types import ModelInfo
+
+_NO_PARSER = "none"
+MAX_TOOLS = 128
+MAX_NAME = 64
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+FUNCTION: Schema = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+TOOLS: Schema = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"type": "string", "enum": ["function"], "description": "only functions are implemented"},
+            "function": FUNCTION,
+        },
+    },
+}
+
+Tools = tuple[Mapping[str, Any], ...]
+
+
+def check_tools(field: str, value: Any, most: int) -> Tools:
+    """Checks that the tools are functions with different names; an empty list counts as no tools. ``most``: elements
+    that are looked at."""
+    check(field, value, TOOLS, ElementBudget(most))
+    names: set[str] = set()
+    for position, tool in enumerate(value):
+        name = tool["function"]["name"]
+        place = f"{field}[{position}].function.name"
+        if not NAME_CHARACTERS.issuperset(name):
+            raise InvalidInput(place, f"may have letters, digits, '_', '-' and '.', got {shown(name)}")
+        parameters = tool["function"].get("parameters") or {}
+        if parameters.get("type", "object") != "object":
+            where = f"{field}[{position}].function.parameters.type"
+            raise InvalidInput(where, f"must be object, got {shown(parameters['type'])}")
+        if name in names:
+            raise InvalidInput(place, f"{name} is the name of an earlier function")
+        names.add(name)
+    return tuple(value)
+
+
+def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[Tools | None, ToolChoice]:
+    """The tools for the chat template, and those of them that the answer may call. Raises InvalidInput."""
+    choice = given["tool_choice"].value if "tool_choice" in given else "auto"
+    if not tools or choice == "none":
+        if choice not in ("auto", "none"):
+            raise InvalidInput(given["tool_choice"].spelling, "needs tools")
+        return None, ToolChoice()
+    functions = [tool["function"] for tool in tools]
+    name = _named(choice, functions, given)
+    resolved = ToolChoice(
+        required=choice == "required",
+        name=name,
+        parallel="parallel_tool_calls" not in given or bool(given["parallel_tool_calls"].value),
+        strict=frozenset(function["name"] for function in functions if function.get("strict")),
+    )
+    if resolved.forced or resolved.strict:
+        _check_calls_end(functions, name)
+    if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
+        what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
+        raise InvalidInput("tools", f"the model's chat template {what}, so that only a forced call can be asked for")
+    if info.tool_parser == _NO_PARSER and (resolved.forced or resolved.strict):
+        field = given["tool_choice"].spelling if resolved.forced else "tools"
+        raise InvalidInput(field, "no call can be asked for while the setting tool_parser is none")
+    return tools, resolved
+
+
+def _check_calls_end(functions: Sequence[Mapping[str, Any]], only: str | None) -> None:
+    for position, function in enumerate(functions):
+        if only in (None, function["name"]):
+            check_finite(f"tools[{position}].function.parameters", function.get("parameters") or {})
+
+
+def parsed_calls(field: str, position: int, calls: Any) -> list[Any]:
+    """The calls of a message, their arguments as objects: OpenAI's API has them as JSON text, templates do not."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
+    return [_parsed(field, f"call {number} of message {position}", call) for number, call in enumerate(calls)]
+
+
+def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if call.get("type") not in (None, "function"):
+        raise InvalidInput(field, f"{place} is of type {shown(call['type'])}; only functions are implemented")
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = parsed_arguments(field, f"the arguments of {place} ", function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_arguments(field: str, subject: str, text: str) -> dict[str, Any]:
+    """The arguments of a call as an object. ``subject``: of the error's sentence, empty where ``field`` says it."""
+    try:
+        arguments = parse_json(text or "{}")
+    except ValueError as error:
+        raise InvalidInput(field, f"{subject}must be JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise InvalidInput(field, f"{subject}must be a JSON object, got {shown(arguments)}")
+    return arguments
+
+
+def _named(choice: Any, functions: Sequence[Mapping[str, Any]], given: Merged) -> str | None:
+    if not isinstance(choice, dict):
+        return None
+    if choice["name"] not in [function["name"] for function in functions]:
+        raise InvalidInput(given["tool_choice"].spelling, f"no function of tools is named {shown(choice['name'])}")
+    return str(choice["name"])
+
 
 # Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(

@@ -1,11 +1,12 @@
 """The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
 
-Knows nothing of tensors: parameters and values stand side by side in one object.
+The names are those of the Open Inference Protocol's text generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -13,9 +14,16 @@ from mlserver_torch_stream.did_you_mean import nearest_name
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.generate_details import event_details, split_by_token, whole_details
+from mlserver_torch_stream.protocol.openai_objects import finite, token_name
 from mlserver_torch_stream.protocol.parameters import SILENT, merge_parameters
-from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
+from mlserver_torch_stream.protocol.reply_values import (
+    CollectedSequence,
+    StreamProgress,
+    WholeReply,
+    event_values,
+    shown_values,
+    totals,
+)
 from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, refuse_chat_options
 from mlserver_torch_stream.protocol.spelling import (
     JsonObject,
@@ -25,15 +33,50 @@ from mlserver_torch_stream.protocol.spelling import (
     StreamEncoder,
     WholeEncoder,
 )
-from mlserver_torch_stream.protocol.v2_binary import ALL_BINARY, refuse_left_over
-from mlserver_torch_stream.protocol.v2_outputs import head
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TextPrompt, TokenEvent
+from mlserver_torch_stream.protocol.v2_reply import head
+from mlserver_torch_stream.protocol.v2_tensors import ALL_BINARY, refuse_left_over
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, ModelInfo, TextPrompt, TokenEvent, TokenLogprob
+
+
+def whole_details(sequence: CollectedSequence) -> JsonObject:
+    """Of a sequence with all its tokens."""
+    reason = _reason(sequence.finish_reason, sequence.stop_reason)
+    return {"finish_reason": reason, "logprobs": [_token(entry) for entry in sequence.logprobs]}
+
+
+def event_details(event: TokenEvent) -> JsonObject:
+    """Of an event with at most one token."""
+    token = _token(event.logprobs[0]) if event.logprobs else None
+    return {"finish_reason": _reason(event.finish_reason, event.stop_reason), "token": token}
+
+
+def split_by_token(event: TokenEvent) -> Sequence[TokenEvent]:
+    """The event as events of one token each, of which the last has the text."""
+    earlier = [TokenEvent(event.index, "", (entry.token_id,), (entry,)) for entry in event.logprobs[:-1]]
+    return [*earlier, replace(event, token_ids=event.token_ids[-1:], logprobs=event.logprobs[-1:])]
+
+
+def _reason(reason: FinishReason | None, stop_reason: int | str | None) -> str | None:
+    """A reason that the extension does not know, such as ``timeout``, keeps our name."""
+    if reason is FinishReason.STOP:
+        return "eos_token" if stop_reason is None else "stop_sequence"
+    return None if reason is None else reason.value
+
+
+def _token(entry: TokenLogprob) -> JsonObject:
+    return {
+        "id": entry.token_id,
+        "text": token_name(entry.token_id, entry.token),
+        "logprob": finite(entry.logprob),
+        "special": entry.special,
+    }
+
 
 _ID = "id"
 _PARAMETERS = "parameters"
 _DETAILS = "details"
 _V2_TENSORS = "inputs"
-_MOST_KEYS = 32  # of a body that are compared with the names of prompts: a comparison takes microseconds
+_MAX_KEYS = 32  # of a body that are compared with the names of prompts: a comparison takes microseconds
 _NO_PARAMETERS = SILENT | {_ID, _PARAMETERS, names.TEXT_INPUT}
 _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
@@ -127,7 +170,7 @@ def _texts(value: Any, most: int) -> list[str]:
 def _no_text(body: Mapping[str, Any]) -> InvalidInput:
     """The error of a body without a prompt; it names the key that seems to have the prompt."""
     alias = next((key for key in names.PROMPT_TENSORS if key in body), None)
-    few = (values.printable(key) for key in islice(body, _MOST_KEYS))
+    few = (values.printable(key) for key in islice(body, _MAX_KEYS))
     near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)
     hint = "" if near is None else f" (the body has {near!r})"
     return InvalidInput(

@@ -1,6 +1,6 @@
-"""Reads the input lines of OpenAI's batches and builds their output lines.
+"""Reads the input lines of OpenAI's batches, builds their output lines, and folds streamed chunks into objects.
 
-Knows nothing of files nor of models; ``openai_request`` decodes the bodies.
+Unknown fields of a chunk are kept.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, UnknownModel
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
-from mlserver_torch_stream.protocol.responses_parameters import INPUT
-from mlserver_torch_stream.protocol.unsupported import refuse
-from mlserver_torch_stream.protocol.values import is_text, shown
+from mlserver_torch_stream.protocol.responses_request import INPUT
+from mlserver_torch_stream.protocol.values import is_text, refuse, shown
 
 _GENERATE_PROMPT = "text_input"  # the generate extension's name of a prompt
 _PROMPTS = (MESSAGES, PROMPT, INPUT, _GENERATE_PROMPT)
@@ -138,3 +137,75 @@ def _check_url(url: Any, body: Mapping[str, Any]) -> None:
         raise InvalidInput("url", f"must be one of {', '.join(_ENDPOINTS)}, got {shown(url)}")
     if needed not in body:
         raise InvalidInput("url", f"{url} takes {needed}")
+
+
+_WHOLE = {"chat.completion.chunk": "chat.completion"}
+_SAID_ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "object"})  # strings that never come in pieces
+
+
+class ChunkFold:
+    """The answer so far. Raises KeyError, TypeError or AttributeError at a chunk that is none."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        for key, value in chunk.items():
+            if key != "choices" and (value is not None or key not in self._head):
+                self._head[key] = value
+        for choice in chunk["choices"]:
+            _merge(self._choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
+
+    def whole(self) -> dict[str, Any]:
+        kind = self._head.get("object")
+        head = {**self._head, "object": _WHOLE.get(kind, kind)} if kind is not None else self._head
+        return {**head, "choices": [_choice(self._choices[index]) for index in sorted(self._choices)]}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    delta = choice.pop("delta", None)
+    if delta is None:
+        return choice
+    calls = [{key: value for key, value in call.items() if key != "index"} for call in delta.get("tool_calls") or ()]
+    message = {"role": "assistant", "content": None, **delta, **({"tool_calls": calls} if calls else {})}
+    return {"index": choice["index"], "message": message, **choice}
+
+
+def _merge(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    for key, value in piece.items():
+        known = whole.get(key)
+        if known is None:
+            whole[key] = _copy(value)
+        elif value is None:
+            continue
+        elif isinstance(known, dict):
+            _merge(known, value)
+        elif isinstance(known, list):
+            _extend(known, value)
+        elif isinstance(known, str):
+            whole[key] = known or value if key in _SAID_ONCE else known + value
+        else:
+            whole[key] = value
+
+
+def _extend(whole: list[Any], piece: list[Any]) -> None:
+    """Elements with an ``index``, such as tool calls, are joined to the element with the same index."""
+    for element in piece:
+        index = element.get("index") if isinstance(element, dict) else None
+        known = next((each for each in whole if index is not None and each.get("index") == index), None)
+        if known is None:
+            whole.append(_copy(element))
+        else:
+            _merge(known, element)
+
+
+def _copy(value: Any) -> Any:
+    """A value that later pieces may change."""
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    if isinstance(value, list):
+        merged: list[Any] = []
+        _extend(merged, value)
+        return merged
+    return value

@@ -1,11 +1,8 @@
-"""The part of the OpenAPI document that describes files and batches.
-
-Knows nothing of how they are kept; the content of a row is described with the endpoint that the row names.
-"""
+"""The part of the OpenAPI document that describes files and batches."""
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema
+from mlserver_torch_stream.protocol.constraints import NULLABLE_STRING, STRING, Schema
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.openapi_parts import COUNT, answered, object_schema, reference, response
 from mlserver_torch_stream.protocol.spelling import JsonObject

@@ -1,14 +1,11 @@
-"""Builds the OpenAPI document of the paths below ``/v1``: the requests out of the table that the decoder reads.
-
-Knows nothing of models: it says what every model takes.
-"""
+"""Builds the OpenAPI document of the paths below ``/v1`` out of the tables that the decoders read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, Schema, nullable, with_null
+from mlserver_torch_stream.protocol.constraints import NULLABLE_STRING, STRING, Schema, nullable, with_null
 from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_parameters import (
     CHAT_PARAMETERS,
@@ -18,10 +15,60 @@ from mlserver_torch_stream.protocol.openai_parameters import (
     Treatment,
 )
 from mlserver_torch_stream.protocol.openapi_parts import COUNT, REQUEST_ID, answered, object_schema, reference, response
-from mlserver_torch_stream.protocol.responses_document import response_schemas
-from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.responses_request import RESPONSE_PARAMETERS
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
+
+_OBJECT: Schema = {"type": "object"}
+_OPTIONAL_OBJECT: Schema = {"type": ["object", "null"]}
+_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete", "failed"]}
+_ITEM_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
+
+
+def response_schemas() -> JsonObject:
+    items = [reference(name) for name in ("MessageItem", "ReasoningItem", "FunctionCallItem")]
+    return {
+        "ModelResponse": object_schema(
+            id=STRING,
+            object={"enum": ["response"]},
+            created_at=COUNT,
+            status=_STATUS,
+            error=_OPTIONAL_OBJECT,
+            incomplete_details={"anyOf": [object_schema(reason={"enum": ["max_output_tokens"]}), {"type": "null"}]},
+            model=STRING,
+            output={"type": "array", "items": {"anyOf": items}},
+            usage={"anyOf": [reference("ResponseUsage"), {"type": "null"}]},
+        ),
+        "MessageItem": _item("message", role={"enum": ["assistant"]}, content=_parts("output_text", annotations=True)),
+        "ReasoningItem": _item(
+            "reasoning", summary={"type": "array", "items": _OBJECT}, content=_parts("reasoning_text")
+        ),
+        "FunctionCallItem": _item("function_call", call_id=STRING, name=STRING, arguments=STRING),
+        "ResponseUsage": object_schema(
+            input_tokens=COUNT,
+            input_tokens_details=object_schema(cached_tokens=COUNT, cache_write_tokens=COUNT),
+            output_tokens=COUNT,
+            output_tokens_details=object_schema(reasoning_tokens=COUNT),
+            total_tokens=COUNT,
+        ),
+        "ModelResponseEvent": {
+            **object_schema(type=STRING, sequence_number=COUNT),
+            "description": (
+                "An event of a stream. The last one has the whole response: response.completed, response.incomplete, "
+                "or response.failed, which an event of type error follows."
+            ),
+        },
+    }
+
+
+def _item(kind: str, **more: Schema) -> JsonObject:
+    return object_schema(id=STRING, type={"enum": [kind]}, status=_ITEM_STATUS, **more)
+
+
+def _parts(kind: str, *, annotations: bool = False) -> JsonObject:
+    more = {name: {"type": "array", "items": _OBJECT} for name in ("annotations", "logprobs") if annotations}
+    return {"type": "array", "items": object_schema(type={"enum": [kind]}, text=STRING, **more)}
+
 
 _DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
 A parameter that is not listed is refused with status 400 and its name, and so is a value that the schema excludes."""

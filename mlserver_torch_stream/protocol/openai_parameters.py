@@ -1,6 +1,6 @@
 """The table of the parameters of OpenAI's bodies, and of their treatment: taken, ignored, or refused by name.
 
-Knows nothing of what a value means. The decoder and the OpenAPI document both read this table.
+The decoder and the OpenAPI document both read this table.
 """
 
 from __future__ import annotations
@@ -11,17 +11,23 @@ from enum import Enum
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.chat import MESSAGE_METADATA
-from mlserver_torch_stream.protocol.json_schema import NULLABLE_STRING, STRING, ElementBudget, Schema, check
-from mlserver_torch_stream.protocol.parameter_table import (
+from mlserver_torch_stream.protocol.chat import MESSAGE_METADATA, TOOLS
+from mlserver_torch_stream.protocol.constraints import (
+    NULLABLE_STRING,
+    RESPONSE_FORMAT,
+    STRING,
+    STRUCTURED_OUTPUTS,
+    ElementBudget,
+    Schema,
+    check,
+)
+from mlserver_torch_stream.protocol.parameters import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
     MAX_STOP_STRINGS,
     REASONING_EFFORTS,
 )
-from mlserver_torch_stream.protocol.structured_output import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
-from mlserver_torch_stream.protocol.tools import TOOLS
-from mlserver_torch_stream.protocol.unsupported import harmless_values, refuse, refuse_unless_harmless
+from mlserver_torch_stream.protocol.values import harmless_values, refuse, refuse_unless_harmless
 
 
 class Treatment(str, Enum):

@@ -1,6 +1,6 @@
 """Decodes the body of an OpenAI request, a conversation or a prompt, into a GenerationRequest.
 
-Knows nothing of endpoints or batches. What is not implemented is refused by name.
+What is not implemented is refused by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.chat import check_messages
+from mlserver_torch_stream.protocol.chat import check_messages, check_tools
 from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters
 from mlserver_torch_stream.protocol.request_options import (
     build_request,
@@ -20,7 +20,6 @@ from mlserver_torch_stream.protocol.request_options import (
     require_template,
     with_usage,
 )
-from mlserver_torch_stream.protocol.tools import check_tools
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"

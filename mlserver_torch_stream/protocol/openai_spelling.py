@@ -1,7 +1,4 @@
-"""The spelling of OpenAI's API: chat completions, completions and responses, streamed or whole, with its errors.
-
-Knows nothing of how objects are built, which ``openai_stream`` does, nor of the transport beyond its headers.
-"""
+"""The spelling of OpenAI's API: chat completions, completions and responses, streamed or whole, with its errors."""
 
 from __future__ import annotations
 
@@ -12,16 +9,20 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat_completion import ChatCompletion
-from mlserver_torch_stream.protocol.json_schema import check
-from mlserver_torch_stream.protocol.openai_error import error_object, openai_status
+from mlserver_torch_stream.protocol.constraints import check
+from mlserver_torch_stream.protocol.openai_objects import ChatCompletion, TextCompletion
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, Table, taken_values
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT, decode_body
-from mlserver_torch_stream.protocol.openai_stream import ChatStream, CompletionStream, OpenAIWhole
-from mlserver_torch_stream.protocol.request_options import MOST_ID_CHARACTERS, read_client
-from mlserver_torch_stream.protocol.response_object import repeated_values
-from mlserver_torch_stream.protocol.responses_input import chat_body, own_name
-from mlserver_torch_stream.protocol.responses_parameters import INPUT, RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.openai_stream import (
+    ChatStream,
+    CompletionStream,
+    OpenAIWhole,
+    error_object,
+    openai_status,
+)
+from mlserver_torch_stream.protocol.request_options import MAX_ID_CHARACTERS, read_client
+from mlserver_torch_stream.protocol.responses_objects import repeated_values
+from mlserver_torch_stream.protocol.responses_request import INPUT, RESPONSE_PARAMETERS, chat_body, own_name
 from mlserver_torch_stream.protocol.responses_stream import ResponsesStream, ResponsesWhole
 from mlserver_torch_stream.protocol.spelling import (
     NO_HEADERS,
@@ -32,8 +33,7 @@ from mlserver_torch_stream.protocol.spelling import (
     StreamEncoder,
     WholeEncoder,
 )
-from mlserver_torch_stream.protocol.text_completion import TextCompletion
-from mlserver_torch_stream.protocol.v2_binary import refuse_left_over
+from mlserver_torch_stream.protocol.v2_tensors import refuse_left_over
 from mlserver_torch_stream.protocol.values import most_checked
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
@@ -64,7 +64,7 @@ class OpenAISpelling(Spelling):
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
         """The header ``X-Request-Id``, where a reply's header can repeat it."""
         given = headers.get(REQUEST_ID, "")
-        return given if len(given) <= MOST_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
+        return given if len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
 
     def headers(self, request_id: str) -> Mapping[str, str]:
         return {REQUEST_ID: request_id}

@@ -1,6 +1,6 @@
-"""Writes token events as the messages of OpenAI's API: chunks of a stream, or one whole object.
+"""Writes token events as chunks or one whole object of OpenAI's API, and errors as its error object.
 
-Knows nothing of how a request was read. A sequence that fails ends the whole request: OpenAI's objects have no finish
+A sequence that fails ends the whole request: OpenAI's objects have no finish
 reason for it, and its clients stop at the first error.
 """
 
@@ -8,15 +8,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
-from mlserver_torch_stream.errors import GenerationFailed, as_request_error
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice, ChatCompletion
-from mlserver_torch_stream.protocol.openai_error import describe
-from mlserver_torch_stream.protocol.reply_values import CollectedReply, shortened
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, RequestError, as_request_error
+from mlserver_torch_stream.protocol.openai_objects import ChatChoice, ChatCompletion, TextCompletion, shown_length
+from mlserver_torch_stream.protocol.reply_values import CollectedReply, RunningUsage, UsageCounter, shortened
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.text_completion import TextCompletion, shown_length
-from mlserver_torch_stream.protocol.usage import RunningUsage, UsageCounter
 from mlserver_torch_stream.types import FAILURES, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
+
+BAD_REQUEST = 400
+
+
+def openai_status(status: int) -> int:
+    """Bad input is 400 in OpenAI's API, 422 in V2."""
+    return BAD_REQUEST if status == InvalidInput.status else status
+
+
+def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The value of ``error`` in a body."""
+    return {"message": message, "type": _kind(status), "param": param, "code": code}
+
+
+def describe(error: RequestError) -> tuple[int, dict[str, Any]]:
+    """The status and the error object."""
+    status = openai_status(error.status)
+    return status, error_object(status, error.message, error.field, error.code)
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
 
 _DONE = b"[DONE]"
 

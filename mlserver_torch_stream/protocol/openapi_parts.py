@@ -1,11 +1,8 @@
-"""Builds what OpenAPI documents consist of: objects, references to named schemas, responses.
-
-Knows nothing of paths.
-"""
+"""Builds what OpenAPI documents consist of: objects, references to named schemas, responses."""
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import STRING, Schema
+from mlserver_torch_stream.protocol.constraints import STRING, Schema
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
 COUNT: Schema = {"type": "integer", "minimum": 0}

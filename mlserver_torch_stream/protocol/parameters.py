@@ -1,6 +1,6 @@
-"""Turns the levels of a request's parameters into one set of sampling parameters.
+"""The table of request parameters, and the rules that merge their levels into one set of sampling parameters.
 
-Knows nothing of MLServer's types: a level is names and values, whatever carried them.
+Reference tables are made of it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,173 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.parameter_table import PARAMETERS, Parameter
-from mlserver_torch_stream.protocol.unsupported import refuse
+from mlserver_torch_stream.protocol import constraints, values
+from mlserver_torch_stream.protocol.values import refuse
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
+
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 64
+MAX_STRING_BYTES = 4096  # of all strings of one parameter: the engine's thread searches for them in every answer
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One request parameter: its names, how its value is read, and what becomes of the value.
+
+    ``field``: the field of SamplingParameters that has the value; None if no field has it as it is.
+    ``tensor``: the datatype of the parameter as an input tensor; None if it cannot be one.
+    """
+
+    name: str
+    meaning: str  # one cell of docs/settings.md, whose links it may have
+    read: values.Reader
+    aliases: tuple[str, ...] = ()
+    field: str | None = None
+    tensor: str | None = None
+    several: bool = False  # as a tensor it may have more than one element
+
+
+def _sampling(
+    name: str, meaning: str, read: values.Reader, *aliases: str, tensor: str | None = None, several: bool = False
+) -> Parameter:
+    return Parameter(name, meaning, read, aliases, name, tensor, several)
+
+
+def _flag(name: str, meaning: str) -> Parameter:
+    return Parameter(name, meaning, values.boolean, tensor="BOOL")
+
+
+def _stream_mode(value: Any, info: ModelInfo) -> str:
+    if value == "session":
+        raise ValueError("session is not implemented")
+    return str(values.one_of("each", "prompt")(value, info))
+
+
+PARAMETERS: tuple[Parameter, ...] = (
+    _sampling(
+        "max_tokens",
+        "Most tokens of the answer; 256 unless the model or its settings name another default.",
+        values.integer(1),
+        "max_new_tokens",
+        "max_completion_tokens",
+        tensor="INT64",
+    ),
+    _sampling("min_tokens", "Least tokens of the answer.", values.integer(0)),
+    _sampling("temperature", "0 is greedy decoding.", values.number(0, 100), tensor="FP32"),
+    _sampling(
+        "top_p",
+        "1: off. A request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
+        values.number(0, 1, above_low=True),
+        tensor="FP32",
+    ),
+    _sampling("top_k", "0 or -1: off.", values.top_k, tensor="INT64"),
+    _sampling("min_p", "As in transformers; 0: off.", values.number(0, 1)),
+    _sampling("typical_p", "As in transformers; 1: off.", values.number(0, 1, above_low=True)),
+    _sampling(
+        "repetition_penalty",
+        "Applies to tokens of the prompt and the answer, as in transformers; 1: off.",
+        values.number(LEAST_REPETITION_PENALTY, 100),
+    ),
+    _sampling("presence_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
+    _sampling("frequency_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
+    _sampling("logit_bias", "An object of up to 4,096 token ids and numbers from -100 to 100.", values.logit_bias),
+    _sampling(
+        "bad_words",
+        "Up to 64 strings that are never generated, of 4,096 bytes together.",
+        values.strings(MAX_BAD_WORDS, MAX_STRING_BYTES),
+        tensor="BYTES",
+        several=True,
+    ),
+    _sampling(
+        "stop",
+        "Up to 16 strings that end the answer, of 4,096 bytes together.",
+        values.strings(MAX_STOP_STRINGS, MAX_STRING_BYTES),
+        "stop_words",
+        tensor="BYTES",
+        several=True,
+    ),
+    _sampling("stop_token_ids", "Up to 4,096 ids of tokens that end the answer.", values.token_ids),
+    _sampling("include_stop_str_in_output", "The answer ends with the stop string.", values.boolean),
+    Parameter(
+        "eos_token_id",
+        "Ids that replace the model's own end token.",
+        values.token_ids,
+        ("eos_token_ids",),
+        field="eos_token_ids",
+    ),
+    _sampling("ignore_eos", "The model's end token does not end the answer.", values.boolean),
+    _sampling("seed", "The same seed gives the same tokens.", values.seed, "random_seed", tensor="INT64"),
+    _sampling("n", "Answers per prompt, at most `max_num_seqs`.", values.row_count),
+    Parameter("logprobs", "True, or the number of alternatives for each token.", values.logprobs),
+    Parameter("top_logprobs", "Number of alternatives for each token, up to 20.", values.integer(0, 20)),
+    _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
+    Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
+    Parameter(
+        "tool_choice",
+        "As in OpenAI's API: `auto`, `none`, `required`, or one function ([tools](tools.md)).",
+        values.tool_choice,
+        tensor="BYTES",
+    ),
+    Parameter(
+        "parallel_tool_calls",
+        "False: the answer ends with its first call ([tools](tools.md)).",
+        values.boolean,
+        tensor="BYTES",
+    ),
+    Parameter(
+        "reasoning_effort",
+        "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`, for [templates that read it](tools.md#reasoning).",
+        values.one_of(*REASONING_EFFORTS),
+    ),
+    Parameter(
+        "response_format",
+        "OpenAI's: with `json_object` or `json_schema` the answer [matches it](structured-output.md).",
+        constraints.response_format,
+        tensor="BYTES",
+    ),
+    Parameter(
+        "structured_outputs",
+        "vLLM's [constraints](structured-output.md): `json`, `json_object`, `regex`, `choice` or `grammar`.",
+        constraints.structured_outputs,
+    ),
+    Parameter(
+        "guided_decoding_guide",
+        "The schema, regular expression or grammar for `guided_decoding_guide_type`.",
+        constraints.text,
+        tensor="BYTES",
+    ),
+    Parameter(
+        "guided_decoding_guide_type",
+        "TensorRT-LLM's: `json`, `json_schema`, `regex` or `ebnf_grammar`.",
+        constraints.guide_type,
+        tensor="BYTES",
+    ),
+    Parameter(
+        "stream_mode",
+        "The meaning of several messages on one gRPC stream: [`each` or `prompt`](protocol.md#grpc).",
+        _stream_mode,
+    ),
+    Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
+    Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
+    Parameter("echo", "True: the prompt is put before the answer; not in a stream.", values.boolean),
+    # Asks for what every reply has: a response with triton_final_response, empty or not.
+    Parameter(
+        "triton_enable_empty_final_response",
+        "No effect: every reply ends with a final response.",
+        values.boolean,
+    ),
+    _flag("stream", "False on a stream endpoint asks for one response."),
+    _flag("exclude_input_in_output", "False means the same as `echo`."),
+    _flag("return_finish_reason", "Adds the output `finish_reason`; default true."),
+    _flag("return_cumulative_logprob", "Adds the output `cumulative_logprob`."),
+    _flag("return_logprobs", "Adds the output `logprobs`."),
+    _flag("return_token_ids", "Adds the output `token_ids`."),
+    _flag("return_num_input_tokens", "Adds the output `num_input_tokens`; default true."),
+    _flag("return_num_output_tokens", "Adds the output `num_output_tokens`; default true."),
+)
+
 
 _BY_SPELLING: Mapping[str, Parameter] = {
     spelling: parameter for parameter in PARAMETERS for spelling in (parameter.name, *parameter.aliases)

@@ -1,6 +1,6 @@
 """Reads the options of a request that every spelling shares, once its parameters are merged.
 
-Knows nothing of tensors nor of OpenAI's objects. Every function raises InvalidInput, which names the field.
+Every function raises InvalidInput, which names the field.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat import check_template_arguments
-from mlserver_torch_stream.protocol.json_schema import check
+from mlserver_torch_stream.protocol.chat import check_template_arguments, chosen_tools
+from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, check, of_guide
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
-from mlserver_torch_stream.protocol.structured_output import GUIDE, GUIDE_TYPE, of_guide
-from mlserver_torch_stream.protocol.tools import chosen_tools
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -29,7 +27,7 @@ from mlserver_torch_stream.types import (
 )
 
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
-MOST_ID_CHARACTERS = 256
+MAX_ID_CHARACTERS = 256
 _STREAM_OPTIONS, _CONTINUOUS = "stream_options", "continuous_usage_stats"
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
@@ -74,8 +72,8 @@ def build_request(
 
 
 def check_id(request_id: str | None) -> None:
-    if len(request_id or "") > MOST_ID_CHARACTERS:
-        raise InvalidInput("id", f"must have at most {MOST_ID_CHARACTERS} characters")
+    if len(request_id or "") > MAX_ID_CHARACTERS:
+        raise InvalidInput("id", f"must have at most {MAX_ID_CHARACTERS} characters")
 
 
 def read_client(headers: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Writes token events as the messages of OpenAI's Responses API: its events of a stream, or one whole response.
 
-Knows nothing of how a request was read. The messages that repeat a whole text or a whole response are as long as that.
+The messages that repeat a whole text or a whole response are as long as that.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from mlserver_torch_stream.errors import as_request_error
-from mlserver_torch_stream.protocol.chat_completion import logprob_entries
-from mlserver_torch_stream.protocol.openai_error import describe
-from mlserver_torch_stream.protocol.openai_stream import raise_failure
-from mlserver_torch_stream.protocol.reply_values import shortened
-from mlserver_torch_stream.protocol.response_items import (
+from mlserver_torch_stream.protocol.openai_objects import logprob_entries
+from mlserver_torch_stream.protocol.openai_stream import describe, raise_failure
+from mlserver_torch_stream.protocol.reply_values import UsageCounter, shortened
+from mlserver_torch_stream.protocol.responses_objects import (
     COMPLETED,
     IN_PROGRESS,
     INCOMPLETE,
@@ -21,10 +20,9 @@ from mlserver_torch_stream.protocol.response_items import (
     MessageItem,
     OutputItem,
     ReasoningItem,
+    ResponseObject,
 )
-from mlserver_torch_stream.protocol.response_object import ResponseObject
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
 

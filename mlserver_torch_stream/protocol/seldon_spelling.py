@@ -1,7 +1,7 @@
 """The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, OpenAI's objects in one.
 
-Knows nothing of how the conversation is read, which ``seldon_chat`` does, nor of the transport. Seldon's proxy hands
-the tensor ``output_all`` of every reply to OpenAI's clients, also where the reply is an error, and drops the rest.
+Seldon's proxy hands the tensor ``output_all`` of every reply to OpenAI's clients, also where the reply is an error, and
+drops the rest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import orjson
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.chat_completion import ChatCompletion
-from mlserver_torch_stream.protocol.openai_error import error_object
-from mlserver_torch_stream.protocol.openai_stream import event_choice, failure_message
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.openai_objects import ChatCompletion
+from mlserver_torch_stream.protocol.openai_stream import error_object, event_choice, failure_message
+from mlserver_torch_stream.protocol.reply_values import RunningUsage
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, StreamEncoder, WholeEncoder
-from mlserver_torch_stream.protocol.usage import RunningUsage
-from mlserver_torch_stream.protocol.v2_outputs import output
-from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
-from mlserver_torch_stream.protocol.v2_spelling import V2, V2Tensors
+from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.v2_reply import V2, StreamReply, UnaryReply, V2Tensors, output
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOptions, TokenEvent
 
 

@@ -1,7 +1,4 @@
-"""The names of TorchServe's headers of a sequence, which the environment may change.
-
-Knows nothing of what a sequence is.
-"""
+"""The names of TorchServe's headers of a sequence, which the environment may change."""
 
 from __future__ import annotations
 

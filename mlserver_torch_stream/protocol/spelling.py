@@ -1,7 +1,6 @@
 """Declares the interface of spellings: how a request is read, and how its replies, its errors and its end are written.
 
-Knows no transport: nothing of HTTP, gRPC, MLServer or asyncio. A new spelling is one file that derives from
-``Spelling`` and one row of the table in ``spellings``.
+A new spelling is one file that derives from ``Spelling`` and one row of the table in ``spellings``.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ReplyContext:
 
 
 class StreamEncoder(Protocol):
-    """Writes the messages of one streamed request. An event of ``MOST_PER_EVENT`` is at most 48 KiB in each message."""
+    """Writes the messages of one streamed request. An event of ``MAX_PER_EVENT`` is at most 48 KiB in each message."""
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
         """The messages of one event; the last event's include all that follows it, such as the usage.

@@ -1,7 +1,6 @@
 """The table of REST paths: which spellings each of them takes, in the order in which they are tried.
 
-Knows nothing of how a path is served. A row of a new spelling is added here, or by a runtime of one's own in its
-attribute ``rest_routes``.
+A row of a new spelling is added here, or by a runtime of one's own in its attribute ``rest_routes``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import Spelling
-from mlserver_torch_stream.protocol.v2_spelling import V2
+from mlserver_torch_stream.protocol.v2_reply import V2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Builds the OpenAPI documents of TorchServe's paths: those of the server, and those of one model.
 
-Knows nothing of models but their names. Names and summaries of the operations are TorchServe's, so that clients that
-were generated from its documents find them.
+Names and summaries of the operations are TorchServe's, so that clients that were generated from its documents find
+them.
 """
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.json_schema import STRING, Schema
+from mlserver_torch_stream.protocol.constraints import STRING, Schema
 from mlserver_torch_stream.protocol.openapi_parts import object_schema
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__

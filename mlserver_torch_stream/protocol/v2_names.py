@@ -1,12 +1,71 @@
-"""The tensors of the V2 spelling: which names are prompts, and what each input and output looks like.
+"""The tensors of V2 by name, and the parallel tensors in which Seldon Core 2 sends a conversation.
 
-Knows nothing of a request's values.
+``role`` has one element for each message. For one message the
+elements of the other tensors are its parts; for several messages each element is one message's list of parts, as JSON.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.chat import check_messages
 from mlserver_torch_stream.protocol.parameters import TENSORS
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.values import named, parse_json, shown
+
+MESSAGE_TENSORS = ("role", "content", "type", "tool_calls", "tool_call_id")
+
+Columns = Mapping[str, Sequence[str]]
+
+
+def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
+    """``columns`` maps those of MESSAGE_TENSORS that were sent to their elements; ``role`` must be among them.
+    ``most``: of messages and parts."""
+    roles = columns.get("role", ())
+    if not roles:
+        raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
+    if len(roles) == 1:
+        rows: list[Columns] = [{name: columns.get(name, ()) for name in MESSAGE_TENSORS}]
+    else:
+        rows = _each_message(columns, len(roles))
+    return check_messages("role", [_message(role, row) for role, row in zip(roles, rows, strict=True)], most)
+
+
+def _each_message(columns: Columns, count: int) -> list[Columns]:
+    for name, elements in columns.items():
+        if len(elements) != count:
+            raise InvalidInput(name, f"has {len(elements)} elements for {count} messages")
+    return [{name: _cell(columns, name, row) for name in MESSAGE_TENSORS} for row in range(count)]
+
+
+def _cell(columns: Columns, name: str, row: int) -> list[str]:
+    """What one message has of a tensor; the translator writes an empty list as an empty string."""
+    if name not in columns or columns[name][row] == "":
+        return []
+    text = columns[name][row]
+    plain_content = name == "content" and "type" in columns and columns["type"][row] == "text"
+    if name in ("role", "tool_call_id") or plain_content or (name == "type" and text == "text"):
+        return [text]
+    parts = named(name, parse_json, text)
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise InvalidInput(name, f"element {row} must be a JSON list of strings, got {shown(text)}")
+    return parts
+
+
+def _message(role: str, row: Columns) -> dict[str, Any]:
+    for kind in row["type"]:
+        if kind not in ("text", ""):
+            raise InvalidInput("type", f"{shown(kind)} is not implemented, only text")
+    if row["type"] and row["content"] and len(row["type"]) != len(row["content"]):
+        raise InvalidInput("type", f"names {len(row['type'])} parts, content has {len(row['content'])}")
+    message: dict[str, Any] = {"role": role, "content": "".join(row["content"])}
+    if row["tool_calls"]:
+        message["tool_calls"] = [named("tool_calls", parse_json, call) for call in row["tool_calls"]]
+    if row["tool_call_id"]:
+        message["tool_call_id"] = row["tool_call_id"][0]
+    return message
+
 
 TEXT_INPUT = "text_input"
 TEXT_ALIASES = ("prompt", "text_inputs", "inputs", "args", "array_inputs")

@@ -1,21 +1,75 @@
-"""Writes token events as V2 responses: one each for a stream, or all of them collected into one.
+"""The V2 spelling: named tensors in, named tensors out, over REST and as MLServer's gRPC messages.
 
-An event of ``MOST_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB. Knows
+An event of ``MAX_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB. Knows
 nothing of where events are from, nor of the transport of the responses.
+
+A response is the plain object that REST writes as JSON, and MLServer's model of it for gRPC is made from that. Knows
+nothing of when a response is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
+from mlserver.types import InferenceRequest, InferenceResponse, MetadataTensor, Parameters
+from mlserver.utils import insert_headers
 
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.v2_outputs import head, output
-from mlserver_torch_stream.types import GenerationRequest, TokenEvent
+from mlserver_torch_stream.protocol.spelling import (
+    JsonObject,
+    PostedBody,
+    ReplyContext,
+    Spelling,
+    StreamEncoder,
+    WholeEncoder,
+)
+from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.v2_request import decode_request, validated
+from mlserver_torch_stream.protocol.v2_tensors import (
+    MAX_PARAMETERS,
+    MAX_TENSORS,
+    BinaryOutputs,
+    attach_binary,
+    check_count,
+    with_elements,
+)
+from mlserver_torch_stream.protocol.values import most_elements
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TokenEvent
+
+_DATATYPES = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
+
+
+def output(name: str, data: list[Any], shape: list[int] | None = None) -> JsonObject:
+    """One tensor; the elements of BYTES are str."""
+    return {"name": name, "shape": shape or [len(data)], "datatype": _DATATYPES[name], "data": data}
+
+
+def head(context: ReplyContext, request_id: str) -> JsonObject:
+    """The beginning of every response to one request."""
+    version = {} if context.model_version is None else {"model_version": context.model_version}
+    return {"model_name": context.model_name, **version, "id": request_id}
+
+
+def as_response(body: JsonObject) -> InferenceResponse:
+    """MLServer's model of a response: BYTES are bytes, as gRPC needs, and there is no ``error`` beside the outputs.
+
+    Validation in Rust is the fastest way to construct the model.
+    """
+    message = {**body, "outputs": [_as_bytes(tensor) for tensor in body["outputs"]]}
+    message.pop("error", None)
+    return InferenceResponse.model_validate(message)
+
+
+def _as_bytes(tensor: JsonObject) -> JsonObject:
+    if tensor["datatype"] != "BYTES":
+        return tensor
+    return {**tensor, "data": [each.encode() if isinstance(each, str) else each for each in tensor["data"]]}
+
 
 _AS_JSON = frozenset({names.LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
 
@@ -88,3 +142,85 @@ class UnaryReply(WholeReply):
 
 def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
+
+
+class V2Tensors(Spelling):
+    """``outputs``: the output tensors that a request may name."""
+
+    outputs = frozenset(names.OUTPUT_DATATYPES)
+
+    def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        payload = read_posted_request(posted, most_elements(info.max_model_len), streaming=streaming)
+        return self.decode_message(payload, info, streaming=streaming, request_id=request_id)
+
+    def decode_message(
+        self, payload: InferenceRequest, info: ModelInfo, *, streaming: bool, request_id: str
+    ) -> GenerationRequest:
+        """Decodes MLServer's model of a request, as gRPC gives it. Raises InvalidInput."""
+        return decode_request(payload, info, streaming=streaming, request_id=request_id, outputs=self.outputs)
+
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        return StreamReply(request, context)
+
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        return UnaryReply(request, context)
+
+    def attach(self, posted: PostedBody, body: JsonObject) -> tuple[JsonObject, bytes | None]:
+        return attach_binary(body, BinaryOutputs.wanted_by(posted.json))
+
+
+V2 = V2Tensors()
+
+
+def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> InferenceRequest:
+    """MLServer's model of a V2 request over REST. ``most``: elements that a tensor may have. Raises InvalidInput."""
+    asked = BinaryOutputs.wanted_by(posted.json).asked
+    if streaming and asked:
+        raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
+    _check_counts(posted.json)
+    payload = validated(with_elements(posted.json, posted.raw, most))
+    insert_headers(payload, dict(posted.headers))
+    return payload
+
+
+def _check_counts(body: Mapping[str, Any]) -> None:
+    """Raises InvalidInput for more tensors or parameters than MLServer's model of a request should be made of."""
+    holders: list[Any] = [body]
+    for field in ("inputs", "outputs"):
+        tensors = body.get(field)
+        if isinstance(tensors, list):
+            check_count(field, len(tensors), MAX_TENSORS, "tensors")
+            holders += tensors
+    parameters = [holder.get("parameters") for holder in holders if isinstance(holder, dict)]
+    count = sum(len(each) for each in parameters if isinstance(each, dict))
+    check_count("parameters", count, MAX_PARAMETERS, "entries, with those of all tensors")
+
+
+def input_metadata() -> list[MetadataTensor]:
+    """Every input tensor by its canonical name; ``aliases`` are its other names."""
+    tensors = [
+        _tensor(names.TEXT_INPUT, "BYTES", -1, names.TEXT_ALIASES),
+        _tensor(names.INPUT_IDS, "INT64", -1),
+        _tensor(names.MESSAGES, "BYTES", 1),
+        *(_tensor(name, "BYTES", -1) for name in MESSAGE_TENSORS),
+        _tensor(names.TOOLS, "BYTES", -1),
+        _tensor(names.SAMPLING_PARAMETERS, "BYTES", 1),
+    ]
+    for parameter in PARAMETERS:
+        if parameter.tensor is not None:
+            size = -1 if parameter.several else 1
+            tensors.append(_tensor(parameter.name, parameter.tensor, size, parameter.aliases))
+    return tensors
+
+
+def output_metadata() -> list[MetadataTensor]:
+    """Every output tensor, also tensors that only some replies have."""
+    outputs = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
+    return [_tensor(name, datatype, 1 if name == names.OUTPUT_ALL else -1) for name, datatype in outputs.items()]
+
+
+def _tensor(name: str, datatype: str, size: int, aliases: tuple[str, ...] = ()) -> MetadataTensor:
+    parameters = Parameters.model_validate({"aliases": ",".join(aliases)}) if aliases else None
+    return MetadataTensor.model_validate(
+        {"name": name, "datatype": datatype, "shape": [size], "parameters": parameters}
+    )

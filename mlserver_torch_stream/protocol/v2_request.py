@@ -1,6 +1,6 @@
-"""Decodes a V2 inference request into a GenerationRequest, or names the field that is wrong.
+"""Decodes a V2 inference request, or one piece of a prompt, and finds its one prompt source.
 
-Knows nothing of the transport: a request from REST and one from gRPC are decoded by the same rules.
+Decoding it raises the error, so that it is refused and recorded like any bad request.
 """
 
 from __future__ import annotations
@@ -9,23 +9,118 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mlserver.types import InferenceRequest, RequestOutput
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.parameters import TENSORS, merge_parameters
+from mlserver_torch_stream.protocol.chat import check_tools
+from mlserver_torch_stream.protocol.parameters import SILENT, TENSORS, Merged, merge_parameters
 from mlserver_torch_stream.protocol.request_options import (
     build_request,
+    chat_prompt,
     check_id,
     read_client,
     read_stream_options,
+    refuse_chat_options,
+    require_template,
     with_usage,
 )
-from mlserver_torch_stream.protocol.unsupported import refuse
-from mlserver_torch_stream.protocol.v2_prompt import read_prompts
+from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS, read_messages
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
-from mlserver_torch_stream.protocol.v2_unreadable import refuse_unreadable
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from mlserver_torch_stream.protocol.values import refuse
+from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
+
+
+def prompt_source(tensors: Mapping[str, Tensor]) -> str:
+    """The tensor that holds the prompt, in the client's spelling; ``role`` and its like count as one source."""
+    sources = [name for name in tensors if name in names.PROMPT_TENSORS and name not in MESSAGE_TENSORS]
+    seldon = [name for name in MESSAGE_TENSORS if name in tensors]
+    sources += seldon[:1]
+    if not sources:
+        raise InvalidInput(names.TEXT_INPUT, f"no prompt; send one of {', '.join(names.PROMPT_TENSORS)}")
+    if len(sources) > 1:
+        raise InvalidInput(sources[1], f"a second prompt beside {sources[0]}; send exactly one")
+    return sources[0]
+
+
+def read_prompts(tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> tuple[Prompt, ...]:
+    """The prompts of a request, none of them empty."""
+    source = prompt_source(tensors)
+    if source in names.TEXT_TENSORS:
+        prompts: tuple[Prompt, ...] = _texts(tensors[source])
+    elif source == names.INPUT_IDS:
+        prompts = (_tokens(tensors[source], info),)
+    else:
+        return (_chat(source, tensors, given, info),)
+    refuse_chat_options(names.TOOLS in tensors, given)
+    return prompts
+
+
+def _texts(tensor: Tensor) -> tuple[TextPrompt, ...]:
+    tensor.require({"BYTES"})
+    if sum(size != 1 for size in tensor.shape) > 1:
+        raise InvalidInput(tensor.name, f"shape must be [B] or [B, 1], got {list(tensor.shape)}")
+    if not tensor.elements or not all(tensor.elements):
+        raise InvalidInput(tensor.name, "the prompt is empty")
+    return tuple(TextPrompt(text) for text in tensor.elements)
+
+
+def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
+    tensor.require({"INT64", "INT32"})
+    if len(tensor.shape) not in (1, 2) or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
+        raise InvalidInput(tensor.name, f"shape must be [S] or [1, S], got {values.shown(list(tensor.shape))}")
+    if not tensor.elements:
+        raise InvalidInput(tensor.name, "the prompt is empty")
+    for position, token_id in enumerate(tensor.elements):
+        if not 0 <= token_id < info.vocab_size:
+            raise InvalidInput(
+                tensor.name,
+                f"token id {values.shown(token_id)} at position {position} is outside the vocabulary of "
+                f"{info.vocab_size}",
+            )
+    return TokensPrompt(tuple(tensor.elements))
+
+
+def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> ChatPrompt:
+    require_template(source, info)
+    if source == names.MESSAGES:
+        parsed = values.named(source, values.parse_json, tensors[source].require({"BYTES"}).single())
+        messages = chat.check_messages(source, parsed, values.most_checked(info))
+    else:
+        columns = {name: tensors[name].require({"BYTES"}).elements for name in MESSAGE_TENSORS if name in tensors}
+        messages = read_messages(columns, values.most_checked(info))
+    return chat_prompt(messages, _tools(tensors, info), given, info)
+
+
+def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str, Any], ...] | None:
+    """The tools, as a JSON list in one element or one object in each."""
+    if names.TOOLS not in tensors:
+        return None
+    texts = tensors[names.TOOLS].require({"BYTES"}).elements
+    tools = [values.named(names.TOOLS, values.parse_json, text) for text in texts]
+    if len(tools) == 1 and isinstance(tools[0], list):
+        tools = tools[0]
+    return check_tools(names.TOOLS, tools, values.most_checked(info))
+
+
+class Unreadable(InferenceRequest):  # type: ignore[misc]
+    """A request that cannot be read: decoding it raises the error."""
+
+    _error: InvalidInput = PrivateAttr()
+
+    @classmethod
+    def because(cls, error: InvalidInput, request_id: str) -> Unreadable:
+        unreadable = cls(id=request_id, inputs=[])
+        unreadable._error = error
+        return unreadable
+
+
+def refuse_unreadable(payload: InferenceRequest) -> None:
+    """Raises InvalidInput."""
+    if isinstance(payload, Unreadable):
+        raise payload._error
+
 
 _DATATYPES = {"INT64": INTEGERS, "FP32": NUMBERS, "BOOL": frozenset({"BOOL"}), "BYTES": frozenset({"BYTES"})}
 _OUTPUT_PARAMETERS = frozenset({"headers", "content_type", "binary_data"})
@@ -92,3 +187,25 @@ def _output_names(outputs: Iterable[RequestOutput], known: Collection[str]) -> f
                 refuse(key, value, _OUTPUT_PARAMETERS, what=f"parameter of output {output.name}")
         named.append(output.name)
     return frozenset(named)
+
+
+def decode_piece(payload: InferenceRequest, first: GenerationRequest, info: ModelInfo) -> Prompt:
+    """One further, non-empty piece of the prompt that ``first`` began: the same kind of tensor and nothing else."""
+    refuse_unreadable(payload)
+    for key in parameters_of(payload.parameters):
+        if key not in SILENT:
+            raise InvalidInput(key, "only the first message of a prompt in pieces takes parameters")
+    if payload.outputs:
+        raise InvalidInput("outputs", "only the first message of a prompt in pieces names outputs")
+    tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
+    source = prompt_source(tensors)
+    allowed = names.TEXT_TENSORS if isinstance(first.prompts[0], TextPrompt) else (names.INPUT_IDS,)
+    if source not in allowed:
+        raise InvalidInput(source, f"this prompt began as {allowed[0]} and goes on as that")
+    for name in tensors:
+        if name != source:
+            raise InvalidInput(name, "only the first message of a prompt in pieces takes it")
+    prompts = read_prompts(tensors, {}, info)
+    if len(prompts) != 1:
+        raise InvalidInput(source, f"a piece is one element, got {len(prompts)}")
+    return prompts[0]

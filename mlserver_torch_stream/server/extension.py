@@ -1,7 +1,7 @@
 """Adds our routes to one MLServer, and opens our own ports beside its ports.
 
-Knows nothing of models. With our model repository it happens when the REST server starts; without it MLServer calls
-nothing of this package before it registers a model of ours.
+With our model repository it happens when the REST server starts; without it MLServer calls nothing of this package
+before it registers a model of ours.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.batches.served_rows import ServedRows
-from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
 from mlserver_torch_stream.server.grpc_port import mlservers_listener, open_port
-from mlserver_torch_stream.server.lifecycle import health, ports, shutdown
-from mlserver_torch_stream.server.management import management_listener
+from mlserver_torch_stream.server.lifecycle import ports, shutdown
+from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
 from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE
 from mlserver_torch_stream.server.rest import (
     batch_routes,
+    health,
     http1,
     model_routes,
-    openai_models,
-    openai_unknown,
+    openai_routes,
     routes,
     torchserve_routes,
 )
@@ -84,7 +83,7 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     shutdown.take_signals()
     _warn_of_server_settings(server._settings)
     await _open_grpc_services(server, options)
-    await management_listener.install(server, options, LIFECYCLE, ACCESS)
+    await management_app.install(server, options, LIFECYCLE, ACCESS)
 
 
 async def _open_grpc_services(server: RESTServer, options: ServerOptions) -> None:
@@ -107,10 +106,10 @@ async def _open_grpc_services(server: RESTServer, options: ServerOptions) -> Non
 def add_routes(server: RESTServer, options: ServerOptions) -> None:
     """Adds all routes of this package that need no model. Called once for a server."""
     telemetry.install(server, options)
-    openai_unknown.add_routes(server)
+    openai_routes.add_fallback_routes(server)
     health.add_routes(server, LIFECYCLE)
     model_routes.add_routes(server)
-    openai_models.add_routes(server)
+    openai_routes.add_model_routes(server)
     page_routes.add_routes(server, options)
     torchserve_routes.add_routes(server, options, LIFECYCLE)
     models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)

@@ -1,8 +1,7 @@
 """Converts the gRPC messages and replies of our models that MLServer cannot convert.
 
 A message that is no request is refused as bad input; MLServer would report an internal error. An id that metadata
-cannot carry is left out of the reply's metadata. Knows nothing of what a request means. MLServer converts the messages
-for other models.
+cannot carry is left out of the reply's metadata. MLServer converts the messages for other models.
 """
 
 from __future__ import annotations
@@ -21,12 +20,17 @@ from mlserver.types import InferenceRequest, InferenceResponse
 from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.v2_binary import SIZE, check_strings
-from mlserver_torch_stream.protocol.v2_request import first_complaint
-from mlserver_torch_stream.protocol.v2_tensors import MAX_PARAMETERS, MAX_STRINGS, MAX_TENSORS, check_count
-from mlserver_torch_stream.protocol.v2_unreadable import Unreadable
-from mlserver_torch_stream.server.cloud_events import as_headers
+from mlserver_torch_stream.protocol.v2_request import Unreadable, first_complaint
+from mlserver_torch_stream.protocol.v2_tensors import (
+    MAX_PARAMETERS,
+    MAX_STRINGS,
+    MAX_TENSORS,
+    SIZE,
+    check_count,
+    check_strings,
+)
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.status import as_headers
 
 _RAW = "raw_input_contents"
 _ON_LOOP = 16_384  # elements and bytes of raw contents; a message of more is converted in a thread

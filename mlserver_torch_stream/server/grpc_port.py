@@ -1,7 +1,4 @@
-"""Opens gRPC ports of this package beside MLServer's, and finds MLServer's own gRPC listener.
-
-Knows nothing of the services on it.
-"""
+"""Opens gRPC ports of this package beside MLServer's, and finds MLServer's own gRPC listener."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from mlserver.tracing import get_tracer_provider
 from opentelemetry.instrumentation.grpc import aio_server_interceptor
 
 from mlserver_torch_stream.server.access.access_control import AccessControl
-from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
+from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.status import ModelNotLoaded
 

@@ -1,8 +1,7 @@
 """Ends a refused gRPC call with a status, and without a traceback in the log.
 
 MLServer logs a traceback for every error that a method raises, also for a client's mistake. It fails itself where a
-stream ends without a message, or sends bytes that are no message. Knows nothing of why a call is refused. MLServer
-handles the errors of other models.
+stream ends without a message, or sends bytes that are no message. MLServer handles the errors of other models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads the options of the whole server from ``MLSERVER_TORCH_STREAM_*`` in the environment.
-
-Knows nothing of models: ``settings`` has the settings of one model.
-"""
+"""Reads the options of the whole server from ``MLSERVER_TORCH_STREAM_*`` in the environment."""
 
 from __future__ import annotations
 

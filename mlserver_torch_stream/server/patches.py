@@ -1,7 +1,7 @@
 """Installs all patches of MLServer.
 
-Knows nothing of a model's contents. MLServer passes its settings to no model and tells it of no server, so the REST
-server is found where it starts, or where it registers a model of ours.
+MLServer passes its settings to no model and tells it of no server, so the REST server is found where it starts, or
+where it registers a model of ours.
 """
 
 from __future__ import annotations

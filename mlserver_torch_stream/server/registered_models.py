@@ -1,7 +1,4 @@
-"""Finds models in MLServer's registry, and tells those of this package from other runtimes' models.
-
-Knows nothing of requests.
-"""
+"""Finds models in MLServer's registry, and tells those of this package from other runtimes' models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks a ``settings.json`` of MLServer's: its JSON, its values, its ports, and keys that MLServer would ignore.
 
-Knows nothing of models. ``mlserver start`` itself reads the file before it imports this package; only the keys that it
-ignores can be refused there.
+``mlserver start`` itself reads the file before it imports this package; only the keys that it ignores can be refused
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlserver_torch_stream.settings import KNOWN_KEYS, SETTINGS_FILE
 from mlserver_torch_stream.settings_file import place_of, read_settings_file, refuse_stray_keys
 
 SERVER_SETTINGS_FILE = "settings.json"
-MOST_PORT = 65535
+MAX_PORT = 65535
 _PORTS = ("http_port", "grpc_port", "metrics_port")
 _ELSEWHERE = {
     **{key.rstrip("_"): SETTINGS_FILE for key in ModelSettings.model_fields},
@@ -36,8 +36,8 @@ def check_server_settings(folder: Path) -> None:
         raise SettingsError(f"{_origin(key, path, key in given)}: {first['msg']}, got {first['input']!r}") from None
     for key in _PORTS:
         port = getattr(settings, key)
-        if not 0 <= port <= MOST_PORT:
-            raise SettingsError(f"{_origin(key, path, key in given)}: must be a port, 0 to {MOST_PORT}, got {port}")
+        if not 0 <= port <= MAX_PORT:
+            raise SettingsError(f"{_origin(key, path, key in given)}: must be a port, 0 to {MAX_PORT}, got {port}")
     refuse_ignored_keys(folder)
 
 

@@ -1,9 +1,12 @@
-"""Turns our errors into MLServer's errors, with the status that REST and gRPC clients see.
+"""Turns our errors into MLServer's errors, and CloudEvents attributes into headers and metadata.
 
-Knows no route and no servicer.
+A client's own id may have any characters and any length; a header may not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import quote
 
 import grpc
 from mlserver.errors import MLServerError
@@ -12,7 +15,7 @@ from mlserver.grpc import utils
 from mlserver_torch_stream.errors import NotServing, RequestError
 
 # Bytes of an error's text as metadata carry it. Clients refuse metadata of more than 8 KiB, and the error with them.
-_MOST_DETAILS = 4096
+_MAX_DETAILS = 4096
 
 
 class StreamStatus(int):
@@ -66,10 +69,24 @@ def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
 
 def details_that_fit(text: str) -> str:
     """The text, or its beginning: in metadata, each byte that is not printable ASCII takes three bytes."""
-    left = _MOST_DETAILS
+    left = _MAX_DETAILS
     for place, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"
         left -= 1 if plain else 3 * len(character.encode("utf-8", "replace"))
         if left < 0:
             return f"{text[:place]}…"
     return text
+
+
+# The limit of one value. gRPC's clients refuse a reply with more than 8 KiB of metadata, and an id is in it twice.
+_MAX_CHARS = 1024
+
+
+def as_headers(attributes: Mapping[str, str]) -> dict[str, str]:
+    """Names are in lower case. Values are percent-encoded where needed, as in CloudEvents; long ones are left out."""
+    encoded = {name.lower(): _encoded(value) for name, value in attributes.items()}
+    return {name: value for name, value in encoded.items() if len(value) <= _MAX_CHARS}
+
+
+def _encoded(value: str) -> str:
+    return value if value.isascii() and value.isprintable() else quote(value)

@@ -14,11 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.batches.batch_places import BatchPlaces
-from mlserver_torch_stream.batches.batch_record import BatchRecord
-from mlserver_torch_stream.batches.batch_request import BatchRequest
+from mlserver_torch_stream.batches.batch_record import BatchRecord, BatchRequest, IdMaker
 from mlserver_torch_stream.batches.batch_runner import BatchRunner
-from mlserver_torch_stream.batches.object_ids import IdMaker
+from mlserver_torch_stream.batches.batch_store import BatchPlaces
 from tests.batches.api import encoded
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from tests.batches.api import Api
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
 
-MOST_BYTES = 200_000  # of a file
+MAX_BYTES = 200_000  # of a file
 # Every step takes its time, so that a test can act while rows are answered.
 SLOW = {"MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.02,decode:1:slow=0.02"}
 
@@ -26,7 +26,7 @@ def serve_batches(
     """A server whose files and batches are kept in ``store``."""
     kept = {
         "MLSERVER_TORCH_STREAM_BATCH_STORE": str(store),
-        "MLSERVER_TORCH_STREAM_BATCH_MAX_FILE_BYTES": str(MOST_BYTES),
+        "MLSERVER_TORCH_STREAM_BATCH_MAX_FILE_BYTES": str(MAX_BYTES),
         "MLSERVER_TORCH_STREAM_LOG_REQUESTS": "false",
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "3",
         "MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "3",

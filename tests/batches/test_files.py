@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.batches.api import Api, encoded, error, row
-from tests.batches.conftest import MOST_BYTES
+from tests.batches.conftest import MAX_BYTES
 from tests.server.harness import HOST, Server
 from tests.waiting import wait_until
 
@@ -39,15 +39,15 @@ def test_a_file_is_kept_shown_listed_and_deleted(api: Api, store: Path) -> None:
 
 
 def test_a_file_of_the_largest_size_comes_back_unchanged(api: Api) -> None:
-    content = bytes(range(256)) * (MOST_BYTES // 256) + b"\r\n--x\r\n-"
-    content = content[:MOST_BYTES]
+    content = bytes(range(256)) * (MAX_BYTES // 256) + b"\r\n--x\r\n-"
+    content = content[:MAX_BYTES]
     file = api.post_file(content).json()
     assert api.client.get(f"/files/{file['id']}/content").content == content
     api.client.delete(f"/files/{file['id']}")
 
 
 def test_a_client_that_reads_nothing_of_a_file_is_cut_off(api: Api, batch_server: Server) -> None:
-    file = api.post_file(b"x" * MOST_BYTES).json()
+    file = api.post_file(b"x" * MAX_BYTES).json()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(30)
@@ -151,7 +151,7 @@ def test_ten_gigabytes_that_are_announced_are_refused_before_they_come(batch_ser
         answer = _until_closed(connection)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ") and b"connection: close" in head.lower()
-    assert str(MOST_BYTES) in json.loads(body)["error"]["message"]
+    assert str(MAX_BYTES) in json.loads(body)["error"]["message"]
 
 
 def _until_closed(connection: socket.socket) -> bytes:

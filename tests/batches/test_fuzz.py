@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.batches.batch_request import BatchRequest, read_batch_request
-from mlserver_torch_stream.batches.object_ids import BATCH, FILE, IdMaker, is_id
+from mlserver_torch_stream.batches.batch_record import BATCH, FILE, BatchRequest, IdMaker, is_id, read_batch_request
 from mlserver_torch_stream.batches.pages import read_query
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
 from mlserver_torch_stream.protocol.openai_request import decode_body
-from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.values import printable
-from mlserver_torch_stream.server.rest.form_reader import FormReader, PartBegan, PartEnded, PartPiece
+from mlserver_torch_stream.server.rest.body import FormReader, PartBegan, PartEnded, PartPiece
 from mlserver_torch_stream.types import ModelInfo
 
 _TYPE = "multipart/form-data; boundary=b"

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.batches import input_check
-from mlserver_torch_stream.batches.batch_record import WINDOW_S, BatchRecord, BatchStatus
+from mlserver_torch_stream.batches import batch_files
+from mlserver_torch_stream.batches.batch_record import WINDOW_S, BatchRecord, BatchStatus, IdMaker
 from mlserver_torch_stream.batches.batch_run import PART_ROWS
-from mlserver_torch_stream.batches.batch_runner import MOST_UNFINISHED
+from mlserver_torch_stream.batches.batch_runner import MAX_UNFINISHED
 from mlserver_torch_stream.batches.file_store import content_key
-from mlserver_torch_stream.batches.object_ids import IdMaker
 from mlserver_torch_stream.batches.pages import PageQuery
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull
 from tests.batches.api import row
@@ -314,7 +313,7 @@ def test_too_many_unfinished_batches_are_refused(tmp_path: Path) -> None:
         models = Echo("tiny")
         models.before = lambda said: asyncio.Event().wait()  # type: ignore[assignment,return-value]
         async with Bench(tmp_path, models) as bench:
-            made = [await bench.create([row(0)]) for _ in range(MOST_UNFINISHED)]
+            made = [await bench.create([row(0)]) for _ in range(MAX_UNFINISHED)]
             with pytest.raises(QueueFull, match="100"):
                 await bench.create([row(0)])
             await bench.runner.cancel(made[0])
@@ -327,7 +326,7 @@ def test_too_many_unfinished_batches_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_more_rows_than_openai_allows_fails(tmp_path: Path) -> None:
     async def run() -> None:
-        rows = [f'{{"custom_id": "{n}", "body": {{"prompt": ""}}}}' for n in range(input_check.MOST_ROWS + 1)]
+        rows = [f'{{"custom_id": "{n}", "body": {{"prompt": ""}}}}' for n in range(batch_files.MAX_ROWS + 1)]
         async with Bench(tmp_path, Echo("tiny")) as bench:
             ended = await bench.ended(await bench.create(rows))
         assert ended.status is BatchStatus.FAILED and ended.problems[0].code == "too_many_rows"

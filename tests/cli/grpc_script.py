@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from mlserver_torch_stream.client.grpc_messages import ModelInferRequest, ModelInferResponse
+from mlserver_torch_stream.client.grpc_transport import ModelInferRequest, ModelInferResponse
 
 
 @dataclass

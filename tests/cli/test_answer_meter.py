@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlserver_torch_stream.cli.answer_meter import AnswerMeter
+from mlserver_torch_stream.cli.chat import AnswerMeter
 from mlserver_torch_stream.client import Delta, RequestUsage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from mlserver_torch_stream.cli.answer_view import AnswerView
+from mlserver_torch_stream.cli.chat import AnswerView
 from mlserver_torch_stream.client import Delta, ToolCallDelta
 
 _DELTAS = [

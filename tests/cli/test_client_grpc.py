@@ -15,10 +15,9 @@ import pytest
 from mlserver.grpc import dataplane_pb2 as pb
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.client import grpc_messages
-from mlserver_torch_stream.client.generation_call import generation_call
-from mlserver_torch_stream.client.grpc_transport import SilenceWatch
-from mlserver_torch_stream.client.grpc_v2 import request_message, response_deltas
+from mlserver_torch_stream.client import grpc_transport
+from mlserver_torch_stream.client.call import generation_call
+from mlserver_torch_stream.client.grpc_transport import SilenceWatch, request_message, response_deltas
 from tests.cli.grpc_script import grpc_script, response
 
 Collect = Callable[..., list[client.Delta]]
@@ -191,7 +190,7 @@ def test_every_kind_of_output_of_mlserver_is_read() -> None:
     entry = {"token_id": 5, "logprob": -0.25, "top": [[5, -0.25], [6, -2.0]]}
     said.outputs.add(name="logprobs", shape=[1]).contents.bytes_contents.append(json.dumps([entry]).encode())
     top = (client.Logprob(-0.25, 5), client.Logprob(-2.0, 6))
-    assert response_deltas(grpc_messages.ModelInferResponse.FromString(said.SerializeToString())) == [
+    assert response_deltas(grpc_transport.ModelInferResponse.FromString(said.SerializeToString())) == [
         client.Delta(
             "ü",
             index=3,

@@ -22,8 +22,15 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver.repository.repository import SchemalessModelRepository
 
-from mlserver_torch_stream.cli.announcement import Announcement
-from mlserver_torch_stream.cli.serve import PORTS, PortTaken, choose_ports, is_repository, main, prepare_repository
+from mlserver_torch_stream.cli.serve import (
+    PORTS,
+    Announcement,
+    PortTaken,
+    choose_ports,
+    is_repository,
+    main,
+    prepare_repository,
+)
 from mlserver_torch_stream.free_port import is_free
 from mlserver_torch_stream.server.options import read_options
 from tests import markdown

@@ -15,7 +15,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from typed_answers import Look, Place
 
-_MOST_TRIES = 20
+_MAX_TRIES = 20
 
 
 def main(url: str) -> None:
@@ -65,7 +65,7 @@ def _clock(called: list[Place]) -> Tool:
 
 async def with_a_tool(model: Any) -> None:
     """The model takes either function: with some seed it takes the tool first, which is then offered no longer."""
-    for seed in range(_MOST_TRIES):
+    for seed in range(_MAX_TRIES):
         called: list[Place] = []
         tools = [_clock(called)]
         result = await _agent(model, seed, 20.0, output_type=Look, tools=tools).run("Where is it?")

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 
-from mlserver_torch_stream.cloud.chunking import Chunking
+from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Row

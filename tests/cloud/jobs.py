@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import StoreUnavailable
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, RunIdentity
+from mlserver_torch_stream.cloud.rows import Failure, Outcome, Row, RunIdentity, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 

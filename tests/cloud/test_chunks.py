@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cloud.chunk_join import ChunkJoin
-from mlserver_torch_stream.cloud.chunking import Chunking
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
+from mlserver_torch_stream.cloud.parse import Chunking, ChunkJoin
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Chunk, Failure, Kind, Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import Chunk, Failure, Kind, Outcome, Result, Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source

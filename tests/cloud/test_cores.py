@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.naming import glob_pattern, kind_of, part_name, part_number
 from mlserver_torch_stream.cloud.parse import Lines, blank, parse_row
-from mlserver_torch_stream.cloud.row_batcher import RowBatcher
-from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Result, Row
+from mlserver_torch_stream.cloud.pipeline import RowBatcher, Window
+from mlserver_torch_stream.cloud.rows import Failure, Kind, ObjectMissing, Outcome, Result, Row, StoreUnavailable
 from mlserver_torch_stream.cloud.run_metrics import BusyTime
-from mlserver_torch_stream.cloud.window import Window
 from tests.cloud.jobs import RUN
 
 

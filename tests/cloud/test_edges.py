@@ -14,19 +14,17 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
-from mlserver_torch_stream.cli.posted_pieces import PostForPieces
-from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, RunRefused, StoreUnavailable
+from mlserver_torch_stream.cli.infer_http import Concurrency, Gate
+from mlserver_torch_stream.cli.infer_objects import PostForPieces
+from mlserver_torch_stream.cloud.backoff import Retry, within
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
-from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import CloudError, Outcome, Result, Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
 from mlserver_torch_stream.cloud.s3_listing import S3Listing
 from mlserver_torch_stream.cloud.store import Store, settle
-from mlserver_torch_stream.cloud.time_limit import within
-from mlserver_torch_stream.cloud.watching import Announced, Watcher
+from mlserver_torch_stream.cloud.watch import Announced, Watcher
 from tests import plain_http
 from tests.cloud.azure import azure_server
 from tests.cloud.command import cloud, joined

@@ -9,14 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import (
-    AccessDenied,
-    CloudError,
-    ObjectChanged,
-    ObjectMissing,
-    StoreUnavailable,
-)
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
+from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, ObjectChanged, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.faulty import Fault, FaultyServer, faulty_server

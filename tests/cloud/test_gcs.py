@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import ObjectChanged, ObjectExists
+from mlserver_torch_stream.cloud.rows import ObjectChanged, ObjectExists
 from mlserver_torch_stream.cloud.sink import create
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud

@@ -12,13 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cli.adaptive_concurrency import Concurrency, Gate
-from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cli.row_completion import RowRequest
+from mlserver_torch_stream.cli.answers_http import RowRequest
+from mlserver_torch_stream.cli.infer_http import Concurrency, Gate, HttpInfer, only_model
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import AccessDenied, CloudError, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
-from mlserver_torch_stream.cloud.rows import Kind, Outcome, Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.rows import (
+    AccessDenied,
+    CloudError,
+    Kind,
+    ObjectMissing,
+    Outcome,
+    Result,
+    Row,
+    RunIdentity,
+    StoreUnavailable,
+)
 from tests.cloud.models import model_server
 from tests.scripted_http import Handler, serving
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import InUse, ObjectChanged, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.rows import InUse, ObjectChanged, ObjectMissing, StoreUnavailable
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.jobs import QUICK

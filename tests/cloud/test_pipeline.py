@@ -13,9 +13,18 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectMissing, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
-from mlserver_torch_stream.cloud.rows import Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import (
+    CloudError,
+    Failure,
+    Infer,
+    ObjectMissing,
+    Outcome,
+    Result,
+    Row,
+    RunRefused,
+    StoreUnavailable,
+)
 from mlserver_torch_stream.cloud.run import CloudRun, stream
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.ten_thousand import WINDOW

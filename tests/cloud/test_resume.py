@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import (
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     CloudError,
     ObjectExists,
+    Outcome,
+    Result,
+    Row,
     RunRefused,
     StorageFull,
     TooManyFailures,
 )
-from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.rows import Outcome, Result, Row
 from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import PartSink, create
 from mlserver_torch_stream.cloud.store import Store

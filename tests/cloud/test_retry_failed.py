@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.cloud_errors import CloudError, ObjectChanged, RunRefused, TooManyFailures
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.retry_failed import FailedRow, FailedRowRetry
-from mlserver_torch_stream.cloud.rows import Failure, Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import (
+    CloudError,
+    Failure,
+    ObjectChanged,
+    Outcome,
+    Result,
+    Row,
+    RunRefused,
+    TooManyFailures,
+)
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests import plain_http

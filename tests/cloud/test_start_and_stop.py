@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cli.answers_http import RowRequest
 from mlserver_torch_stream.cli.infer_http import HttpInfer
 from mlserver_torch_stream.cli.interruptible import LeftBehind, in_a_thread, run_to_end
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cli.row_completion import RowRequest
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.cloud_errors import RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
-from mlserver_torch_stream.cloud.rows import Row
+from mlserver_torch_stream.cloud.rows import Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.command import cloud, finish, start, trouble

@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sqs import Created, read_notification, signed_post
 from mlserver_torch_stream.cloud.store import Store, settle
-from mlserver_torch_stream.cloud.watching import MOST_RESULT_BYTES, Announced, Watcher
+from mlserver_torch_stream.cloud.watch import MAX_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.faulty import FaultyServer, faulty_server
 from tests.cloud.models import ModelServer
@@ -141,7 +141,7 @@ def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_tol
     told: list[str] = []
 
     async def infer(rows: Sequence[Row]) -> list[Outcome]:
-        return [Outcome({"text": "x" * (MOST_RESULT_BYTES // 2)}) for _ in rows]
+        return [Outcome({"text": "x" * (MAX_RESULT_BYTES // 2)}) for _ in rows]
 
     async def announcements() -> AsyncGenerator[Announced, None]:
         async def is_done() -> None: ...

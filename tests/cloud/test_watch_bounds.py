@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.cloud.chunking import Chunking
+from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import Kind, Outcome, Row
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, settle
-from mlserver_torch_stream.cloud.watching import Announced, Watcher
+from mlserver_torch_stream.cloud.watch import Announced, Watcher
 
 
 class _CountedStore(Store):

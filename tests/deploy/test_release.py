@@ -26,7 +26,7 @@ _KERNELS = f"{PACKAGE}/engine/native/prebuilt/some.so"
 _BESIDE_PACKAGE = ("pyproject.toml", "hatch_build.py", "constraints.txt", "LICENSE", "README.md")
 _OF_PACKAGE = (
     *("py.typed", "version.py", "tool_calls.py", "engine/native/kernels/library.cpp"),
-    *("engine/constraints/__init__.py", "server/page/files/index.html", "torchserve/shim/ts/__init__.py"),
+    *("engine/constraints/__init__.py", "server/page/files/index.html", "handlers/shim/ts/__init__.py"),
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
-from mlserver_torch_stream.server.page.page_files import page_files
+from mlserver_torch_stream.server.page.page_routes import page_files
 from tests import markdown, plain_http
 from tests.server.harness import free_ports
 

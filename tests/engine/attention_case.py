@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.attention.reference import (
     random_batch,
     reference_attention,
 )
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 CPU = torch.device("cpu")
 # (tokens in the cache, new ones): lengths around pages, windows and blocks of 64 queries, 256 keys or 12 rows.

@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.stages import read_stages
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from tests.engine.tiny import greedy, prompt_of, running, tokens_of
 
 

@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint, TokenMatcher
 
 
 def note_matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[TokenMatcher]]:

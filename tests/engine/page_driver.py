@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from tests.engine.page_book import Held, PageBook
 
 _SLOTS = 64

@@ -62,8 +62,8 @@ def wait_for_ever(file: str) -> None:
 
 def check_with_wrong_kernels(*args: Any) -> Any:
     """``check_packed`` with a rotary table that is off by one position."""
-    from mlserver_torch_stream.engine.loading.packed_check import check_packed
-    from mlserver_torch_stream.engine.native import verify_native
+    from mlserver_torch_stream.engine.checks import verify_native
+    from mlserver_torch_stream.engine.checks.packed_check import check_packed
     from mlserver_torch_stream.engine.native.native_forward import NativeForward
 
     class Wrong(NativeForward):
@@ -101,8 +101,8 @@ def ended_by_signals() -> str:
 
 
 def check_and_remove_the_file(folder: Path, *args: Any) -> Any:
+    from mlserver_torch_stream.engine.checks.packed_check import check_packed
     from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
-    from mlserver_torch_stream.engine.loading.packed_check import check_packed
 
     checked = check_packed(folder, *args)
     (folder / WEIGHTS).unlink()
@@ -110,6 +110,6 @@ def check_and_remove_the_file(folder: Path, *args: Any) -> Any:
 
 
 def check_other_kernels(*args: Any) -> Any:
-    from mlserver_torch_stream.engine.loading.packed_check import check_packed
+    from mlserver_torch_stream.engine.checks.packed_check import check_packed
 
     return replace(check_packed(*args), variant="of another CPU")

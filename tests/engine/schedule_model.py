@@ -14,12 +14,12 @@ from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduling.scheduler import Scheduler
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
 from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 

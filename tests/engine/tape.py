@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlserver_torch_stream.engine.device_sync import is_split, is_wait
+from mlserver_torch_stream.engine.devices import is_split, is_wait
 
 
 class _Part(TorchDispatchMode):  # type: ignore[misc]

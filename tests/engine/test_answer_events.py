@@ -10,12 +10,17 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined, short
-from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
+from mlserver_torch_stream.engine.text.answer_format import (
+    AnswerFormat,
+    Part,
+    Reasoning,
+    ReasoningParser,
+    joined,
+    short,
+)
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
-from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent, add_event
+from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, SamplingParameters, TokenEvent, add_event
 from tests.engine.tiny import dictated, greedy, prompt_of, run, running, spelled
 
 _ARGUMENTS = json.dumps({"at": "home"})
@@ -81,7 +86,7 @@ def test_a_late_reader_gets_events_within_the_bound(events: list[TokenEvent]) ->
     for event in events:
         add_event(merged, event)
     assert len(merged) < len(events)
-    assert max(event.size for event in merged) <= MOST_PER_EVENT
+    assert max(event.size for event in merged) <= MAX_PER_EVENT
     assert _whole(merged) == _whole(events)
 
 
@@ -123,7 +128,7 @@ def test_without_a_format_the_answer_is_its_text(model: PreTrainedModel) -> None
 @pytest.mark.parametrize("whole", ["x" * 2000, Reasoning("x" * 2000), ToolCallDelta(0, "c", "look", "x" * 2000)])
 def test_a_long_piece_is_more_than_one_event(whole: Part) -> None:
     """Arguments that come before the name are given at once, when the name is known."""
-    most = MOST_PER_EVENT // 2
+    most = MAX_PER_EVENT // 2
     pieces = list(short(whole, most))
     if isinstance(whole, ToolCallDelta):
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]

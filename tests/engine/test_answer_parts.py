@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.text.answer_format import AnswerParser
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined
-from mlserver_torch_stream.engine.text.json_scanner import JsonScanner
-from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
+from mlserver_torch_stream.engine.text.answer_format import AnswerParser, Part, Reasoning, ReasoningParser, joined
+from mlserver_torch_stream.engine.text.call_reader import JsonScanner
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls, LlamaCalls, MarkedCalls, MistralCalls
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 

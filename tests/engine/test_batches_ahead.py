@@ -3,7 +3,7 @@
 import pytest
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.pipeline.batches_ahead import BatchesAhead
+from mlserver_torch_stream.engine.pipeline.in_flight import BatchesAhead
 
 PAGE = 4
 # Tokens 6 to 9 of a sequence with pages 10 to 12 in one group of layers and the last two of 20 to 22 in another.

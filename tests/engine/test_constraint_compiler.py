@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from mlserver_torch_stream.engine.constraints import compile_threads
 from mlserver_torch_stream.engine.constraints.compile_threads import CompileThreads, threads_for
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.types import Constraint, ConstraintKind
+from mlserver_torch_stream.types import Constraint, ConstraintKind, ReasoningMarks
 from tests.engine.random_answers import random_answer
 from tests.engine.tiny import EOS, byte_tokenizer
 

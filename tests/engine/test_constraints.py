@@ -13,13 +13,19 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed, as_request_error
-from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, SamplingParameters, TokenEvent
+from mlserver_torch_stream.types import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    ReasoningMarks,
+    SamplingParameters,
+    TokenEvent,
+)
 from tests.engine.emulated import laid_out, pipelined
 from tests.engine.noted_matchers import note_matchers
 from tests.engine.tiny import (

@@ -15,8 +15,8 @@ from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.device_sync import count_waits, no_waits
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.devices import count_waits, no_waits
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline, StagedForward
-from mlserver_torch_stream.engine.pipeline.stages import Stage, read_stages
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, Stage, StagedForward, read_stages
 from tests.engine.emulated import Busy, laid_out
 from tests.engine.graph_bench import Answers, cache_of, captured, decode_batch, filled
 from tests.engine.tape import TapeRecorder

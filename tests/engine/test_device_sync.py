@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mlserver_torch_stream.engine.device_sync import DeviceSyncs, count_waits, is_wait, no_waits
+from mlserver_torch_stream.engine.devices import DeviceSyncs, count_waits, is_wait, no_waits
 
 Mode = Callable[[], AbstractContextManager[None]]
 

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.request_state import SequenceState
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
+from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     collect,

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching import continuous
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
 from tests.engine.emulated import before_each_forward, decoding, laid_out, pipelined

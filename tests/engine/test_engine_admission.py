@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.tiny import (

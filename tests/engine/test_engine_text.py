@@ -12,7 +12,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
+from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
     EOS,
     Watch,
@@ -131,7 +131,7 @@ def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(
         await until(lambda: ended(late, 2), "the end of the answers")
         events = [event async for event in late]
         assert 2 < len(events) < 20
-        assert max(event.size for event in events) <= MOST_PER_EVENT
+        assert max(event.size for event in events) <= MAX_PER_EVENT
         for index in range(2):
             own = [event for event in events if event.index == index]
             assert [token for event in own for token in event.token_ids] == ids[:200]
@@ -168,7 +168,7 @@ def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTra
         events = run(events_of(engine, prompt_of(5), params))
     assert "".join(event.text for event in events) == said
     assert sum(len(event.token_ids) for event in events) == sum(len(event.logprobs) for event in events) == 200
-    assert max(event.size for event in events) <= MOST_PER_EVENT
+    assert max(event.size for event in events) <= MAX_PER_EVENT
     assert [event.finish_reason is not None for event in events] == [*[False] * (len(events) - 1), True]
 
 

@@ -9,8 +9,8 @@ import pytest
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduling.fair_queue import FairQueue
-from mlserver_torch_stream.engine.scheduling.queue_limits import Deadlines, ServiceRate
+from mlserver_torch_stream.engine.scheduler.limits import Deadlines, ServiceRate
+from mlserver_torch_stream.engine.scheduler.queue import FairQueue
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_forward
+from mlserver_torch_stream.engine.config_fields import named_lengths
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.loading.config_fields import named_lengths
-from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from tests.engine.tiny_models import tiny_model
 

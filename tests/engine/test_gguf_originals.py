@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.checks.verify_native import verify_packed
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.native.verify_native import verify_packed
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.gguf_originals import ORIGINALS, make_original, write_original
 from tests.engine.page_book import prefilled

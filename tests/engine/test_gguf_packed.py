@@ -21,17 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from mlserver_torch_stream.engine import factory, prepared_model
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.checks.verify_native import verify_packed
 from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
-from mlserver_torch_stream.engine.native import grouped_matrix, packed_rows
+from mlserver_torch_stream.engine.native import packed_rows, weights
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.native.verify_native import verify_packed
 from mlserver_torch_stream.engine.prepared_model import prepare
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
@@ -215,7 +215,7 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.native.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.verify_native import verify_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -251,7 +251,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
     """As the kernels' panels are made, and in the forward that they are compared with."""
     write_packed(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256), tmp_path)
     monkeypatch.setattr(packed_rows, "_AT_ONCE", 1 << 13)
-    monkeypatch.setattr(grouped_matrix, "BLOCK", 32)
+    monkeypatch.setattr(weights, "BLOCK", 32)
     model = load_packed(tmp_path).model
     with torch.inference_mode(), LargestFloats() as floats:
         forward, _ = verify_packed(model, read_decoder(model), 1, folder)

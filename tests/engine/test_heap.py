@@ -10,7 +10,7 @@ import pytest
 
 _FREED = """
 import ctypes, os
-from mlserver_torch_stream.engine.loading.heap import trim_heap
+from mlserver_torch_stream.engine.machine import trim_heap
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

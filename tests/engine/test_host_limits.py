@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.loading.host_limits import default_kv_budget, read_host
+from mlserver_torch_stream.engine.machine import default_kv_budget, read_host
 
 CORES = len(os.sched_getaffinity(0))
 GIB = 1 << 30
@@ -99,7 +99,7 @@ def test_the_kernels_own_limit_is_seen() -> None:
     limit = 8 * GIB
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}));"
-        "from mlserver_torch_stream.engine.loading.host_limits import read_host; print(read_host().available_bytes)"
+        "from mlserver_torch_stream.engine.machine import read_host; print(read_host().available_bytes)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert 0 < int(done.stdout) < limit

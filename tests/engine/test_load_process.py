@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.engine.loading import load_process
-from mlserver_torch_stream.engine.loading.load_process import in_process, started_ahead
+from mlserver_torch_stream.engine import child_process
+from mlserver_torch_stream.engine.child_process import in_process, started_ahead
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.loading import process_ahead
 from mlserver_torch_stream.settings import parse_settings
@@ -34,14 +34,14 @@ _EMBEDDED = "embedded://smollm2-135m-instruct"
 _ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 _RUNS = """
 import sys
-from mlserver_torch_stream.engine.loading.load_process import in_process
+from mlserver_torch_stream.engine.child_process import in_process
 from tests.engine.process_jobs import wait_for_ever
 in_process(wait_for_ever, sys.argv[1])
 """
 _WAITS = """
 import sys, time
 from pathlib import Path
-from mlserver_torch_stream.engine.loading.load_process import started_ahead
+from mlserver_torch_stream.engine.child_process import started_ahead
 from tests.engine.process_jobs import children
 with started_ahead():
     Path(sys.argv[1]).write_text(str(*children()))
@@ -136,13 +136,13 @@ def test_a_killed_process_fails_the_load_with_the_signal() -> None:
 
 
 def test_a_process_that_cannot_be_started_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_process.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(child_process.sys, "executable", "/no/such/python")
     with pytest.raises(LoadFailed, match=r"^cannot start a process that loads the model: .*No such file"):
         in_process(fail)
 
 
 def test_a_python_without_a_known_interpreter_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_process.sys, "executable", None)
+    monkeypatch.setattr(child_process.sys, "executable", None)
     with pytest.raises(LoadFailed, match=r"sys\.executable names no interpreter"):
         in_process(fail)
 

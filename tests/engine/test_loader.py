@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults
-from mlserver_torch_stream.engine.loading.host_limits import Host
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, set_threads
+from mlserver_torch_stream.engine.machine import Host
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled

@@ -18,8 +18,8 @@ from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, 
 from tests.engine.named_schemas import SCHEMAS
 from tests.engine.tiny import collect, run
 
-_MOST_LONG = 0.01  # of the answers: those that reach max_tokens
-_MOST_TOKENS = 400
+_MAX_LONG = 0.01  # of the answers: those that reach max_tokens
+_MAX_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def _answers(built: BuiltEngine, name: str, count: int, seed: int = 0) -> list[t
     requests = [
         EngineRequest(
             prompt,
-            SamplingParameters(max_tokens=_MOST_TOKENS, temperature=1.2, seed=seed + number),
+            SamplingParameters(max_tokens=_MAX_TOKENS, temperature=1.2, seed=seed + number),
             number,
             constraint=constraint,
         )
@@ -84,4 +84,4 @@ def test_every_answer_that_ends_by_itself_is_valid(tiny: BuiltEngine, name: str)
 def test_of_500_answers_hardly_any_is_cut_off(request: pytest.FixtureRequest, model: str) -> None:
     built: BuiltEngine = request.getfixturevalue(model)
     long = {name: _check(name, _answers(built, name, 25, seed=100)) for name in SCHEMAS}
-    assert sum(long.values()) <= _MOST_LONG * 25 * len(SCHEMAS), long
+    assert sum(long.values()) <= _MAX_LONG * 25 * len(SCHEMAS), long

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention import verify_attention
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import (
     reference_attention,
 )
-from mlserver_torch_stream.engine.attention.verify_attention import (
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.checks import verify_attention
+from mlserver_torch_stream.engine.checks.verify_attention import (
     AttentionChoice,
     attention_shapes,
     take_attention_kernels,
 )
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 from tests.engine.attention_case import CPU, MIXED, Case, never
 from tests.engine.page_book import answers, expected_answers
 from tests.engine.tiny_models import tiny_model

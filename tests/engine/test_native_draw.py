@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.native.native_draw import NativeDraw
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.native_forward import NativeDraw, NativeForward
 from mlserver_torch_stream.engine.sampling import sampler
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED, draw
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.native import grouped_matrix
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native import library as c
-from mlserver_torch_stream.engine.native.grouped_matrix import GroupedMatrix
+from mlserver_torch_stream.engine.native import weights
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups, pack_groups
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
+from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
-from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout
+from mlserver_torch_stream.engine.native.weights import GroupedMatrix
 
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # else (0,)
 ROWS = [1, 2, 3, 5, 6, 7, 12, 17, 40]
@@ -146,7 +146,7 @@ def test_a_wrong_scale_is_found_as_the_weights_are_packed(
         scales[5] *= factor
         pack_groups(Groups(groups.format, groups.codes, scales, groups.minima), to)
 
-    monkeypatch.setattr(grouped_matrix, "pack_groups", wrong)
+    monkeypatch.setattr(weights, "pack_groups", wrong)
     with pytest.raises(UnsupportedLayout, match="read other weights"):
         products(kernels, GroupedMatrix([random_blocks("Q4_K", 40)], INT8), torch.eye(512))
 

@@ -15,8 +15,8 @@ import torch
 
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest, reference_attention
-from mlserver_torch_stream.engine.attention.verify_attention import TOLERANCE
-from mlserver_torch_stream.engine.loading.selfcheck import check_forward
+from mlserver_torch_stream.engine.checks.selfcheck import check_forward
+from mlserver_torch_stream.engine.checks.verify_attention import TOLERANCE
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
+from mlserver_torch_stream.engine.native.native_forward import NativeForward, PackedBatch
 from tests.engine.page_book import PageBook, prefilled
 from tests.engine.test_native import KNOWN, known_model
 from tests.engine.tiny_models import prompt_of, tiny_model

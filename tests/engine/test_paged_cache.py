@@ -9,15 +9,15 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
 
 _RESIDENT = """
 import torch
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
 from tests.engine.all_families import HEADING, PAGE
 from tests.engine.fast_families import fast
 from tests.engine.page_answers import Answers, check

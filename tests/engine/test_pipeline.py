@@ -17,15 +17,14 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
+from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.stages import read_stages
-from mlserver_torch_stream.engine.pipeline.verify_concurrency import check_pipeline, take_pipeline, waits_midway
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import (
     Busy,

@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.kv_cache.page_counts import size_cache
-from mlserver_torch_stream.engine.loading.selfcheck import check_batching
-from mlserver_torch_stream.engine.planning.capacity import make_plan
-from mlserver_torch_stream.engine.planning.device_catalogue import KNOWN, DeviceSpec, find_device
-from mlserver_torch_stream.engine.planning.model_size import ModelSize, read_size
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.cache.page_counts import size_cache
+from mlserver_torch_stream.engine.capacity import KNOWN, DeviceSpec, ModelSize, find_device, make_plan, read_size
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
+from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, fits_alone
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import ModelSource
 from tests.engine.tiny_models import tiny_model as make

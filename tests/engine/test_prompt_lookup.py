@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.speculation.ngram_index import NgramIndex
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
-from mlserver_torch_stream.engine.speculation.step_time import StepTime
+from mlserver_torch_stream.engine.step.drafts import NgramIndex, PromptLookup, StepTime
 from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import SamplingParameters
 

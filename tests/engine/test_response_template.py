@@ -18,15 +18,18 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 
-from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, AnswerParser
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, AnswerParser, Part, Reasoning
 from mlserver_torch_stream.engine.text.chat_format import ChatFormat
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
-from mlserver_torch_stream.engine.text.response_template import AnswerTemplate, TemplateParser
-from mlserver_torch_stream.engine.text.xml_calls import GLM_PARSER, QWEN3_CODER_PARSER, xml_calls
+from mlserver_torch_stream.engine.text.response_template import (
+    GLM_PARSER,
+    QWEN3_CODER_PARSER,
+    AnswerTemplate,
+    TemplateParser,
+    xml_calls,
+)
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice, join_calls
-from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
+from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, ReasoningMarks
 from tests.engine.tiny_tokenizers import byte_level
 from tests.examples import examples
 

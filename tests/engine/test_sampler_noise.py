@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.sampling.noise import derive_key, gumbel
+from mlserver_torch_stream.engine.sampling.row_sampler import derive_key, gumbel
 
 _N = 200_000
 

@@ -14,9 +14,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits, fits_alone, longest_sequence
+from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, fits_alone, longest_sequence
 from tests.engine.schedule_model import CONTEXT, ModelledEngine, choice, expected, key_after, request_of
 
 FULL = LayerGroup((0,), token_bytes=4)
@@ -589,5 +589,5 @@ def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens()
 
 
 def test_the_scheduler_needs_no_torch() -> None:
-    code = "import sys, mlserver_torch_stream.engine.scheduling.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, mlserver_torch_stream.engine.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,7 @@ import pytest
 
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.structured_output import response_format
+from mlserver_torch_stream.protocol.constraints import response_format
 from mlserver_torch_stream.types import ModelInfo
 from tests import markdown
 from tests.engine.random_answers import random_answer

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.stage_log import stage
 
 logger = logging.getLogger("tests.stages")
 

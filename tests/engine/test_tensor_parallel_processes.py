@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.engine import machine
 from mlserver_torch_stream.engine.tensor_parallel import rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
@@ -87,7 +88,7 @@ def test_a_launcher_that_started_another_number_of_ranks_is_told() -> None:
 
 
 def test_ranks_share_the_cores_of_their_machine() -> None:
-    assert rendezvous.ranks_here(4, {}) == 4
+    assert machine.ranks_here(4, {}) == 4
     launched = {"RANK": "0", "WORLD_SIZE": "4"}
-    assert rendezvous.ranks_here(4, {**launched, "LOCAL_WORLD_SIZE": "2"}) == 2
-    assert rendezvous.ranks_here(4, launched) == 1
+    assert machine.ranks_here(4, {**launched, "LOCAL_WORLD_SIZE": "2"}) == 2
+    assert machine.ranks_here(4, launched) == 1

@@ -20,19 +20,18 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.inline_forwards import InlineForwards
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
-from mlserver_torch_stream.engine.process_resources import FairLock
+from mlserver_torch_stream.engine.process_resources import FairLock, StepProgress
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.speculation.prompt_lookup import PromptLookup
-from mlserver_torch_stream.engine.step_progress import StepProgress
+from mlserver_torch_stream.engine.step.batcher import InlineForwards
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls

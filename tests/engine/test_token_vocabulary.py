@@ -7,7 +7,7 @@ from llguidance import LLTokenizer
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.constraints.token_vocabulary import read_vocabulary
+from mlserver_torch_stream.engine.constraints.constraint_compiler import read_vocabulary
 from tests.engine.tiny_tokenizers import SENTENCES, byte_fallback, byte_level
 
 _TEXTS = (*SENTENCES, "", "</s>", "a</s> b", '{"name": "', "\xa0\x00", "x" * 50)

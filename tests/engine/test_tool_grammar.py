@@ -11,13 +11,11 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.engine.text.chat_format import AUTO, HERMES, ChatFormat, tool_grammar
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.text.tool_grammar import HERMES, tool_grammar
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice
-from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind
+from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, ReasoningMarks
 from tests.engine.tiny_tokenizers import byte_level
 
 _MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]

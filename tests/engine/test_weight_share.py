@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.loading.loader import _placement
-from mlserver_torch_stream.engine.loading.weight_share import weight_bytes, weight_share
+from mlserver_torch_stream.engine.loading.loader import _placement, weight_bytes, weight_share
 from mlserver_torch_stream.engine_settings import EngineSettings
 from tests.engine.tiny_models import tiny_model
 

@@ -15,23 +15,22 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.batching.batcher import Batcher
-from mlserver_torch_stream.engine.batching.continuous import ContinuousBatcher
-from mlserver_torch_stream.engine.batching.serial import SerialBatcher
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.process_resources import FairLock
-from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduling.queue_limits import QueueLimits
-from mlserver_torch_stream.engine.scheduling.scheduler_limits import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.limits import QueueLimits, SchedulerLimits
+from mlserver_torch_stream.engine.step.batcher import Batcher
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent

@@ -16,11 +16,11 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
+from mlserver_torch_stream.server.access.access_control import OpenEndpoints
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.page import page_files as module
 from mlserver_torch_stream.server.page import page_routes
-from mlserver_torch_stream.server.page.page_files import page_files, page_paths
+from mlserver_torch_stream.server.page import page_routes as module
+from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
 
 _FOLDER = Path(module.__file__).parent / "files"
 _FILES = sorted(_FOLDER.iterdir())

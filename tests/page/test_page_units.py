@@ -15,10 +15,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics
-from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
-from mlserver_torch_stream.server.page import page_files
+from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.page import page_routes
 
 _HERE = Path(__file__).parent
 _NODE = shutil.which("node")
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.skipif(_NODE is None, reason="there is no Node.js to ru
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("page")
-    shutil.copytree(Path(page_files.__file__).parent / "files", made / "files")
+    shutil.copytree(Path(page_routes.__file__).parent / "files", made / "files")
     (made / "package.json").write_text('{"type": "module"}')
     for script in _HERE.glob("*.mjs"):
         shutil.copy(script, made)

@@ -9,25 +9,24 @@ import orjson
 import pytest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.bounded_json import MAX_KEYS, MAX_STRINGS, MOST_CONTAINERS, parse_bounded
-from mlserver_torch_stream.protocol.values import parse_json
+from mlserver_torch_stream.protocol.values import MAX_CONTAINERS, MAX_KEYS, MAX_STRINGS, parse_bounded, parse_json
 from mlserver_torch_stream.server.rest.body import parse_object
 
-_MANY = MOST_CONTAINERS + 1
+_MANY = MAX_CONTAINERS + 1
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"a": [' + b"[]," * MOST_CONTAINERS + b"1]}",
-        b'{"a": [' + b"{}," * MOST_CONTAINERS + b"1]}",
-        b'{"a": ["\\"", ' + b'"[",[],' * MOST_CONTAINERS + b"1]}",
+        b'{"a": [' + b"[]," * MAX_CONTAINERS + b"1]}",
+        b'{"a": [' + b"{}," * MAX_CONTAINERS + b"1]}",
+        b'{"a": ["\\"", ' + b'"[",[],' * MAX_CONTAINERS + b"1]}",
         b"[" * _MANY,  # no JSON at all: the bound comes first
     ],
     ids=["lists", "objects", "among strings", "open"],
 )
 def test_too_many_lists_and_objects_are_refused_before_they_are_read(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=f"holds more than {MOST_CONTAINERS} lists and objects"):
+    with pytest.raises(ValueError, match=f"holds more than {MAX_CONTAINERS} lists and objects"):
         parse_bounded(raw)
     with pytest.raises(ValueError, match="holds more than"):
         parse_json(raw.decode())
@@ -51,11 +50,11 @@ def test_too_many_strings_or_keys_are_refused_before_they_are_read(raw: bytes, w
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": [[]] * (MOST_CONTAINERS - 2)},
+        {"a": [[]] * (MAX_CONTAINERS - 2)},
         {"prompt": "[{" * _MANY},
         {"prompt": "a: b, " * _MANY, '":': ['":"'] * (MAX_STRINGS - 1)},
         {"prompt": '\\"[' * _MANY, "b": "\\", "c": ["[", "{"] * 10},
-        ["[\\", "\\\\[", "\\\\\\", "["] * MOST_CONTAINERS,
+        ["[\\", "\\\\[", "\\\\\\", "["] * MAX_CONTAINERS,
         [],
     ],
     ids=["most", "in a string", "keys in strings", "behind escapes", "in strings", "none"],

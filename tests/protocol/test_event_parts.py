@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
-from mlserver_torch_stream.types import MOST_PER_EVENT, FinishReason, TokenEvent, Usage, add_event
+from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, TokenEvent, Usage, add_event
 
 _WORDS = st.text("ab{\x01", min_size=1, max_size=200)
 
@@ -56,7 +56,7 @@ def test_merging_keeps_the_order_and_the_bound(said: list[TokenEvent]) -> None:
         add_event(merged, event)
     assert _in_order(merged) == _in_order(said)
     assert [token for event in merged for token in event.token_ids] == [t for event in said for t in event.token_ids]
-    assert all(event.size <= MOST_PER_EVENT for event in merged)
+    assert all(event.size <= MAX_PER_EVENT for event in merged)
     assert any(event.has_output for event in merged) == any(event.has_output for event in said)
 
 

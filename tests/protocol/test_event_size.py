@@ -13,8 +13,8 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
+from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.protocol.v2_spelling import V2
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import (
     FinishReason,

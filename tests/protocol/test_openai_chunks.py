@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.protocol.openai_chunks import ChunkFold
+from mlserver_torch_stream.protocol.openai_batch import ChunkFold
 
 _WHOLE: dict[str, Any] = {
     "id": "chatcmpl-1",

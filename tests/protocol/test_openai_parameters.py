@@ -28,7 +28,7 @@ from mlserver_torch_stream.protocol.openai_spelling import (
     OPENAI_RESPONSES,
     OpenAISpelling,
 )
-from mlserver_torch_stream.protocol.responses_parameters import RESPONSE_PARAMETERS
+from mlserver_torch_stream.protocol.responses_request import RESPONSE_PARAMETERS
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests import markdown

@@ -11,8 +11,8 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput, UnknownModel
 from mlserver_torch_stream.protocol.openai_batch import check_model, is_answered, read_body
-from mlserver_torch_stream.protocol.openai_error import describe
 from mlserver_torch_stream.protocol.openai_request import decode_body
+from mlserver_torch_stream.protocol.openai_stream import describe
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 

@@ -8,13 +8,12 @@ import orjson
 import pytest
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
-from mlserver_torch_stream.protocol.chat_completion import ChatChoice
+from mlserver_torch_stream.protocol.openai_objects import ChatChoice, completion
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_COMPLETIONS, OpenAISpelling
+from mlserver_torch_stream.protocol.reply_values import UsageCounter
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.protocol.text_completion import completion
-from mlserver_torch_stream.protocol.usage import UsageCounter
 from mlserver_torch_stream.types import (
-    MOST_PER_EVENT,
+    MAX_PER_EVENT,
     FinishReason,
     TokenEvent,
     TokenLogprob,
@@ -133,4 +132,4 @@ def test_merged_events_with_logprobs_stay_below_48_kib(spelling: OpenAISpelling,
     encoder = spelling.stream(asked(sampling={"logprobs": True}), _CONTEXT)
     chunks = [chunk for event in merged for chunk in encoder.event(event)]
     assert max(len(orjson.dumps(chunk)) for chunk in chunks) < 48 * 1024
-    assert all(event.size <= MOST_PER_EVENT or len(event.logprobs) == 1 for event in merged)
+    assert all(event.size <= MAX_PER_EVENT or len(event.logprobs) == 1 for event in merged)

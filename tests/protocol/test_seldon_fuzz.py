@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, Treatment
-from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import PostedBody
-from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS
+from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.values import printable
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest
 from tests.examples import examples

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.finite_schema import check_finite
+from mlserver_torch_stream.protocol.constraints import check_finite
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ModelInfo

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
-from mlserver_torch_stream.protocol.v2_binary import BinaryOutputs, attach_binary, with_elements
+from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary, with_elements
 
 _ALL = BinaryOutputs(True)
 _MOST = 1000

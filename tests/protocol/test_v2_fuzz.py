@@ -12,10 +12,9 @@ from pydantic import ValidationError
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.parameter_table import PARAMETERS
-from mlserver_torch_stream.protocol.seldon_chat import MESSAGE_TENSORS
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.spelling import PostedBody
-from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, PROMPT_TENSORS
+from mlserver_torch_stream.protocol.v2_names import INPUT_TENSORS, MESSAGE_TENSORS, PROMPT_TENSORS
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests.examples import examples

@@ -10,7 +10,7 @@ from mlserver.types import MetadataModelResponse
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.protocol.v2_metadata import input_metadata, output_metadata
+from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import FinishReason, TokenEvent, Usage
 from tests.protocol.asked import asked

@@ -9,8 +9,7 @@ from mlserver.types import InferenceRequest
 from mlserver.utils import insert_headers
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.v2_pieces import decode_piece
-from mlserver_torch_stream.protocol.v2_request import decode_request
+from mlserver_torch_stream.protocol.v2_request import decode_piece, decode_request
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, ReplyOptions, StreamMode, TextPrompt, TokensPrompt
 from tests.protocol.wire import T, Wire, over_rest, text
 

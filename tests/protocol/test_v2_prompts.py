@@ -13,8 +13,8 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import PostedBody
+from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_request
-from mlserver_torch_stream.protocol.v2_spelling import V2
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, TextPrompt, TokensPrompt
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text

@@ -11,8 +11,7 @@ import pytest
 from mlserver.types import InferenceResponse
 
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.protocol.v2_outputs import as_response
-from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply
+from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply, as_response
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,

@@ -21,7 +21,7 @@ from mlserver_torch_stream.errors import (
 )
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON, spelling_of, warning_of_name
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.protocol.v2_outputs import as_response
+from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.types import (
     ChatPrompt,
     FinishReason,

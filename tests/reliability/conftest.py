@@ -16,7 +16,7 @@ from tests.server.harness import Model, Server, serve
 
 QUIET = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
 STEP_S = 0.01  # how long a decode step of ``slow`` takes at least
-MOST_BODY = 65_536  # bytes that ``plain`` takes
+MAX_BODY = 65_536  # bytes that ``plain`` takes
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
         Model("tiny", str(tiny_model)),
         CENSUS,
     ]
-    environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(MOST_BODY)}
+    environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_MAX_BODY_BYTES": str(MAX_BODY)}
     folder = tmp_path_factory.mktemp("plain") / "models"
     with serve(folder, models, settings=QUIET, environment=environment, triton=True) as running:
         yield running

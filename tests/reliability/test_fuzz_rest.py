@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.protocol.test_v2_fuzz import any_text, json_value, options, parameters, prompt, tensor
-from tests.reliability.conftest import MOST_BODY
+from tests.reliability.conftest import MAX_BODY
 from tests.server import v2
 from tests.server.harness import Server
 
@@ -41,7 +41,7 @@ flat = st.fixed_dictionaries({"text_input": any_text | json_value}, optional={"i
 mutated = st.tuples(request.map(_json), st.integers(0, 400), st.binary(max_size=4)).map(
     lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + len(parts[2]) :]
 )
-sized = st.integers(MOST_BODY - 40, MOST_BODY + 40).map(
+sized = st.integers(MAX_BODY - 40, MAX_BODY + 40).map(
     lambda size: _json({"inputs": [v2.bytes_tensor("text_input", "x")], "id": ""}).ljust(size)
 )
 deep = st.tuples(st.integers(1, 5000), st.sampled_from([b"[", b'{"a":', b'{"inputs":[', b'{"parameters":{"x":'])).map(
@@ -84,7 +84,7 @@ def _answers(post: Callable[..., httpx.Response], body: bytes, path: str, packed
         assert response.json()["error"] and response.headers["content-type"] == "application/json"
     elif b'"error":' in response.content and "stream" in path:
         raise AssertionError(f"a stream failed: {response.text[-500:]}")
-    if not packed and len(body) > MOST_BODY:
+    if not packed and len(body) > MAX_BODY:
         assert response.status_code == 413
     return response.status_code
 

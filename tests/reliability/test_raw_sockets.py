@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from tests import plain_http
-from tests.reliability.conftest import MOST_BODY
+from tests.reliability.conftest import MAX_BODY
 from tests.reliability.counts import counts, idle
 from tests.reliability.reciter import recital
 from tests.reliability.usage import MIB, rss_of, usage_of
@@ -127,7 +127,7 @@ def test_a_stream_behind_a_stream_on_one_connection(plain: Server) -> None:
 @pytest.mark.parametrize("depth", [1_000, 30_000])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"inputs":[{"data":['])
 def test_deep_json_is_refused(plain: Server, depth: int, opening: bytes) -> None:
-    body = (opening * depth)[: MOST_BODY - 1]
+    body = (opening * depth)[: MAX_BODY - 1]
     assert _statuses(_say(plain, raw.post(_INFER, body)))[:1] == [422]
     whole = b'{"inputs":' + b"[" * 20_000 + b"]" * 20_000 + b"}"
     assert _statuses(_say(plain, raw.post(_STREAM, whole)))[:1] == [422]
@@ -137,7 +137,7 @@ def test_deep_json_is_refused(plain: Server, depth: int, opening: bytes) -> None
 def test_a_compression_bomb_is_not_unpacked(plain: Server) -> None:
     bomb = gzip.compress(gzip.compress(b" " * 400_000_000, 9), 9)
     inner = gzip.decompress(bomb)
-    assert len(bomb) < MOST_BODY
+    assert len(bomb) < MAX_BODY
     begun = rss_of(plain)
     for body in (bomb, inner):
         received = _say(plain, raw.post(_INFER, body, "Content-Encoding: gzip"))

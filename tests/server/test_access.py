@@ -28,8 +28,8 @@ from mlserver.grpc import dataplane_pb2, model_repository_pb2
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.cli.announcement import Announcement
-from mlserver_torch_stream.server.page.page_files import page_files, page_paths
+from mlserver_torch_stream.cli.serve import Announcement
+from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests import plain_http
 from tests.certificates import Authority

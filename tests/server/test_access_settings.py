@@ -18,11 +18,9 @@ from mlserver.settings import Settings
 from starlette.types import Message, Receive, Scope, Send
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.access.access_control import AccessControl
-from mlserver_torch_stream.server.access.api_keys import ApiKeys
+from mlserver_torch_stream.server.access.access_control import AccessControl, ApiKeys, OpenEndpoints
+from mlserver_torch_stream.server.access.guards import RestGuard
 from mlserver_torch_stream.server.access.model_repository import install
-from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
-from mlserver_torch_stream.server.access.rest_guard import RestGuard
 from mlserver_torch_stream.server.options import ServerOptions
 from tests.certificates import Authority
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.cli.answer_view import visible
+from mlserver_torch_stream.cli.chat import visible
 from tests.server.harness import Server
 from tests.server.terminal import CTRL_C, CTRL_D, Terminal, terminal
 

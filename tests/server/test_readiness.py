@@ -16,10 +16,10 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle import health
-from mlserver_torch_stream.server.lifecycle.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.rest import health
 from mlserver_torch_stream.server.streams.stream_session import ReplyOpener
 from tests.server.harness import PACKAGE_SPELLING
 

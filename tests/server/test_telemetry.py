@@ -12,10 +12,9 @@ from mlserver.settings import Settings
 from starlette.applications import Starlette
 
 from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.observability.engine_metrics import EngineMetrics
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics
-from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
-from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
+from mlserver_torch_stream.server.observability.request_log import RequestSinks
+from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
 from mlserver_torch_stream.server.options import ServerOptions
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import mlserver_torch_stream.torchserve as torchserve
+import mlserver_torch_stream.handlers as torchserve
 from tests.server.harness import Server
 from tests.torchserve.predicting import serve_predictions
 
@@ -35,4 +35,4 @@ def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _uses_ts(name: str) -> bool:
-    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.torchserve.worker.")
+    return name.partition(".")[0] == "ts" or name.startswith("mlserver_torch_stream.handlers.worker.")

@@ -15,7 +15,7 @@ from tests.torchserve.workshop import HELLO, write_handler
 TORCHSERVE = "mlserver_torch_stream.TorchServeRuntime"
 SHIM = {"ts": "shim"}
 SETTINGS = {"debug": False, "parallel_workers": 0, "gzip_enabled": False}
-MOST_BYTES = 100_000  # of a body
+MAX_BYTES = 100_000  # of a body
 _PREFIX = "MLSERVER_TORCH_STREAM"
 
 # Says what it has got, or does what the text says.
@@ -148,7 +148,7 @@ def serve_predictions(folder: Path, tiny_model: Path) -> Iterator[Server]:
         Model("tokens", str(tiny_model), version="1.0"),
     ]
     environment = {
-        f"{_PREFIX}_MAX_BODY_BYTES": str(MOST_BYTES),
+        f"{_PREFIX}_MAX_BODY_BYTES": str(MAX_BYTES),
         f"{_PREFIX}_STALLED_READER_TIMEOUT": "2",
         f"{_PREFIX}_TORCHSERVE_METRIC_NAMES": "true",
     }

@@ -19,10 +19,9 @@ from mlserver.settings import ModelParameters
 
 from mlserver_torch_stream import TorchServeRuntime
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.archive import open_archive
-from mlserver_torch_stream.torchserve.archive_settings import read_named
-from mlserver_torch_stream.torchserve.runtime.build import build
-from mlserver_torch_stream.torchserve.unpacking import UnpackBounds
+from mlserver_torch_stream.handlers.config.archive import open_archive, read_named
+from mlserver_torch_stream.handlers.config.unpacking import UnpackBounds
+from mlserver_torch_stream.handlers.runtime.build import build
 from tests.torchserve.workshop import HELLO, ask, run, running, write_handler, write_mar
 
 _MODEL = {"modelName": "hello", "handler": "hello.py", "configFile": "model-config.yaml"}

@@ -18,9 +18,9 @@ from mlserver.settings import ModelParameters
 
 from mlserver_torch_stream import TorchServeRuntime
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self, data, context): return [1]\n"

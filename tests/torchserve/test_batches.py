@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.errors import QueueFull
-from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
-from mlserver_torch_stream.torchserve.config import HandlerConfig, read_config
-from mlserver_torch_stream.torchserve.frames import encode_frame
-from mlserver_torch_stream.torchserve.handler_request import (
+from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, read_config
+from mlserver_torch_stream.handlers.frames import encode_frame
+from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
+from mlserver_torch_stream.handlers.pool.handler_request import (
     HandlerFailed,
     HandlerJob,
     HandlerRequest,
@@ -21,7 +21,7 @@ from mlserver_torch_stream.torchserve.handler_request import (
     RequestTooLarge,
     ResponsePiece,
 )
-from mlserver_torch_stream.torchserve.worker_process import batch_message
+from mlserver_torch_stream.handlers.pool.worker_process import batch_message
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
 SMALL = {"most_bytes": 5000}  # of the message of a batch

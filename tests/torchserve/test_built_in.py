@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.sparse import sparse_bucket
 from tests.torchserve.vision import write_site

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.config import not_honoured, read_config
+from mlserver_torch_stream.handlers.config.model_config import not_honoured, read_config
 
 
 def test_values_of_the_yaml_and_overrides_over_them() -> None:

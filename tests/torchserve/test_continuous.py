@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])

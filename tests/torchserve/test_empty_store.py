@@ -16,8 +16,7 @@ import pytest
 from google.protobuf import empty_pb2
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.model_defaults import read_defaults
-from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.registration import read_defaults, read_registration, registered_settings
 from tests import plain_http
 from tests.server.harness import HOST, Server, exit_code, free_ports, get_ready, serve
 from tests.torchserve.inference_client import Stub

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.cli import main
-from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.handlers.config.archive import open_archive
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 
 _YAML = "minWorkers: 1\nmaxRetryTimeoutInSec: 4\nuseVenv: true\nhandler: {mine: 1}\n"

@@ -20,15 +20,15 @@ from mlserver.settings import ModelParameters, ModelSettings
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed
-from mlserver_torch_stream.torchserve.interpreter import OLDEST, find_interpreter, not_installed
-from mlserver_torch_stream.torchserve.runtime.build import build
+from mlserver_torch_stream.handlers.config.worker_settings import OLDEST, find_interpreter, not_installed
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed
+from mlserver_torch_stream.handlers.runtime.build import build
 from tests.torchserve.workshop import HELLO, ask, outcome, request, run, running, write_handler, write_mar
 
-_TORCHSERVE = Path(__file__).parent.parent.parent / "mlserver_torch_stream/torchserve"
+_TORCHSERVE = Path(__file__).parent.parent.parent / "mlserver_torch_stream/handlers"
 _WORKER_SIDE = [_TORCHSERVE / "frames.py", *sorted((_TORCHSERVE / "worker").glob("*.py"))]
 _SHIM = sorted((_TORCHSERVE / "shim").rglob("*.py"))
-_OWN = ("mlserver_torch_stream.torchserve.worker", "mlserver_torch_stream.torchserve.frames")
+_OWN = ("mlserver_torch_stream.handlers.worker", "mlserver_torch_stream.handlers.frames")
 # What parts of the stand-in use that a handler imports together with these.
 _WITH_THE_HANDLER = {"numpy", "torch", "transformers", "yaml"}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cli import main, serve_torchserve
-from mlserver_torch_stream.torchserve.server_environment import server_environment
-from mlserver_torch_stream.torchserve.server_properties import HONOURED
+from mlserver_torch_stream.handlers.config.properties import HONOURED
+from mlserver_torch_stream.handlers.config.server_environment import server_environment
 from tests.torchserve.workshop import HELLO, write_mar
 
 _YAML = "batchSize: 4\n"

@@ -20,13 +20,11 @@ import pytest
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.ports import port_problem
-from mlserver_torch_stream.server.management.management_calls import ManagementCalls
-from mlserver_torch_stream.server.management.management_token import check_token, read_token
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls, check_token, read_token
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal
-from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from tests import markdown, plain_http
 from tests.scripted_http import serving
 from tests.server.harness import HOST, Model, Server, free_ports, serve

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics, HandlerMetricsCollector
-from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.config.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics, HandlerMetricsCollector
 from tests.torchserve.workshop import HELLO, ask, run, running, until, write_handler, write_mar
 
 both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])

@@ -12,11 +12,11 @@ import pytest
 from mlserver.settings import ModelParameters, ModelSettings
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.torchserve.archive import open_archive
-from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime.build import build, worker_order
-from mlserver_torch_stream.torchserve.worker_settings import WorkerSettings
+from mlserver_torch_stream.handlers.config.archive import open_archive
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.worker_settings import WorkerSettings
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.runtime.build import build, worker_order
 from tests.torchserve.workshop import HELLO, run, running, write_handler
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests import markdown, plain_http
 from tests.server.harness import HOST, Model, Server, serve
-from tests.torchserve.predicting import ECHO, MOST_BYTES, SETTINGS, SHIM, TORCHSERVE
+from tests.torchserve.predicting import ECHO, MAX_BYTES, SETTINGS, SHIM, TORCHSERVE
 from tests.torchserve.workshop import write_handler
 from tests.waiting import wait_until
 
@@ -243,8 +243,8 @@ def test_a_model_that_generates_tokens_is_refused_with_its_own_paths(server: Ser
 
 
 def test_a_body_over_the_bound_is_413(server: Server) -> None:
-    assert _got(_post(server, content=b"x" * MOST_BYTES))["id"]
-    large = b"x" * (MOST_BYTES + 1)
+    assert _got(_post(server, content=b"x" * MAX_BYTES))["id"]
+    large = b"x" * (MAX_BYTES + 1)
     for body in (large, iter([large])):
         assert _error(_post(server, content=body))[:2] == (413, "TooLongFrameException")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.torchserve.rank_cancel import RankCancellation
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.pool.rank_cancel import RankCancellation
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _GLOO = """

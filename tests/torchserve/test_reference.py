@@ -14,19 +14,21 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.archive import open_archive
-from mlserver_torch_stream.torchserve.config import KEYS, not_honoured, read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.properties import (
+from mlserver_torch_stream.handlers.config.archive import open_archive
+from mlserver_torch_stream.handlers.config.model_config import KEYS, not_honoured, read_config
+from mlserver_torch_stream.handlers.config.properties import (
     CARRIED,
     ELSEWHERE,
+    HONOURED,
     METRICS_CONFIG,
     carried,
+    ignored,
     not_carried_over,
     read_properties,
+    read_server_properties,
 )
-from mlserver_torch_stream.torchserve.server_properties import HONOURED, ignored, read_server_properties
-from mlserver_torch_stream.torchserve.worker.handler import BUILT_IN
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.worker.handler import BUILT_IN
 from tests.torchserve.workshop import run, running, write_handler
 
 _PAGE = Path(__file__).parent.parent.parent / "docs/torchserve-reference.md"
@@ -154,7 +156,7 @@ def test_what_can_be_imported_is_what_the_page_says(which: str) -> None:
     table = _table("Imports")
     program = f"""
 import importlib, importlib.util, json
-from mlserver_torch_stream.torchserve.worker.handler import provide_ts
+from mlserver_torch_stream.handlers.worker.handler import provide_ts
 provide_ts({which!r})
 
 def there(path):

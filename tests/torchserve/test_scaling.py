@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull
-from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
-from mlserver_torch_stream.torchserve.config import HandlerConfig, not_honoured, read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, not_honoured, read_config
+from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, texts, until, write_handler
 
 # Writes down each request that it is called with. "sleep 0.2" takes so long; "broken" beside it stops a worker's start.
@@ -183,7 +183,7 @@ def test_a_worker_that_cannot_be_started_for_load_leaves_the_others_serving(
 def test_where_the_first_worker_cannot_be_started_the_requests_get_the_reason_and_later_ones_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker_scaling._FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("mlserver_torch_stream.handlers.pool.worker_scaling._FIRST_PAUSE_S", 0.1)
 
     async def scenario() -> None:
         config = {"minWorkers": 0, "maxWorkers": 1, **_FAST}
@@ -269,7 +269,7 @@ def test_an_unload_waits_for_the_end_of_a_worker_that_was_scaled_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection is closed on the event loop, which may end with the unload."""
-    monkeypatch.setattr("mlserver_torch_stream.torchserve.worker_rank._STOP_S", 0.5)
+    monkeypatch.setattr("mlserver_torch_stream.handlers.pool.worker_rank._STOP_S", 0.5)
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.errors import QueueFull, TimedOut
-from mlserver_torch_stream.torchserve.batch_queue import BatchQueue
-from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerJob, HandlerRequest
-from mlserver_torch_stream.torchserve.supervisor import WorkerSlot
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest
+from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
 
 _SEQUENCES = {"sequenceBatching": True, "maxNumSequence": 8, "maxSequenceJobQueueSize": 32}

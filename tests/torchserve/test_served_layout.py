@@ -17,9 +17,8 @@ import pytest
 from mlserver.settings import ModelParameters, ModelSettings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.torchserve.requirements import install_requirements
-from mlserver_torch_stream.torchserve.runtime.build import build
-from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.config.worker_settings import install_requirements, read_worker_settings
+from mlserver_torch_stream.handlers.runtime.build import build
 from tests import plain_http
 from tests.server.harness import HOST, TORCHSERVE_PORT, Server, free_ports, serve
 from tests.torchserve.inference_client import PredictionsRequest, Stub

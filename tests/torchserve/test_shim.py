@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.torchserve.worker.wire import Response, parse
+from mlserver_torch_stream.handlers.worker.handler_context import Response, parse
 
 pytestmark = pytest.mark.usefixtures("shim")
 

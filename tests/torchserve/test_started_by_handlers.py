@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
 _STARTS = """

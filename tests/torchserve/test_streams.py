@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.runtime.reply import HandlerReply, HandlerRequestObserver
+from mlserver_torch_stream.handlers.runtime.v2_messages import Reply
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.request_record import EndpointKind, RequestRecord
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
-from mlserver_torch_stream.torchserve.handler_request import HandlerFailed, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime.handler_observer import HandlerRequestObserver
-from mlserver_torch_stream.torchserve.runtime.handler_reply import HandlerReply
-from mlserver_torch_stream.torchserve.v2_output import Reply
+from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])

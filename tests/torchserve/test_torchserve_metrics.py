@@ -13,7 +13,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_fd_to_metric_families
 from prometheus_client.samples import Sample
 
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetricsCollector
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetricsCollector
 from tests import plain_http
 from tests.server.harness import Server
 from tests.server.scrape import Scrape, on_metrics_port, on_rest_port, settled

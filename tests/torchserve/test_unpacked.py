@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.handlers.config.archive import open_archive
 from tests.torchserve.workshop import HELLO, write_mar
 
 # Opens an archive, says where it is, and stays until its input ends.
 _HOLDS = """
 import sys
-from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.handlers.config.archive import open_archive
 print(open_archive(sys.argv[1], None).folder, flush=True)
 sys.stdin.readline()
 """
 # Opens and closes it again and again: what it has unpacked is always there as long as it is open.
 _CHURNS = """
 import os, sys
-from mlserver_torch_stream.torchserve.archive import open_archive
+from mlserver_torch_stream.handlers.config.archive import open_archive
 for _ in range(150):
     archive = open_archive(sys.argv[1], None)
     inside = sorted(os.listdir(archive.folder))

@@ -9,10 +9,10 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.v2_binary import has_tensors
-from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_request import HandlerRequest
-from mlserver_torch_stream.torchserve.v2_input import read_parts, read_request
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest
+from mlserver_torch_stream.handlers.runtime.v2_messages import read_parts, read_request
+from mlserver_torch_stream.protocol.v2_tensors import has_tensors
 
 
 def _read(parameters: dict[str, Any], **config: Any) -> HandlerRequest:

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.torchserve.frames import FrameReader
-from mlserver_torch_stream.torchserve.metrics_config import DEFAULT
-from mlserver_torch_stream.torchserve.worker import values
-from mlserver_torch_stream.torchserve.worker.channel import Channel
-from mlserver_torch_stream.torchserve.worker.wire import parse
+from mlserver_torch_stream.handlers.config.worker_settings import DEFAULT
+from mlserver_torch_stream.handlers.frames import FrameReader
+from mlserver_torch_stream.handlers.worker import values
+from mlserver_torch_stream.handlers.worker.channel import Channel
+from mlserver_torch_stream.handlers.worker.handler_context import parse
 
 
 class _Call:
     """One call's context, and what the server's end hears of it."""
 
     def __init__(self, count: int, **limits: int) -> None:
-        from mlserver_torch_stream.torchserve.worker.cancellation import StopAlone
-        from mlserver_torch_stream.torchserve.worker.channel import Channel
-        from mlserver_torch_stream.torchserve.worker.handler_context import HandlerContext, Outlet, WorkerRequest
-        from mlserver_torch_stream.torchserve.worker.metrics_store import Metrics
+        from mlserver_torch_stream.handlers.worker.cancellation import StopAlone
+        from mlserver_torch_stream.handlers.worker.channel import Channel
+        from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Outlet, WorkerRequest
+        from mlserver_torch_stream.handlers.worker.metrics_store import Metrics
 
         self._near, self._far = socket.socketpair()
         self.reader = FrameReader(self._far)
@@ -70,7 +70,7 @@ def call(shim: None, request: pytest.FixtureRequest) -> Iterator[_Call]:
 
 
 def test_a_closed_connection_is_noticed_within_one_piece(call: _Call) -> None:
-    from mlserver_torch_stream.torchserve.worker.cancellation import ClientsLeft
+    from mlserver_torch_stream.handlers.worker.cancellation import ClientsLeft
 
     call.send(["a", "b"])
     call.channel.cancel(["r0"])
@@ -132,7 +132,7 @@ def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(ca
 
 
 def test_what_a_handler_has_done_to_its_context_fails_its_own_request_alone(call: _Call) -> None:
-    from mlserver_torch_stream.torchserve.worker.handler_context import values
+    from mlserver_torch_stream.handlers.worker.handler_context import values
 
     call.context.request_ids.clear()
     call.context.request_processor[1] = None
@@ -227,7 +227,7 @@ def test_a_response_that_is_cut_off_is_refused() -> None:
 def test_a_forked_child_says_nothing_and_does_not_keep_the_connection_open() -> None:
     program = """
 import os, socket, sys
-from mlserver_torch_stream.torchserve.worker.channel import Channel
+from mlserver_torch_stream.handlers.worker.channel import Channel
 near, far = socket.socketpair()
 channel = Channel(near)
 child = os.fork()
@@ -262,7 +262,7 @@ def test_the_shim_has_the_signatures_of_the_package() -> None:
 def _signatures(which: str) -> dict[str, list[str]]:
     program = f"""
 import importlib, inspect, json
-from mlserver_torch_stream.torchserve.worker.handler import provide_ts
+from mlserver_torch_stream.handlers.worker.handler import provide_ts
 provide_ts({which!r})
 assert ("shim" in importlib.import_module("ts").__file__) == ({which!r} == "shim")
 names = {{

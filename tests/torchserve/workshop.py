@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mlserver_torch_stream.torchserve.archive import open_archive
-from mlserver_torch_stream.torchserve.config import read_config
-from mlserver_torch_stream.torchserve.handler_metrics import HandlerMetrics
-from mlserver_torch_stream.torchserve.handler_request import HandlerJob, HandlerRequest, RequestPart
-from mlserver_torch_stream.torchserve.runtime.build import worker_order
-from mlserver_torch_stream.torchserve.worker_pool import WorkerPool
-from mlserver_torch_stream.torchserve.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.config.archive import open_archive
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.runtime.build import worker_order
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0

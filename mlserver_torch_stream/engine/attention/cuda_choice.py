@@ -1,7 +1,7 @@
 """Chooses how the layers of a model on CUDA attend to their pages, and checks each choice before its first use.
 
-Knows nothing of models. Varlen attention is tried first, then FlexAttention, then plain torch. The chosen attention of
-a kind of layer must give the results of ``reference_attention`` on that device.
+Varlen attention is tried first, then FlexAttention, then plain torch. The chosen attention of a kind of layer must give
+the results of ``reference_attention`` on that device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attent
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.loading.comparison import in_a_line
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.comparison import in_a_line
 
 _TRIAL_TOKENS = 10_000  # of the longest sequence of a trial
 _CHUNK = 70  # new tokens of a prompt in a trial

@@ -1,7 +1,7 @@
 """Attends to pages with FlexAttention: softcap, sinks, windows and chunks, over the pool of pages as one row of keys.
 
-Knows nothing of models. On CPUs torch computes it without the kernel that it compiles for CUDA, so that what the
-masks and the scores mean is tested everywhere; the compiled kernel only a GPU can prove.
+On CPUs torch computes it without the kernel that it compiles for CUDA, so that what the masks and the scores mean is
+tested everywhere; the compiled kernel only a GPU can prove.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 
 from mlserver_torch_stream.engine.attention.cuda_gathered import equal_parts
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 _QUERY_BLOCK = 128
 _KEY_BLOCK = 128  # the largest that its kernel takes on every GPU

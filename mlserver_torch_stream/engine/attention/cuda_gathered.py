@@ -1,7 +1,7 @@
 """Attends to pages in plain torch: gathers the keys and values of all decode rows at once, or of one prompt's chunk.
 
-Knows nothing of devices. It takes every option, page size and dtype, and a device can record it: no number of a batch
-is read from the device. It costs a copy of the keys and values.
+It takes every option, page size and dtype, and a device can record it: no number of a batch is read from the device. It
+costs a copy of the keys and values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.attention.torch_attention import weigh
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 
 def gathered_attention(

@@ -1,6 +1,6 @@
 """Attends to pages with torch's varlen attention, which is FlashAttention 2: one call for all sequences of a step.
 
-Knows nothing of models. The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
+The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 _PAGE_MULTIPLE = 256  # of FlashAttention 2
-_MOST_DIM = 256
+_MAX_DIM = 256
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
 
@@ -46,7 +46,7 @@ class VarlenAttention:
             return f"varlen attention takes pages of a multiple of {_PAGE_MULTIPLE} tokens, not {layer.page_size}"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"varlen attention takes no {query.dtype}"
-        if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MOST_DIM or query.shape[-1] % 8:
+        if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MAX_DIM or query.shape[-1] % 8:
             return "varlen attention takes keys and values of one size, a multiple of 8 up to 256"
         return None
 

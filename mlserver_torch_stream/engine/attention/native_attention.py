@@ -1,7 +1,4 @@
-"""Computes paged attention by our own kernels, for every model on CPUs, on the threads of torch's operators.
-
-Knows nothing of models, nor whether the kernels are right: ``verify_attention`` compares them at load.
-"""
+"""Computes paged attention by our own kernels, for every model on CPUs, on the threads of torch's operators."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from pathlib import Path
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
-from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelWriteCall, open_library
-from mlserver_torch_stream.engine.native.openmp_pool import torch_pool
+from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelWriteCall, open_library, torch_pool
 
 _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # StoredType of ``parallel_pages.h``
 

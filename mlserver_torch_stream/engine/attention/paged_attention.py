@@ -1,7 +1,4 @@
-"""Defines attention over pages, and a batch as the tensors that it needs.
-
-Knows no implementation.
-"""
+"""Defines attention over pages, and a batch as the tensors that it needs."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.devices import sent
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

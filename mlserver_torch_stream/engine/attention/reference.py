@@ -1,7 +1,4 @@
-"""Computes paged attention in plain torch, one sequence after the other, and how far another attention is from it.
-
-Knows nothing of speed.
-"""
+"""Computes paged attention in plain torch, one sequence after the other, and how far another attention is from it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     batch_tensors,
 )
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 
 def reference_attention(

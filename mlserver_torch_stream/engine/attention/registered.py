@@ -1,7 +1,6 @@
 """Lets a model's attention run over pages: functions registered with transformers' interfaces.
 
-Knows nothing of batchers. Outside a paged forward the registered functions are transformers' own, so that a model can
-be called as before.
+Outside a paged forward the registered functions are transformers' own, so that a model can be called as before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Computes paged attention with torch's own operators, for devices that have no kernels of pages.
 
-Sequences with one new token are computed together, chunks of prompts one after the other. Knows no model.
+Sequences with one new token are computed together, chunks of prompts one after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
 _SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths
 _QUERIES = 256  # of a chunk whose scores are held in float32 at a time

@@ -1,7 +1,7 @@
 """Runs compilations, one to three at a time, on threads with deep stacks, which end with the process.
 
-Knows nothing of what is compiled. The library calls itself for each part within a part, and for each reference: the
-longest source that is taken needs up to 64 MB of stack, and without them ends the process.
+The library calls itself for each part within a part, and for each reference: the longest source that is taken needs up
+to 64 MB of stack, and without them ends the process.
 
 The threads have the priority of all others. A thread of a lower priority gets the interpreter's lock when its call of
 the library returns, but on a busy machine no core to go on with, and all threads wait for the lock. Measured on
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-_MOST_THREADS = 2
+_MAX_THREADS = 2
 _SPARE_AFTER_S = 1.0  # most constraints take some milliseconds, the slowest that are not refused ten seconds
 _STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
 
@@ -35,7 +35,7 @@ def threads_for(cores: int) -> int:
 
     If there are several cores, one is left to the streams, except while the spare thread compiles.
     """
-    return max(1, min(_MOST_THREADS, cores - 1))
+    return max(1, min(_MAX_THREADS, cores - 1))
 
 
 class CompileThreads(Generic[_T]):

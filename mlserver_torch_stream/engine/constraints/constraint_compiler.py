@@ -1,6 +1,9 @@
-"""Compiles the constraints of requests for the tokenizer of a model, and keeps the latest of them.
+"""Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
-Knows nothing of engines. To compile takes up to seconds, so it runs in other threads.
+To compile takes up to seconds, so it runs in other threads.
+
+From a ``tokenizer.json`` llguidance makes a second tokenizer of its own, which takes 17
+MB for 49,000 tokens; here it calls the model's.
 """
 
 from __future__ import annotations
@@ -10,38 +13,79 @@ import logging
 import math
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.constraints.compile_threads import Compilation, CompileThreads, finish, threads_for
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, mask_bytes
-from mlserver_torch_stream.engine.constraints.token_vocabulary import read_vocabulary
-from mlserver_torch_stream.engine.loading.host_limits import read_host
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.engine.constraints.token_bytes import TokenBytes
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint, TokenMask, mask_bytes
+from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.types import Constraint
+from mlserver_torch_stream.types import Constraint, ReasoningMarks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+class TokenVocabulary:
+    """What ``llguidance.TokenizerWrapper`` asks of a tokenizer. It may be called from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        size = self._backend.get_vocab_size(with_added_tokens=True)
+        self.tokens: Sequence[bytes] = [token_bytes.of(token_id) for token_id in range(size)]
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = [token_id for token_id, token in added if _is_special(token)]
+        self.eos_token_id = tokenizer.eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _is_special(token: Any) -> bool:
+    """Whether text cannot contain it for llguidance: a ``</think>`` cannot, whether or not it is marked as special."""
+    content = str(token.content)
+    return bool(token.special) or (content.startswith("<") and content.endswith(">"))
+
+
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
+    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for kinds unknown to llguidance.
+
+    A tokenizer with a normalizer is copied: llguidance leaves the normalizers that add text out of its copy.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    token_bytes = TokenBytes(tokenizer)
+    normalizes = tokenizer.backend_tokenizer.normalizer is not None
+    if not token_bytes.byte_level or normalizes or tokenizer.eos_token_id is None:
+        return LLTokenizer(tokenizer.backend_tokenizer.to_str(), eos_token=tokenizer.eos_token_id)
+    vocabulary = TokenVocabulary(tokenizer, token_bytes)
+    wrapper = TokenizerWrapper(vocabulary)
+    read = LLTokenizer(wrapper, eos_token=tokenizer.eos_token_id)
+    wrapper.tokens = vocabulary.tokens = ()  # llguidance has copied them
+    return read
+
 
 logger = logging.getLogger(__name__)
 
 _INSTALL = "needs llguidance: pip install 'mlserver-torch-stream[structured]'"
 _KEPT = 32  # compiled constraints
-_MOST_CHARACTERS = 2**17  # of a constraint's source; to compile that many takes up to seconds
+_MAX_CHARACTERS = 2**17  # of a constraint's source; to compile that many takes up to seconds
 # A matcher holds 1 to 2 kB for each state of its lexer, so some 40 MB at most. Schemas of 100 fields have some hundred.
-_MOST_LEXER_STATES = 20_000
-_MOST_GRAMMAR = 100_000  # symbols
+_MAX_LEXER_STATES = 20_000
+_MAX_GRAMMAR = 100_000  # symbols
 _MULTIPLE_OF = re.compile(r'"multipleOf":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![0-9])')
-_MOST_MULTIPLE = 10_000  # takes some 0.1 s; 100,000 takes seconds
-_MOST_REASON = 300  # characters
+_MAX_MULTIPLE = 10_000  # takes some 0.1 s; 100,000 takes seconds
+_MAX_REASON = 300  # characters
 
 _Key = tuple[Constraint, ReasoningMarks | None]
 
@@ -107,15 +151,13 @@ class ConstraintCompiler:
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise InvalidInput(constraint.field, tokenizer)
-        if len(constraint.source) > _MOST_CHARACTERS:
-            raise InvalidInput(constraint.field, f"must have at most {_MOST_CHARACTERS} characters")
-        if _least_multiple(constraint.source) > _MOST_MULTIPLE:
+        if len(constraint.source) > _MAX_CHARACTERS:
+            raise InvalidInput(constraint.field, f"must have at most {_MAX_CHARACTERS} characters")
+        if _least_multiple(constraint.source) > _MAX_MULTIPLE:
             raise InvalidInput(constraint.field, "is too complex: multipleOf with these numbers has too many states")
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(
-            max_lexer_states=_MOST_LEXER_STATES, max_grammar_size=_MOST_GRAMMAR, verbose_errors=False
-        )
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR, verbose_errors=False)
         try:
             grammar = self._grammar(constraint, reasoning, tokenizer)
         except ValueError as error:
@@ -189,7 +231,7 @@ def _least_multiple(source: str) -> int:
             while number % factor == 0:
                 number //= factor
         least = math.lcm(least, number)
-        if least > _MOST_MULTIPLE:
+        if least > _MAX_MULTIPLE:
             break
     return least
 
@@ -197,4 +239,4 @@ def _least_multiple(source: str) -> int:
 def _reason(text: str) -> str:
     if text.startswith("NoExtension"):
         return "no answer matches it"
-    return " ".join(text.removesuffix("<non-verbose/>").split())[:_MOST_REASON]
+    return " ".join(text.removesuffix("<non-verbose/>").split())[:_MAX_REASON]

@@ -1,7 +1,4 @@
-"""Writes a constraint as a grammar of llguidance, alone or after a reasoning.
-
-Knows no tokens but the special ones that begin and end a reasoning.
-"""
+"""Writes a constraint as a grammar of llguidance, alone or after a reasoning."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _JSON: Any = {
 }
 _ANSWER = "answer"
 _TEXT = "(?s:.*)"
-_MOST_GBNF_RULES = 1000  # the time to translate them grows with their square: 6,000 take half a minute
+_MAX_GBNF_RULES = 1000  # the time to translate them grows with their square: 6,000 take half a minute
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
@@ -82,8 +79,8 @@ def _literal(text: str) -> str:
 
 def _lark(source: str) -> str:
     """Returns the source in Lark's language; llama.cpp's GBNF is translated."""
-    if source.count("::=") > _MOST_GBNF_RULES:
-        raise ValueError(f"must have at most {_MOST_GBNF_RULES} rules in GBNF; Lark's language may have more")
+    if source.count("::=") > _MAX_GBNF_RULES:
+        raise ValueError(f"must have at most {_MAX_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:
         return str(any_to_lark(source))
     except Exception as error:  # its parser raises errors of several kinds

@@ -1,13 +1,11 @@
-"""Matches the tokens of one sequence with its constraint, and says which tokens may come next.
-
-Knows nothing of logits, nor of how the constraint was written.
-"""
+"""Matches the tokens of one sequence with its compiled constraint, and says which may come next."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +16,11 @@ from mlserver_torch_stream.errors import ConstraintTooComplex
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+
 TokenMask = np.ndarray[Any, np.dtype[np.uint8]]
 """One bit for each token, the lowest bit of a byte first; 1 if the token may come next."""
 
-_MOST_REASON = 200  # characters
+_MAX_REASON = 200  # characters
 
 
 def mask_bytes(vocab_size: int) -> int:
@@ -133,7 +132,7 @@ class TokenMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            why = self._matcher.get_error().partition("\n")[0][:_MOST_REASON]
+            why = self._matcher.get_error().partition("\n")[0][:_MAX_REASON]
             raise ConstraintTooComplex(self._field, why)
 
     @staticmethod
@@ -153,3 +152,25 @@ def _compute_all(matchers: Sequence[TokenMatcher]) -> None:
 
 def _allow(mask: TokenMask, token_id: int) -> None:
     mask[token_id // 8] |= np.uint8(1 << token_id % 8)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CompiledConstraint:
+    """``start`` is the library's matcher before the first token; only copies of it consume tokens.
+
+    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
+    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint.
+    """
+
+    start: LLMatcher
+    forced: Sequence[int]
+    vocab_size: int
+    first_mask: TokenMask
+    eos_ids: tuple[int, ...]
+    field: str
+
+    def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
+        """Returns the matcher of a sequence; a token of ``end_ids`` may end it where the constraint is met."""
+        matcher = self.start.deep_copy()
+        matcher.consume_tokens(list(self.forced))
+        return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

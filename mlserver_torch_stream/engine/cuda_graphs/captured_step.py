@@ -1,7 +1,4 @@
-"""Replays a captured decode step for a number of sequences: one graph for each stage of the model.
-
-Knows nothing of models, nor of the device that replays.
-"""
+"""Replays a captured decode step for a number of sequences: one graph for each stage of the model."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import torch
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.devices import sent
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.stages import Stage
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, Stage
 
 
 @dataclass(slots=True)

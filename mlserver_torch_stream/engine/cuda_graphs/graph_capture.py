@@ -1,7 +1,7 @@
 """Captures the work of a device as CUDA graphs, and checks first that it can be captured.
 
-Knows nothing of models. A graph repeats the same kernels on the same addresses, without Python and without a launch for
-each kernel: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+A graph repeats the same kernels on the same addresses, without Python and without a launch for each kernel:
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mlserver_torch_stream.engine.device_sync import no_waits
+from mlserver_torch_stream.engine.devices import no_waits
 
 
 class GraphCapture(Protocol):

@@ -1,7 +1,4 @@
-"""Replays captured decode steps as a ``Forward``; all other batches run the model's own forward.
-
-Knows nothing of requests.
-"""
+"""Replays captured decode steps as a ``Forward``; all other batches run the model's own forward."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import DryRun, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
@@ -19,8 +17,7 @@ from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 
 AllOrNone = Callable[[], AbstractContextManager[object]]
 """Returns a context for work that all ranks of a split model do at once. If it raises on one, it raises on all."""

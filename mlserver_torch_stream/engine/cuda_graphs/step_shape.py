@@ -1,7 +1,7 @@
 """Defines the numbers of a captured decode step: one tensor for each device, written before each replay.
 
-Knows nothing of models or graphs. A graph holds addresses, so everything that differs from step to step is in this
-tensor: a row for each sequence, its token, its position, and its block table of each group of layers.
+A graph holds addresses, so everything that differs from step to step is in this tensor: a row for each sequence, its
+token, its position, and its block table of each group of layers.
 """
 
 from __future__ import annotations

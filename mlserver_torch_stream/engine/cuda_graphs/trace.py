@@ -1,7 +1,4 @@
-"""Captures a decode step: the model's own packed forward, cut where it enters another stage.
-
-Knows nothing of batches, nor of the device that captures.
-"""
+"""Captures a decode step: the model's own packed forward, cut where it enters another stage."""
 
 from __future__ import annotations
 
@@ -16,13 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mlserver_torch_stream.engine.attention.paged_attention import BatchTensors
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cuda_graphs.captured_step import CapturedStep, StageSegment
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
-from mlserver_torch_stream.engine.pipeline.stages import Stage
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, Stage
 
 
 def capture_step(

@@ -1,6 +1,6 @@
 """Decides at load whether decode steps are replayed: they must be capturable and give the forward's own logits.
 
-Knows nothing of engines. The plain forward has passed its checks before. If anything fails here, it runs.
+The plain forward has passed its checks before. If anything fails here, it runs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from contextlib import nullcontext
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.comparison import Comparison, in_a_line
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import AllOrNone, CannotCapture, GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.cache_spec import LayerGroup
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.comparison import Comparison, in_a_line
-from mlserver_torch_stream.engine.pipeline.stage_locks import Pipeline
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,4 @@
-"""Defines a forward: one call of a model on the packed new tokens of a batch, over pages.
-
-Knows no implementation, so that batchers, checks and faults import none.
-"""
+"""Defines a forward: one call of a model on the packed new tokens of a batch, over pages."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Protocol
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.sampling.candidates import RowDraw
 
 

@@ -1,9 +1,9 @@
 """Calls a transformers model on the new tokens of a batch, with the arguments that its forward takes.
 
-Knows nothing of requests or of sampling. A model takes a batch in one of three ways; ``loading.selfcheck`` tries
-them and keeps the first that gives the model's logits. Packed: all tokens in one row. Rows, for models with states:
-each sequence with one new token is a row, and each chunk of a prompt runs alone. Rows with masks, for models whose
-attention cannot be replaced: the same, over gathered keys and values.
+A model takes a batch in one of three ways; ``loading.selfcheck`` tries them and keeps the first that gives the model's
+logits. Packed: all tokens in one row. Rows, for models with states: each sequence with one new token is a row, and each
+chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the same, over gathered
+keys and values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from mlserver_torch_stream.engine.attention.paged_attention import PagedAttentio
 from mlserver_torch_stream.engine.attention.registered import give_attention_back, paged, take_attention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
 from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.forward.latent_pages import has_latents
-from mlserver_torch_stream.engine.forward.model_step import ModelStep, TensorsOn, Way
-from mlserver_torch_stream.engine.forward.step_cache import MovedCache
-from mlserver_torch_stream.engine.kv_cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, TensorsOn, Way, has_latents
 
 
 class ModelForward:

@@ -1,6 +1,6 @@
 """Refuses a checkpoint whose files contradict each other, before anything is built, and weights that are wrong after.
 
-Model files are not trusted. Knows no family by name.
+Model files are not trusted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.loading.file_damage import damage_of
-from mlserver_torch_stream.engine.loading.safetensors_header import FLOATS, StoredTensor, read_header
+from mlserver_torch_stream.engine.loading.file_damage import FLOATS, StoredTensor, damage_of, read_header
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings_file import read_json
 from mlserver_torch_stream.work_threads import raise_if_cancelled

@@ -1,6 +1,6 @@
 """Drops the resident pages of shared libraries' code that imports and the load have touched: the next use maps them.
 
-Knows nothing of models. The pages stay in the system's page cache, so that mapping one again takes a microsecond.
+The pages stay in the system's page cache, so that mapping one again takes a microsecond.
 """
 
 from __future__ import annotations

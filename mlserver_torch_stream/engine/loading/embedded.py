@@ -1,7 +1,4 @@
-"""Finds the GGUF files of the models that are PyPI packages.
-
-Knows nothing of loading a GGUF file, and never imports those packages, as they import llama_cpp.
-"""
+"""Finds the GGUF files of the models that are PyPI packages."""
 
 from __future__ import annotations
 

@@ -1,17 +1,96 @@
-"""Finds out, after a load has failed, which of a model's files is damaged: cut off, a Git LFS pointer, no JSON.
+"""Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-Knows nothing of what the files mean. A load that succeeds reads no file for it.
+A load that succeeds reads no file for it.
+
+Reads no weights.
+
+The file is not trusted: a header that contradicts itself or the file's size is an error that names the file.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from mlserver_torch_stream.engine.loading.safetensors_header import read_header
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings_file import read_json
+
+# Of one file: 30,000 tensors of the usual names. Reading JSON holds the interpreter's lock, so that no stream goes on.
+MAX_HEADER_BYTES = 2**22
+FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+_BITS = {**FLOATS, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
+         "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64,
+         "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file. ``dtype`` is spelt as in safetensors, such as ``BF16``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        return self.elements * _BITS[self.dtype]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name. Raises LoadFailed, or OSError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        begin = stream.read(8)
+        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
+        if length > size - 8:
+            raise LoadFailed(
+                f"{file} is cut off, or is no safetensors file: it has {size:,} bytes, and its header {length:,}"
+            )
+        if length > MAX_HEADER_BYTES:
+            raise LoadFailed(f"{file} has a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        del header["__metadata__"]
+    except KeyError:
+        pass
+    except (ValueError, RecursionError, TypeError) as error:
+        raise LoadFailed(f"{file} is no safetensors file: its header cannot be read") from error
+    if not isinstance(header, dict):
+        raise LoadFailed(f"{file} is no safetensors file: its header cannot be read")
+    ends = [_end(file, name, entry) for name, entry in header.items()]
+    whole = 8 + length + max(ends, default=0)
+    if size != whole:
+        raise LoadFailed(f"{file} is cut off or damaged: it has {size:,} bytes in place of {whole:,}")
+    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _end(file: Path, name: str, entry: Any) -> int:
+    """Returns where the tensor's bytes end. Raises LoadFailed if its entry contradicts itself."""
+    if not isinstance(entry, Mapping):
+        raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is no object")
+    dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise LoadFailed(f"{file}: tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+    if not (_are_sizes(shape) and _are_sizes(place) and len(place) == 2):
+        raise LoadFailed(f"{file} is damaged: the shape or place of {name!r} in its header is no list of sizes")
+    if 8 * (place[1] - place[0]) != StoredTensor(dtype, tuple(shape)).bits:
+        raise LoadFailed(f"{file} is damaged: {name!r} of shape {shape} has {place[1] - place[0]:,} bytes as {dtype}")
+    return place[1]
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 

@@ -1,6 +1,6 @@
 """Reads a model's ``generation_config.json``: defaults of requests, rules of generation, fields without effect.
 
-Knows nothing of requests. It names the fields that it does not know.
+It names the fields that it does not know.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
+from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RENAMED = {

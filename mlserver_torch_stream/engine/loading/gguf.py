@@ -1,7 +1,7 @@
 """Loads GGUF files, and converts them once to an ordinary model folder, which later starts use.
 
-Knows nothing of settings or of the origin of a file. No process sees a half-written folder: it is written under another
-name and renamed. Of two processes that convert the same file, one waits for the other.
+No process sees a half-written folder: it is written under another name and renamed. Of two processes that convert the
+same file, one waits for the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
-from mlserver_torch_stream.engine.loading.checksum import checksum, flush
+from mlserver_torch_stream.engine.fingerprint import checksum, flush
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
-from mlserver_torch_stream.engine.loading.stage_log import stage
+from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)

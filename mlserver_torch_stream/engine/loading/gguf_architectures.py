@@ -1,7 +1,7 @@
 """Says for each architecture of GGUF files that is taken: transformers' config, and the names of the tensors.
 
-Knows nothing of formats of weights. The config takes every key that it needs from the file, which refuses the others.
-What llama.cpp knows by itself, such as the scale of Gemma's largest model, is known here too.
+The config takes every key that it needs from the file, which refuses the others. What llama.cpp knows by itself, such
+as the scale of Gemma's largest model, is known here too.
 """
 
 from __future__ import annotations

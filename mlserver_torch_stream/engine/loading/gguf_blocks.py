@@ -1,6 +1,6 @@
 """Writes the tensors of a GGUF file, as the blocks that they are, to the folder that ``gguf_packed`` loads.
 
-Knows nothing of kernels. Imported when a file is converted: the package gguf takes 5 MB, and later loads do without.
+Imported when a file is converted: the package gguf takes 5 MB, and later loads do without.
 """
 
 from __future__ import annotations

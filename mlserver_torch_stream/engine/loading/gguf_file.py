@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata and tensors, and keeps account of those that a model takes.
 
-Knows no architecture. Whatever nobody has taken is refused by name: a key or a tensor that is dropped changes answers.
-Imported when a file is read: the package gguf takes 5 MB.
+Whatever nobody has taken is refused by name: a key or a tensor that is dropped changes answers. Imported when a file is
+read: the package gguf takes 5 MB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads a GGUF file as a config of transformers and the weights of its model, none of them missing or left over.
 
-Knows nothing of single architectures. No weight is read before all of them have a place.
+No weight is read before all of them have a place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
 
-Knows nothing of caches or of kernels. A folder holds the config, the tokenizer and ``packed.safetensors``: the blocks
-under transformers' names, their rows in transformers' order (``gguf_blocks``).
+A folder holds the config, the tokenizer and ``packed.safetensors``: the blocks under transformers' names, their rows in
+transformers' order (``gguf_blocks``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the rotary positions of a GGUF file: the base, the scaling, and the factors of single frequencies.
 
-Knows nothing of the rest of a model. What transformers' rotary modules cannot express is refused by name.
+What transformers' rotary modules cannot express is refused by name.
 """
 
 from __future__ import annotations

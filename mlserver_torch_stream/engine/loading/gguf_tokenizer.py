@@ -1,7 +1,4 @@
-"""Loads the tokenizer of a GGUF file, with the keys of the file that transformers' reader does not know.
-
-Knows nothing of models.
-"""
+"""Loads the tokenizer of a GGUF file, with the keys of the file that transformers' reader does not know."""
 
 from __future__ import annotations
 

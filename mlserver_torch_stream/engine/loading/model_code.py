@@ -1,6 +1,6 @@
 """Imports transformers' modeling code, and with it torch's compiler and sympy: 105 MB.
 
-Knows nothing else. Loads of weights that our kernels alone compute with do without it.
+Loads of weights that our kernels alone compute with do without it.
 """
 
 from __future__ import annotations

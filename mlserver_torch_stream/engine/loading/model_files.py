@@ -1,6 +1,9 @@
-"""Finds the files of a model, and converts a GGUF file where its weights or its tokenizer need that.
+"""Finds the files of a model, and refuses models that are no causal language models.
 
-Knows nothing of how weights are loaded. Blocks: call it in a thread.
+Blocks: call it in a thread.
+
+Some families of encoders have a class for causal language models too, whose output would be
+without sense for the weights of an encoder.
 """
 
 from __future__ import annotations
@@ -12,18 +15,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.loading.checkpoint import Tensors, check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.file_damage import find_damage
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
-from mlserver_torch_stream.engine.loading.load_process import in_process
-from mlserver_torch_stream.engine.loading.model_kind import SERVED
 from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+
+SERVED = "this server runs causal language models, such as Llama, Qwen or GPT-2"
+
+
+def refuse_other_kinds(config: Any) -> None:
+    """Raises LoadFailed."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadFailed(f"{_name(config)} is an encoder-decoder model; {SERVED}")
+    if getattr(config, "is_decoder", None) is False and not _has_causal_weights(config):
+        raise LoadFailed(f"{_name(config)} is an encoder; {SERVED}")
+
+
+def _has_causal_weights(config: Any) -> bool:
+    """Whether the config names the class that would be loaded, or none. Decoders, too, can say ``is_decoder`` False."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
+        return True  # transformers decides
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in config.architectures
+
+
+def _name(config: Any) -> str:
+    architecture = next(iter(config.architectures or ()), None)
+    return f"model type '{config.model_type}'" + (f" ({architecture})" if architecture else "")
+
 
 _OTHER_KIND = re.compile(r"Unrecognized configuration class <class '.*\.(\w+)Config'>")
 ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allow_pickle to true"

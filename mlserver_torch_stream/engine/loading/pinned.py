@@ -1,7 +1,6 @@
 """Pins the weights that are on the host and that a GPU computes with: copies from pageable memory are slower.
 
-Accelerate's hooks read a weight from a dictionary at every step; this module replaces its values. Knows nothing of
-choosing a device map, and has never run beside a GPU: tests give it a CPU, ordinary memory and a host of their own.
+Accelerate's hooks read a weight from a dictionary at every step; this module replaces its values.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.placement import bytes_of
+from mlserver_torch_stream.engine.machine import read_host
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Reads the placement of a loaded model: layers and bytes on each device, and the weights that each step moves.
+"""Reads and checks the placement of a model: layers and bytes on each device, modules of a device map.
 
-Knows nothing of choosing a device map; it reads the model after accelerate has placed it.
+transformers accepts such a map with a warning, and places the modules elsewhere.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.did_you_mean import did_you_mean
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.page_counts import CacheSize
+from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import computing_device, device_name, input_device
-from mlserver_torch_stream.engine.kv_cache.cache_spec import CacheSpec
-from mlserver_torch_stream.engine.kv_cache.page_counts import CacheSize
 from mlserver_torch_stream.errors import LoadFailed
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
@@ -175,3 +179,22 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append((number, number))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
+    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first that does not.
+
+    ``place``: the folder or hub id of the model. ``options``: arguments of ``AutoConfig.from_pretrained``.
+    """
+    if not isinstance(device_map, Mapping) or set(device_map) == {""}:
+        return
+    config = read_config(place, place, gguf_file, **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.get("trust_remote_code", False))
+    known = [name for name, _ in model.named_modules()]
+    known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    for name in device_map:
+        if name not in known:
+            tops = [each for each in known if each and "." not in each]
+            hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(tops)}"
+            raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")

@@ -1,7 +1,7 @@
 """Checks quantised weights of transformers' own configs: that a config is valid, can run here, and took effect.
 
-Knows nothing of our own int8 weights (the setting ``weights``). transformers ignores keys that it does not know, and
-dequantises if it has no kernel, with a warning at most: this module refuses both, by the name of the setting.
+transformers ignores keys that it does not know, and dequantises if it has no kernel, with a warning at most: this
+module refuses both, by the name of the setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Shares objects that are costly to make: each is made once per key, and its users lease it.
-
-Knows nothing of models; the last user of an object disposes of it.
-"""
+"""Shares objects that are costly to make: each is made once per key, and its users lease it."""
 
 from __future__ import annotations
 

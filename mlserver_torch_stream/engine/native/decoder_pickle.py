@@ -1,7 +1,4 @@
-"""Pickles a decoder without the weights that a file holds, so that another process reads these from the file.
-
-Knows nothing of processes, nor of the file.
-"""
+"""Pickles a decoder without the weights that a file holds, so that another process reads these from the file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Weights as small integers: groups of 32 neighbouring inputs with a scale, or two, and perhaps a minimum.
 
-The one form that int8, int4 and the formats of GGUF files take for the kernels. Knows nothing of files or of models.
-A weight is ``scale * (code - offset) + minimum``; codes of 8 bits have the offset 128, codes of 4 bits 8, or 0 beside
-a minimum.
+The one form that int8, int4 and the formats of GGUF files take for the kernels. A weight is ``scale * (code - offset) +
+minimum``; codes of 8 bits have the offset 128, codes of 4 bits 8, or 0 beside a minimum.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout
+from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
 
 GROUP = 32
 PANEL = 32

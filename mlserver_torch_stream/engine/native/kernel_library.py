@@ -1,7 +1,6 @@
 """Opens the kernels for this CPU: a library that the wheel brings, else one that is compiled here.
 
-Knows nothing of what the kernels compute. A wheel for one kind of machine brings a library for each variant; a source
-install brings none.
+A wheel for one kind of machine brings a library for each variant; a source install brings none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the first field of a model's config, or key of its rope, that the kernels do not account for.
+"""Finds the first field of a model's config that the kernels do not account for, and names the refusal.
 
 Knows names and values only; ``structure`` reads the effects of the fields off the modules.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlserver_torch_stream.engine.loading.config_fields import declared_fields, rope_keys
+from mlserver_torch_stream.engine.config_fields import declared_fields, rope_keys
 
 # Fields whose effects ``structure`` reads off the modules, the rotary table off the model's rotary module, and the
 # cache's layout off the config.
@@ -60,3 +60,7 @@ def unknown_field(config: Any) -> str | None:
 def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
     on = ((name, value) for name, value in pairs if value is not None and value != _OFF.get(name))
     return next((f"{name} {value!r}" for name, value in on), None)
+
+
+class UnsupportedLayout(Exception):
+    """The model is no decoder of the Llama layout; the message names the difference in one line."""

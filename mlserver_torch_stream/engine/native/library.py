@@ -1,16 +1,21 @@
-"""Declares the kernels' C interface: the structures of ``model.h``, ``draw.h`` and ``parallel_pages.h``, field by
-field, and the functions of ``library.cpp``.
+"""Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-Knows nothing of transformers or of batches. The caller keeps the memory of a structure's pointers alive.
+The caller keeps the memory of a structure's pointers alive.
+
+Threads of libgomp spin for a while between the operators of a forward: a pool of our own would fight with them for the
+cores.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
@@ -149,3 +154,36 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
     if status:
         raise RuntimeError(f"{work} failed in the kernels: {library.native_failure().decode(errors='replace')}")
     return status
+
+
+def torch_pool() -> int | None:
+    """Returns the address of torch's ``GOMP_parallel``; None where torch has no OpenMP with that function.
+
+    torch's libraries find the function by the global scope of symbols, and so does this: the first OpenMP of the
+    process has it, an LLVM or Intel one too. Whether torch's number of threads is that library's is then tried.
+    """
+    try:
+        process = ctypes.CDLL(None)
+        address = ctypes.cast(process.GOMP_parallel, ctypes.c_void_p).value
+        set_threads = process.omp_set_num_threads
+    except (OSError, AttributeError, TypeError):  # no such function; Windows has no global scope
+        return None
+    return address if _torch_follows(set_threads) else None
+
+
+def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
+    """Returns whether a number of threads that is set in the library is torch's.
+
+    Each thread has its own number, so a new thread that sets it changes no other thread's.
+    """
+    seen: list[bool] = []
+
+    def attempt() -> None:
+        other = torch.get_num_threads() + 1
+        set_threads(other)
+        seen.append(torch.get_num_threads() == other)
+
+    thread = threading.Thread(target=attempt, name="openmp-pool")
+    thread.start()
+    thread.join()
+    return seen == [True]

@@ -1,14 +1,13 @@
-"""Runs a model's forward in calls of our own kernels, over pages.
-
-Knows nothing of requests, nor how tokens are drawn from its logits, nor whether these are right: the check at load
-compares them.
-"""
+"""Runs a model's forward in calls of our own kernels, over pages, and draws tokens there."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import weakref
 from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,128 @@ from typing import Any
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
-from mlserver_torch_stream.engine.native.native_draw import NativeDraw
-from mlserver_torch_stream.engine.native.packed_batch import PackedBatch
+from mlserver_torch_stream.engine.native.library import KernelDrawCall
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 from mlserver_torch_stream.engine.native.weights import PackedWeights, in_large_pages
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+
+_ROW = struct.Struct("=qQqdddd")  # ``DrawnRow`` of ``draw.h``
+
+
+class NativeDraw:
+    """A ``RowDraw`` on the threads of a decoder of the kernels.
+
+    No forward or other draw of the decoder may run during the call.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL, decoder: int) -> None:
+        self._run = kernels.native_draw
+        self._decoder = decoder
+
+    def __call__(self, logits: torch.Tensor, indices: Sequence[int], rows: Sequence[RowSampler]) -> list[int]:
+        packed = [
+            _ROW.pack(index, row.noise_key, row.top_k, row.temperature, row.top_p, row.min_p, row.typical_p)
+            for index, row in zip(indices, rows, strict=True)
+        ]
+        chosen = array("q", bytes(8 * len(packed)))
+        call = KernelDrawCall(
+            logits.data_ptr(),
+            logits.stride(0),
+            min(rows[0].vocab_size, logits.shape[1]),
+            len(packed),
+            b"".join(packed),
+            chosen.buffer_info()[0],
+        )
+        self._run(self._decoder, ctypes.byref(call))
+        return chosen.tolist()
+
+
+_LONG, _POINTER, _TABLE = "q", "q", "i"  # C's int64_t, an address, int32_t
+_BYTES = 8  # of the first two
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Neighbouring tokens of a batch, as addresses of the numbers of ``kernels/model.h``'s Step."""
+
+    sequences: int
+    tokens: int
+    wanted: int
+    ids: int
+    starts: int
+    counts: int
+    wants: int
+    tables: int
+    kept: tuple[array[int], ...] = ()  # the memory of some of these
+
+
+class PackedBatch:
+    """Owns the arrays for as long as it lives, but block tables that are arrays of int32: they must not grow."""
+
+    def __init__(self, batch: Batch, groups: int) -> None:
+        sequences = batch.sequences
+        self._ids = array(_LONG)
+        for each in sequences:
+            self._ids.extend(each.token_ids)
+        self._starts = array(_LONG, [each.start for each in sequences])
+        self._counts = array(_LONG, [len(each.token_ids) for each in sequences])
+        self._wants = array(_LONG, [each.wanted for each in sequences])
+        self._held = [_as_array(each.tables[group]) for group in range(groups) for each in sequences]
+        self._tables = array(_POINTER, map(_address, self._held))
+        self.table_stride = len(sequences)
+        self.wanted = sum(self._wants)
+        self.longest = max(map(sum, zip(self._starts, self._counts, strict=True)))
+
+    def parts(self, most: int) -> Iterator[BatchPart]:
+        """Yields the tokens in order, in parts of almost equal size and of at most ``most`` tokens."""
+        total = len(self._ids)
+        count = -(-total // most)
+        if count == 1:
+            yield self._part(0, 0, self._starts, self._counts, self._wants)
+            return
+        sequence = done = 0  # tokens of the sequence that are in the parts so far
+        for part in range(count):
+            token, stop = part * total // count, (part + 1) * total // count
+            first, at, starts, counts, wants = sequence, token, array(_LONG), array(_LONG), array(_LONG)
+            while at < stop:
+                left = self._counts[sequence] - done
+                some = min(left, stop - at)
+                starts.append(self._starts[sequence] + done)
+                counts.append(some)
+                wants.append(min(some, max(0, self._wants[sequence] - (left - some))))
+                sequence, done = (sequence + 1, 0) if some == left else (sequence, done + some)
+                at += some
+            yield self._part(first, token, starts, counts, wants)
+
+    def _part(self, sequence: int, token: int, starts: array[int], counts: array[int], wants: array[int]) -> BatchPart:
+        return BatchPart(
+            sequences=len(counts),
+            tokens=sum(counts),
+            wanted=sum(wants),
+            ids=_address(self._ids) + token * _BYTES,
+            starts=_address(starts),
+            counts=_address(counts),
+            wants=_address(wants),
+            tables=_address(self._tables) + sequence * _BYTES,
+            kept=(starts, counts, wants),
+        )
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _as_array(table: Sequence[int]) -> array[int]:
+    """Returns the table as an array of int32, without a copy if it is one."""
+    return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
+
 
 # Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
 _MAX_TOKENS = 512

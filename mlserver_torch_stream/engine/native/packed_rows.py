@@ -1,7 +1,6 @@
 """The weights of one projection or embedding as the blocks of a GGUF file, and the modules that hold them.
 
 A module computes with a few rows at a time in float32: that is slow, and serves as the reference for the kernels.
-Knows nothing of files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rounds dense weights to int8 or int4, in groups of 32 inputs, and back.
 
-Knows nothing of layouts. int8 is symmetric, as GGUF's Q8_0 is; int4 has a minimum for each group, as Q4_1 has.
+int8 is symmetric, as GGUF's Q8_0 is; int4 has a minimum for each group, as Q4_1 has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads a model's modules as a decoder of the Llama layout, or names the difference.
 
-Knows nothing of kernels, nor of families by name. Every parameter must have a place in the layout, norms and
-activations are recognised by their results, and every field of the config must be a known one. The check at load finds
-any other difference.
+Every parameter must have a place in the layout, norms and activations are recognised by their results, and every field
+of the config must be a known one. The check at load finds any other difference.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout as UnsupportedLayout
 from mlserver_torch_stream.engine.native.known_fields import unknown_field
 from mlserver_torch_stream.engine.native.packed_rows import PackedEmbedding, PackedLinear, PackedRows
 from mlserver_torch_stream.engine.native.rotary import Rotary
-from mlserver_torch_stream.engine.native.unsupported_layout import UnsupportedLayout as UnsupportedLayout
 
 # Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")

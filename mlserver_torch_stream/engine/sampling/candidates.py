@@ -1,8 +1,7 @@
 """Draws a token from each row's filtered distribution: temperature, then top-k, top-p, min-p, typical-p.
 
-Knows nothing of penalties or log-probabilities. A row sorts only its largest logits. A row that needs more, which is
-rare, is drawn again among more of them, and in the end among all. The widths are fixed, so a row does not depend on
-its neighbours.
+A row sorts only its largest logits. A row that needs more, which is rare, is drawn again among more of them, and in the
+end among all. The widths are fixed, so a row does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
 from mlserver_torch_stream.engine.devices import from_host
-from mlserver_torch_stream.engine.sampling.adjust_rows import FEW
-from mlserver_torch_stream.engine.sampling.noise import gumbel
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.logit_adjuster import FEW
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler, gumbel
 
 FAILED = -1  # no finite logit to choose
 # No token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it.

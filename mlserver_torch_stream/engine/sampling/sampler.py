@@ -1,7 +1,4 @@
-"""Chooses the next token of each row of a batch, and its log-probabilities.
-
-Knows nothing of sequences, text or the model: a row has a sampling state, and its logits are a row of a tensor.
-"""
+"""Chooses the next token of each row of a batch, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.devices import from_host, to_host
-from mlserver_torch_stream.engine.sampling.adjust_rows import NO_TOKEN, RowEdits, adjust_rows, few_allowed
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, UNDECIDED, RowDraw, draw
+from mlserver_torch_stream.engine.sampling.logit_adjuster import NO_TOKEN, RowEdits, adjust_rows, few_allowed
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import TokenLogprob

@@ -1,15 +1,11 @@
-"""Makes the sampling state of each new sequence from its request's parameters.
-
-Knows nothing of logits.
-"""
+"""Makes the sampling state of each new sequence from its request's parameters."""
 
 from __future__ import annotations
 
 import secrets
 
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.sampling.generation_rules import GenerationRules
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
+from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules, LogitAdjuster
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 

@@ -1,7 +1,4 @@
-"""Runs a rank other than rank 0: loads its part of the model, then repeats the operations of rank 0 until the stop.
-
-Knows nothing of requests, sampling or text; it sends nothing.
-"""
+"""Runs a rank other than rank 0: loads its part of the model, then repeats the operations of rank 0 until the stop."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from functools import partial
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.devices import check_devices
 from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import set_threads
+from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_of, decode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together

@@ -1,6 +1,6 @@
 """Sends the other ranks the operations of rank 0 and signs of life, and finds out when a rank is lost.
 
-Knows nothing of models. One thread at a time sends.
+One thread at a time sends.
 """
 
 from __future__ import annotations

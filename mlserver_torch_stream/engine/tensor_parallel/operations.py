@@ -1,7 +1,7 @@
 """Encodes the messages of rank 0 to the other ranks as 32-bit numbers: operations, and the batch of a forward.
 
-Knows nothing of how bytes travel. An operation's numbers come after its kind and their count; a batch is its token ids,
-block tables and copies, after the counts of each.
+An operation's numbers come after its kind and their count; a batch is its token ids, block tables and copies, after the
+counts of each.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 
 from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, verified
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 
 

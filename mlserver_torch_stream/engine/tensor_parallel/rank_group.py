@@ -1,6 +1,6 @@
 """Connects a rank with all others: messages from rank 0, and values on which all ranks agree.
 
-Knows nothing of models or engines. If a rank is lost, each call raises a RuntimeError.
+If a rank is lost, each call raises a RuntimeError.
 """
 
 from __future__ import annotations

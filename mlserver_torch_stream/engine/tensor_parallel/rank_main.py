@@ -1,6 +1,6 @@
 """``python -m …tensor_parallel.rank_main RANK SIZE PORT PARENT``: runs a rank that rank 0 starts on its own machine.
 
-Knows only the port of rank 0, which sends the settings of the model. Its process ends when its parent ends.
+Its process ends when its parent ends.
 """
 
 from __future__ import annotations

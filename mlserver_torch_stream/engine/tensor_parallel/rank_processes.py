@@ -1,7 +1,4 @@
-"""Starts the other ranks as child processes of this one, watches them and ends them.
-
-Knows nothing of torch, nor of the work of a rank.
-"""
+"""Starts the other ranks as child processes of this one, watches them and ends them."""
 
 from __future__ import annotations
 

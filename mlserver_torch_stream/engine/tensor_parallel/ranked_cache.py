@@ -1,7 +1,4 @@
-"""Defines rank 0's caches and forward, whose operations all ranks run.
-
-Knows nothing of batchers, to which they are a cache and a forward like any other.
-"""
+"""Defines rank 0's caches and forward, whose operations all ranks run."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.kv_cache.layout import CacheLayout
-from mlserver_torch_stream.engine.kv_cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.loading.comparison import in_a_line
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers
 from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together

@@ -1,6 +1,6 @@
 """Forms the group of ranks: with child processes on this machine, or with processes that a launcher has started.
 
-Knows nothing of models. A process is in one group at a time, as torch has one default group.
+A process is in one group at a time, as torch has one default group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mlserver_torch_stream.engine.machine import launched
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE, RankProcesses
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
@@ -32,16 +33,6 @@ _GROUP_USED = threading.Event()  # set once the launched ranks have formed their
 _POLL = timedelta(seconds=0.1)  # a store reports no new keys
 # The key under which rank 0 writes why there will be no group, or "" if there is one.
 _REFUSAL = "mlserver-torch-stream/refusal"
-
-
-def launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher such as torchrun has started this process as one rank of several."""
-    return "RANK" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
-
-
-def ranks_here(size: int, environ: Mapping[str, str]) -> int:
-    """Returns how many of ``size`` ranks share this machine."""
-    return int(environ.get("LOCAL_WORLD_SIZE", "1")) if launched(environ) else size
 
 
 def form(size: int, environ: Mapping[str, str], module: str = MODULE) -> tuple[RankGroup, RankProcesses]:

@@ -1,6 +1,6 @@
 """Loads and checks each rank's part of a model on all ranks at once: it succeeds on all of them or fails on all.
 
-Knows nothing of requests. ``load_shard`` is the same on every rank.
+``load_shard`` is the same on every rank.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from pathlib import Path
 
 import torch
 
+from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
+from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.devices import device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward_choice import with_attention
-from mlserver_torch_stream.engine.kv_cache.cache_spec import page_size_of
-from mlserver_torch_stream.engine.loading.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.host_limits import read_host
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
-from mlserver_torch_stream.engine.loading.selfcheck import SelfCheckResult, check_batching
+from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.library import open_library
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rendezvous import ranks_here
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed

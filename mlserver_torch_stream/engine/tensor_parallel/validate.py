@@ -1,7 +1,4 @@
-"""Refuses models and settings that ranks cannot split, before any rank is started.
-
-Knows nothing of processes or devices.
-"""
+"""Refuses models and settings that ranks cannot split, before any rank is started."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mlserver_torch_stream.engine.loading.config_fields import layer_configs
+from mlserver_torch_stream.engine.config_fields import layer_configs
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 

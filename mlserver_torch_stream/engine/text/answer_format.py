@@ -1,17 +1,154 @@
-"""Says how one answer is divided into reasoning, text and tool calls, and makes the parser that divides it.
-
-Knows nothing of chat templates, which ``chat_format`` reads.
-"""
+"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from mlserver_torch_stream.engine.text.answer_parts import CallParser, Part
-from mlserver_torch_stream.engine.text.reasoning import ReasoningParser
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
-from mlserver_torch_stream.types import Constraint
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+from mlserver_torch_stream.types import Constraint, ReasoningMarks
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the reasoning before the answer."""
+
+    text: str
+
+
+Part = Reasoning | ToolCallDelta | str
+"""A ``str`` is a piece of the answer's text."""
+
+
+class CallParser(Protocol):
+    """Finds the tool calls in an answer. How its text is cut changes only the pieces that come out."""
+
+    @property
+    def called(self) -> int:
+        """The number of calls that have begun."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call that had begun did not end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further text counts."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the next text is reasoning."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def flush(self) -> list[Part]:
+        """Returns the text that is still held back, when the answer ends."""
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Returns the parts without empty texts, and neighbours of the same kind as one; calls stay as they are."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, str) and isinstance(last, str):
+            result[-1] = last + part
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + part.text)
+        elif part != "" and part != Reasoning(""):
+            result.append(part)
+    return result
+
+
+def short(part: Part, most: int) -> Iterator[Part]:
+    """Yields the part as pieces whose events count at most ``most`` characters."""
+    if isinstance(part, Reasoning):
+        for start in range(0, len(part.text), most // 2):
+            yield Reasoning(part.text[start : start + most // 2])
+    elif isinstance(part, str):
+        for start in range(0, len(part), most):
+            yield part[start : start + most]
+    else:
+        yield replace(part, arguments=part.arguments[:most])
+        for start in range(most, len(part.arguments), most):
+            yield ToolCallDelta(part.index, arguments=part.arguments[start : start + most])
+
+
+BEGIN, END = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Leaves out whitespace at both ends of the reasoning and before the answer's text.
+
+    ``begun``: the prompt has begun the reasoning.
+    """
+
+    def __init__(self, *, begun: bool) -> None:
+        self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
+        self._held = ""  # whitespace, then the beginning of a mark
+        self._inside = ""  # reasoning that ``push`` is to return
+        self._any = False  # there is reasoning that is not whitespace
+        self.over = False  # the reasoning has ended, or there is none
+
+    @property
+    def reasons(self) -> bool:
+        return not self.over and self._state == self._reasoning
+
+    def push(self, text: str) -> tuple[list[Part], str]:
+        """Returns the reasoning, and the answer's text after it."""
+        if self.over:
+            return [], text
+        for position, char in enumerate(text):
+            rest = self._state(char)
+            if rest is not None:
+                self.over = True
+                return self._take(), rest + text[position + 1 :]
+        return self._take(), ""
+
+    def flush(self) -> tuple[list[Part], str]:
+        held, self._held = self._held, ""
+        reasons, self.over = self.reasons, True
+        if not reasons:
+            return [], held
+        self._inside += held if self._any else held.lstrip()
+        return self._take(), ""
+
+    def _take(self) -> list[Part]:
+        inside, self._inside = self._inside, ""
+        return [Reasoning(inside)] if inside else []
+
+    def _start(self, char: str) -> str | None:
+        """Before the first word."""
+        self._held += char
+        word = self._held.lstrip()
+        if word == BEGIN:
+            self._held, self._state = "", self._reasoning
+        elif not BEGIN.startswith(word):
+            held, self._held = self._held, ""
+            return held
+        return None
+
+    def _reasoning(self, char: str) -> str | None:
+        self._held += char
+        mark = self._held.lstrip()
+        if mark == END:
+            self._held, self._state = "", self._after_reasoning
+        elif not self._any and mark == BEGIN:  # the model repeats the mark of the prompt
+            self._held = ""
+        elif not END.startswith(mark) and (self._any or not BEGIN.startswith(mark)):
+            self._release(char)
+        return None
+
+    def _release(self, char: str) -> None:
+        """Gives the held text as reasoning, except for a mark that begins with its last character."""
+        held, self._held = self._held, ""
+        if char == END[0]:
+            held, self._held = held[:-1], char
+        self._inside += held if self._any else held.lstrip()
+        self._any = True
+
+    def _after_reasoning(self, char: str) -> str | None:
+        return None if char.isspace() else char
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Makes the events of one sequence out of its tokens: their text, divided by the answer's format, and their logprobs.
 
-Knows nothing of requests. Of the reasons for which a sequence ends it knows those that are in the text.
+Of the reasons for which a sequence ends it knows those that are in the text.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.stops import StopMatcher, StopStrings
-from mlserver_torch_stream.types import MOST_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
+from mlserver_torch_stream.engine.text.answer_format import Part, Reasoning, short
+from mlserver_torch_stream.engine.text.detokenizer import StopMatcher, StopStrings
+from mlserver_torch_stream.types import MAX_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
     from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 # Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
-_MOST_TEXT = MOST_PER_EVENT // 2
+_MAX_TEXT = MAX_PER_EVENT // 2
 
 
 class AnswerWriter:
@@ -103,12 +103,12 @@ class AnswerWriter:
             add_event(self._events, self.event("", token_ids, logprobs))
             self._emit_parts(self._parser.push(text))
             return
-        add_event(self._events, self.event(text[:_MOST_TEXT], token_ids, logprobs))
-        for start in range(_MOST_TEXT, len(text), _MOST_TEXT):
-            add_event(self._events, self.event(text[start : start + _MOST_TEXT]))
+        add_event(self._events, self.event(text[:_MAX_TEXT], token_ids, logprobs))
+        for start in range(_MAX_TEXT, len(text), _MAX_TEXT):
+            add_event(self._events, self.event(text[start : start + _MAX_TEXT]))
 
     def _emit_parts(self, parts: Iterable[Part]) -> None:
-        for piece in (piece for part in parts for piece in short(part, _MOST_TEXT)):
+        for piece in (piece for part in parts for piece in short(part, _MAX_TEXT)):
             if isinstance(piece, str):
                 event = self.event(piece)
             elif isinstance(piece, Reasoning):

@@ -1,7 +1,7 @@
 """Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
 spellings when the region has ended.
 
-Knows nothing of where regions begin and end. A region that is no call is given as text, with the marks around it.
+A region that is no call is given as text, with the marks around it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from mlserver_torch_stream.engine.text.answer_parts import Part
-from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, ArgumentsReader, CallKeys, CallReader
-from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE
+from mlserver_torch_stream.engine.text.answer_format import Part
+from mlserver_torch_stream.engine.text.call_reader import (
+    FUNCTION_NAME,
+    WHITESPACE,
+    ArgumentsReader,
+    CallKeys,
+    CallReader,
+)
 from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls
 
 _FIELD = "tool_calls"

@@ -1,21 +1,24 @@
-"""Divides answers as the ``response_template`` of a tokenizer declares: into reasoning, text and tool calls.
+"""Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
 
-Knows nothing of chat templates. The text of a region that means none of these, and that between regions, is the
+The text of a region that means none of these, and that between regions, is the
 answer's text: nothing is lost.
+
+The values get the types that the functions' schemas name.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from mlserver_torch_stream.engine.text.answer_parts import Part, Reasoning, joined
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
+from mlserver_torch_stream.engine.text.answer_format import Part, Reasoning, joined
 from mlserver_torch_stream.engine.text.region_calls import RegionCalls, spelling_of
+from mlserver_torch_stream.types import ReasoningMarks
 
 _REASONING, _CONTENT, _CALLS = "reasoning", "content", "tool_calls"
 _MEANINGS = {"thinking": _REASONING, _REASONING: _REASONING, "reasoning_content": _REASONING, _CALLS: _CALLS}
@@ -203,3 +206,31 @@ def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
         kind = "" if "start_anchor" in declared else "_pattern"
         fields[_BETWEEN] = {f"close{kind}": declared[f"start_anchor{kind}"]}
     return {**declared, "fields": fields}
+
+
+QWEN3_CODER_PARSER, GLM_PARSER = "qwen3_coder", "glm45"
+_PATTERNS = {
+    QWEN3_CODER_PARSER: (
+        r"<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+        r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
+    ),
+    GLM_PARSER: (
+        r"<tool_call>\s*(?P<name>[^\s<]+)",
+        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    ),
+}
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+
+@cache
+def xml_calls(parser: str) -> AnswerTemplate:
+    begin, tags = _PATTERNS[parser]
+    calls: Mapping[str, Any] = {
+        "open_pattern": begin,
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": tags},
+        "transform": _CALL,
+    }
+    return AnswerTemplate({"start_anchor": "<tool_response>", "fields": {"tool_calls": calls, "content": {}}})

@@ -2,7 +2,7 @@
 
 Both are programs of a model's author that run on a client's text. A process has a limit of time for each job and a
 limit of memory; a job that exceeds one ends with its process. The first job takes half a second more, in which a
-process starts. Knows nothing of prompts.
+process starts.
 """
 
 from __future__ import annotations

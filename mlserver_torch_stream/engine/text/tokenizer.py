@@ -1,7 +1,4 @@
-"""Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
-
-Knows nothing of the model or the engine; wraps one transformers tokenizer.
-"""
+"""Converts prompts of every kind to token ids, and token ids to text. Applies the chat template."""
 
 from __future__ import annotations
 
@@ -15,19 +12,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mlserver_torch_stream.engine.constraints.compile_threads import Compilation
-from mlserver_torch_stream.engine.constraints.compiled_constraint import CompiledConstraint
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
-from mlserver_torch_stream.engine.loading.heap import trim_heap
+from mlserver_torch_stream.engine.constraints.token_bytes import TokenBytes
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
+from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from mlserver_torch_stream.engine.text.reasoning_marks import ReasoningMarks
 from mlserver_torch_stream.engine.text.text_process import JobRefused, TextProcesses
-from mlserver_torch_stream.engine.text.token_bytes import TokenBytes
 from mlserver_torch_stream.engine.text.tokenizer_limits import expansion, may_be_slow
 from mlserver_torch_stream.errors import ContextLengthExceeded, GenerationFailed, InvalidInput, NotServing
-from mlserver_torch_stream.types import ChatPrompt, Constraint, Prompt, TextPrompt, TokensPrompt
+from mlserver_torch_stream.types import ChatPrompt, Constraint, Prompt, ReasoningMarks, TextPrompt, TokensPrompt
 
 logger = logging.getLogger(__name__)
 

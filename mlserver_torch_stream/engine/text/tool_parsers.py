@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
 
-Knows nothing of tokens. Text that begins like a call and is none is given as text. A call that breaks after its name
-has been given is given as text too, from its mark on. Whitespace beside calls is left out.
+Text that begins like a call and is none is given as text. A call that breaks after its name has been given is given as
+text too, from its mark on. Whitespace beside calls is left out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from mlserver_torch_stream.engine.text.answer_parts import Part, joined
-from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, ArgumentsReader, CallReader
-from mlserver_torch_stream.engine.text.json_scanner import WHITESPACE
+from mlserver_torch_stream.engine.text.answer_format import Part, joined
+from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, WHITESPACE, ArgumentsReader, CallReader
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 ARGUMENTS_MARK, ID_MARK = "[ARGS]", "[CALL_ID]"

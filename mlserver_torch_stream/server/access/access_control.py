@@ -1,16 +1,172 @@
 """Holds the API keys, the endpoints that need no key, and the certificate of this process's ports.
 
-Knows nothing of how a port applies them.
+Only digests of the keys are kept, and no message quotes a key.
+
+Every other path and method needs one, also for other runtimes' models.
+
+The files are read once.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
+import re
+import ssl
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import grpc
+import uvicorn
+from mlserver.logging import logger
+
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.access.api_keys import ApiKeys
-from mlserver_torch_stream.server.access.open_endpoints import OpenEndpoints
-from mlserver_torch_stream.server.access.tls import TlsFiles, tls_files
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
-from mlserver_torch_stream.server.page.page_files import page_paths
+from mlserver_torch_stream.server.page.page_routes import page_paths
+
+_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry without quotes
+_SCHEME = "bearer"
+
+
+class ApiKeys:
+    """One key a line; empty lines and lines that begin with ``#`` are skipped. Raises SettingsError."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        try:
+            self._version: object = self._file_version()
+            self._digests = self._read()
+        except OSError as error:
+            raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
+
+    def accept(self, authorizations: Sequence[str]) -> bool:
+        """Whether there is exactly one value of ``Authorization``, and it is ``Bearer`` and a valid key."""
+        self._follow_the_file()
+        if len(authorizations) != 1:
+            return False
+        scheme, _, key = authorizations[0].partition(" ")
+        given = _digest(key.strip(" "))
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == _SCHEME and any(matches)
+
+    def _follow_the_file(self) -> None:
+        """A file that cannot be read any more, or has no key, leaves the last keys; the log says so once."""
+        try:
+            version: object = self._file_version()
+        except OSError as error:
+            version = error.errno
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._digests = self._read()
+            logger.info(f"The keys in {self._path} were read again: there are {len(self._digests)}")
+        except (OSError, SettingsError) as error:
+            reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
+            logger.error(f"The keys in {self._path} cannot be read again, so the keys read last stay valid: {reason}")
+
+    def _file_version(self) -> tuple[int, int, int, int]:
+        """Differs once the file has been written, or replaced by another one, even by one of the same age."""
+        found = self._path.stat()
+        return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_size
+
+    def _read(self) -> frozenset[bytes]:
+        lines = self._path.read_bytes().decode("latin-1").split("\n")
+        keys = [(number, line.strip(" \t\r")) for number, line in enumerate(lines, 1)]
+        keys = [(number, key) for number, key in keys if key and not key.startswith("#")]
+        for number, key in keys:
+            if not _KEY.fullmatch(key):
+                raise SettingsError(f"line {number} of {self._path} has characters that a header cannot carry")
+        if not keys:
+            raise SettingsError(f"the file of keys {self._path} has no key")
+        return frozenset(_digest(key) for _, key in keys)
+
+
+def _digest(key: str) -> bytes:
+    """All digests have one length, so that the time of a comparison does not depend on the length of a key."""
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+_REST_HEALTH = re.compile(r"/health|/ping|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_REST_REPOSITORY = re.compile(r"/v2/repository/(index|models/[^/]+/(load|unload))")
+_READING = ("GET", "HEAD")
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_OLD_REPOSITORY = "/inference.model_repository.ModelRepositoryService/"
+_GRPC_HEALTH = frozenset(f"{_SERVICE}{method}" for method in ("ServerLive", "ServerReady", "ModelReady"))
+_GRPC_REPOSITORY = frozenset(
+    f"{service}{method}"
+    for service in (_SERVICE, _OLD_REPOSITORY)
+    for method in ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")
+)
+
+
+@dataclass(frozen=True)
+class OpenEndpoints:
+    metrics: bool
+    repository: bool
+    page: Set[str] = frozenset()  # the paths of its files
+
+    def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
+        """Whether a REST path needs no key. ``path``: decoded, without the server's root path."""
+        if method in _READING and (path in self.page or _REST_HEALTH.fullmatch(path)):
+            return True
+        if method in _READING and self.metrics and path == metrics_endpoint:
+            return True
+        return self.repository and _REST_REPOSITORY.fullmatch(path) is not None
+
+    def grpc(self, method: str) -> bool:
+        """``method`` with its service, as in ``/inference.GRPCInferenceService/ModelInfer``."""
+        return method in _GRPC_HEALTH or (self.repository and method in _GRPC_REPOSITORY)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Paths of PEM files. With ``client_ca`` a client must show a certificate that this authority has signed."""
+
+    certificate: str
+    key: str
+    client_ca: str
+
+    def configure(self, config: uvicorn.Config) -> None:
+        """Makes a listener of uvicorn, which has not begun, speak TLS."""
+        config.ssl_certfile, config.ssl_keyfile = self.certificate, self.key
+        if self.client_ca:
+            config.ssl_ca_certs, config.ssl_cert_reqs = self.client_ca, ssl.CERT_REQUIRED
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
+        authority = Path(self.client_ca).read_bytes() if self.client_ca else None
+        return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
+def tls_files(options: ServerOptions) -> TlsFiles | None:
+    """None where there is no TLS. Raises SettingsError, which names the variable."""
+    files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    if not any((files.certificate, files.key, files.client_ca)):
+        return None
+    if not (files.certificate and files.key):
+        missing = "TLS_KEY_FILE" if files.certificate else "TLS_CERT_FILE"
+        raise SettingsError(f"{PREFIX}{missing}: TLS needs a certificate and its key, and this is not set")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    named = "TLS_CERT_FILE and TLS_KEY_FILE"
+    try:
+        context.load_cert_chain(files.certificate, files.key, password="")  # else a key with one asks the terminal
+        if files.client_ca:
+            named = "TLS_CLIENT_CA_FILE"
+            context.load_verify_locations(files.client_ca)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise SettingsError(f"{PREFIX}{named}: cannot be used: {_reason(error)}") from None
+    return files
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "it is no PEM file of that kind"
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+
 
 REPOSITORY = "mlserver_torch_stream.GuardedModelRepository"
 

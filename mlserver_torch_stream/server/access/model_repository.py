@@ -1,6 +1,5 @@
 """A model repository for MLServer; its construction guards every port with keys and TLS, and patches MLServer.
 
-Knows nothing of models: it lists them as MLServer's own repository does, and those too whose settings cannot be read.
 MLServer creates its repository, whose class is a setting, before it opens its ports; it resolves the class of a model
 only after that.
 """
@@ -24,8 +23,7 @@ from mlserver.rest.server import RESTServer
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.access.access_control import AccessControl
-from mlserver_torch_stream.server.access.grpc_guard import GuardedAio
-from mlserver_torch_stream.server.access.rest_guard import RestGuard
+from mlserver_torch_stream.server.access.guards import GuardedAio, RestGuard
 from mlserver_torch_stream.server.lifecycle.unreadable_model import readable_or_not
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import ACCESS

@@ -1,6 +1,6 @@
 """Makes the version whose settings have ``defaultVersion`` the default version of a model, as TorchServe does.
 
-Knows nothing of how versions are loaded. Without a mark MLServer's registry decides: the newest version.
+Without a mark MLServer's registry decides: the newest version.
 """
 
 from __future__ import annotations

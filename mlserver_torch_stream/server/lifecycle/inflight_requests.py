@@ -1,7 +1,4 @@
-"""Counts the requests that one model is answering, and holds the two events that end them: refuse, and abort.
-
-Knows nothing of what a request is, nor of the reason for its end.
-"""
+"""Counts the requests that one model is answering, and holds the two events that end them: refuse, and abort."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The lifecycle of this process: which models it has, whether it takes requests, and how it drains them.
-
-Knows nothing of how models are loaded, nor of MLServer: ``shutdown`` calls it when a signal arrives.
-"""
+"""The lifecycle of this process: which models it has, whether it takes requests, and how it drains them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The slot of one model in this process: it builds the engine off the event loop, holds it and drains it at unload.
-
-Knows nothing of settings or requests: its caller passes the function that builds an engine.
-"""
+"""The slot of one model in this process: it builds the engine off the event loop, holds it and drains it at unload."""
 
 from __future__ import annotations
 

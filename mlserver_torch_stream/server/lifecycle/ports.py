@@ -1,7 +1,7 @@
 """Checks the server's ports before any model is loaded, and logs one line for a port that cannot be used.
 
-Knows nothing of models. Without this check a busy port ends the process with tracebacks, and a busy gRPC port does so
-only after all models are loaded.
+Without this check a busy port ends the process with tracebacks, and a busy gRPC port does so only after all models are
+loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
-from mlserver_torch_stream.server.server_settings import MOST_PORT
+from mlserver_torch_stream.server.server_settings import MAX_PORT
 from mlserver_torch_stream.work_threads import exit_now
 
 # Of ServerOptions: those of MLServer's host, and those of the management API's address.
@@ -65,8 +65,8 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
                 return template.format(port, name, addresses[name], "it is another port of this server")
             ports[name] = port
     for name, port in {**ports, "grpc_port": settings.grpc_port}.items():
-        if not 0 <= port <= MOST_PORT:
-            return template.format(port, name, addresses.get(name, host), f"ports are 0 to {MOST_PORT}")
+        if not 0 <= port <= MAX_PORT:
+            return template.format(port, name, addresses.get(name, host), f"ports are 0 to {MAX_PORT}")
     for name, port in ports.items():
         address = addresses.get(name, host)
         try:

@@ -1,6 +1,6 @@
 """Patches MLServer's health and its admission of requests: our models refuse requests themselves, and never with 400.
 
-Knows nothing of why a model is not ready. MLServer handles the health and the requests of other models.
+MLServer handles the health and the requests of other models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lets one load or unload of a name run at a time, for names of our models; an unload cancels a load that runs.
 
 MLServer's registry does not order them: a load that begins while an unload waits for streams is forgotten when the
-unload ends, and of two concurrent loads the first may unregister the second. Knows nothing of what a load does; the
-loads of other models are not ordered.
+unload ends, and of two concurrent loads the first may unregister the second.
 """
 
 from __future__ import annotations

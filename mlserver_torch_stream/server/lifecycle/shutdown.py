@@ -1,6 +1,6 @@
 """Shuts down an MLServer with models of this package: not ready, no new work, aborts, and then MLServer's own stop.
 
-Knows nothing of engines. A server without our models and without a port of ours ends as stock MLServer does.
+A server without our models and without a port of ours ends as stock MLServer does.
 """
 
 from __future__ import annotations

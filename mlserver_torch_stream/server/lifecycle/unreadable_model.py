@@ -1,7 +1,4 @@
-"""A model whose settings or archive cannot be read; its load fails with the reason, such as the file, line and key.
-
-Knows nothing of the model: in place of it MLServer would log a traceback and go on without it.
-"""
+"""A model whose settings or archive cannot be read; its load fails with the reason, such as the file, line and key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Finds, describes, registers, scales and unregisters models in MLServer's registry, for TorchServe's management API.
+"""Finds, describes, registers, scales and unregisters models for TorchServe's management API.
 
-Knows nothing of HTTP. A load and an unload of one name are ordered by the registry's lock.
+A load and an unload of one name are ordered by the registry's lock.
 """
 
 from __future__ import annotations
@@ -13,18 +13,49 @@ from mlserver import MLModel, ModelSettings
 from mlserver.errors import MLServerError, ModelNotFound
 from mlserver.logging import logger
 from mlserver.registry import MultiModelRegistry
+from mlserver.repository import ModelRepository
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing
+from mlserver_torch_stream.handlers.config.registration import ModelDefaults, read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.store_files import (
+    ManagementRefusal,
+    StoreFiles,
+    bad_request,
+    internal,
+    no_model,
+)
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.management.registered_repository import RegisteredRepository
 from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
-from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request, internal, no_model
-from mlserver_torch_stream.torchserve.model_defaults import ModelDefaults
-from mlserver_torch_stream.torchserve.registration import read_registration, registered_settings
-from mlserver_torch_stream.torchserve.store_files import StoreFiles
 from mlserver_torch_stream.work_threads import in_thread
+
+Found = list[Any]  # of ModelSettings; the class below has a method of the name "list"
+
+
+class RegisteredRepository(ModelRepository):  # type: ignore[misc]
+    """``original``: that of the server's folder."""
+
+    def __init__(self, original: ModelRepository) -> None:
+        self._original = original
+        self._registered: dict[tuple[str, str], ModelSettings] = {}
+
+    def add(self, name: str, version: str, settings: ModelSettings) -> None:
+        self._registered[name, version] = settings
+
+    def remove(self, name: str, version: str) -> None:
+        self._registered.pop((name, version), None)
+
+    async def list(self) -> Found:
+        return [*await self._original.list(), *self._registered.values()]
+
+    async def find(self, name: str) -> Found:
+        registered = [settings for (known, _), settings in self._registered.items() if known == name]
+        if not registered:
+            found: Found = await self._original.find(name)
+            return found
+        return [*(each for each in await self._original.list() if each.name == name), *registered]
+
 
 ACCEPTED = (202, "Processing worker updates...")
 Answer = tuple[int, str]  # the status and the message of a reply

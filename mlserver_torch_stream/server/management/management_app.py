@@ -1,33 +1,105 @@
-"""Answers the HTTP requests of TorchServe's management API with JSON.
-
-Knows nothing of how models are loaded or scaled.
-"""
+"""Serves TorchServe's management API over HTTP on a port of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
+import uvicorn
 from mlserver.logging import logger
+from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import NotServing, RequestError
+from mlserver_torch_stream.errors import NotServing, RequestError, SettingsError
+from mlserver_torch_stream.handlers.config.registration import is_true_value, read_defaults
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.grpc_port import open_port
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import is_done_before
-from mlserver_torch_stream.server.management.management_calls import ManagementCalls
-from mlserver_torch_stream.server.management.management_document import document
-from mlserver_torch_stream.server.management.management_token import check_token
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, is_done_before
+from mlserver_torch_stream.server.management.managed_models import ManagedModels, RegisteredRepository
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls, check_token, read_token
+from mlserver_torch_stream.server.management.management_service import ManagementService
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.prediction_errors import as_json, status_and_body
-from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
+from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal
-from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
-from mlserver_torch_stream.torchserve.registration import is_true
+from mlserver_torch_stream.server.status import ModelNotLoaded
+from mlserver_torch_stream.version import __version__
 
-_MOST_BODY_BYTES = 1 << 20
+# Path, method, name of the operation, parameters of the query, statuses.
+_OPERATIONS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("/", "options", "apiDescription", "", "200"),
+    ("/models", "get", "listModels", "limit next_page_token", "200 400"),
+    (
+        "/models",
+        "post",
+        "registerModel",
+        "url model_name handler runtime batch_size max_batch_delay response_timeout startup_timeout initial_workers "
+        "synchronous",
+        "200 202 400 404 409 500",
+    ),
+    ("/models/{model_name}", "get", "describeModel", "customized", "200 404 503"),
+    ("/models/{model_name}", "put", "setAutoScale", "min_worker max_worker synchronous timeout", "200 202 400 404 500"),
+    ("/models/{model_name}", "delete", "unregisterModel", "", "200 403 404"),
+    ("/models/{model_name}/{model_version}", "get", "version_describeModel", "customized", "200 404 503"),
+    (
+        "/models/{model_name}/{model_version}",
+        "put",
+        "version_setAutoScale",
+        "min_worker max_worker synchronous timeout",
+        "200 202 400 404 500",
+    ),
+    ("/models/{model_name}/{model_version}", "delete", "version_unregisterModel", "", "200 403 404"),
+    ("/models/{model_name}/{model_version}/set-default", "put", "setDefault", "", "200 404"),
+    ("/v1/models/{model_name}", "get", "ready", "", "200 404"),
+)
+_INTEGERS = (
+    *("limit", "next_page_token", "min_worker", "max_worker", "timeout", "initial_workers"),
+    *("batch_size", "max_batch_delay", "response_timeout", "startup_timeout"),
+)
+_BOOLEANS = ("synchronous", "customized")
+
+
+def document() -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for path, method, operation, query, statuses in _OPERATIONS:
+        in_path = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+        parameters = [_parameter(name, "path") for name in in_path] + [
+            _parameter(name, "query") for name in query.split()
+        ]
+        responses = {status: {"description": _DESCRIPTIONS[status]} for status in statuses.split()}
+        described = {"operationId": operation, "parameters": parameters, "responses": responses}
+        paths.setdefault(path, {})[method] = described
+    return {"openapi": "3.0.1", "info": {"title": "TorchServe APIs", "version": __version__}, "paths": paths}
+
+
+_DESCRIPTIONS = {
+    "200": "OK",
+    "202": "Accepted",
+    "400": "Bad request, or no valid token",
+    "403": "The default version is removed last",
+    "404": "Model not found or model version not found",
+    "409": "Model already registered",
+    "500": "The workers cannot be started",
+    "503": "No worker is available",
+}
+
+
+def _parameter(name: str, place: str) -> dict[str, Any]:
+    kind = "integer" if name in _INTEGERS else "boolean" if name in _BOOLEANS else "string"
+    return {"in": place, "name": name, "required": place == "path" or name == "url", "schema": {"type": kind}}
+
+
+_MAX_BODY_BYTES = 1 << 20
 Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
@@ -97,7 +169,7 @@ class ManagementApp:
     async def _of_one(self, request: Request, name: str, version: str | None) -> Reply:
         query = request.query_params
         if request.method == "GET":
-            customized = is_true(query.get("customized"))
+            customized = is_true_value(query.get("customized"))
             headers = {key: value for key, value in request.headers.items() if key != "authorization"}
             return 200, await self._calls.describe(name, version, customized, headers)
         if request.method == "PUT":
@@ -115,7 +187,7 @@ async def _parameters(request: Request) -> Mapping[str, Any]:
     """The parameters of the query, or of a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
-    body = await read_body(request.scope, request.receive, _MOST_BODY_BYTES)
+    body = await read_body(request.scope, request.receive, _MAX_BODY_BYTES)
     try:
         found = orjson.loads(body)
     except ValueError as error:
@@ -135,3 +207,73 @@ def _wrong_method() -> ManagementRefusal:
     return ManagementRefusal(
         405, "MethodNotAllowedException", "Requested method is not allowed, please refer to API document."
     )
+
+
+_API = "TorchServe's management API"
+
+
+async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
+    """Opens the ports that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
+    port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
+    if not port and not grpc_port:
+        return
+    token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
+    handlers = server._model_repository_handlers
+    handlers._repository = repository = RegisteredRepository(handlers._repository)
+    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
+    calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
+    host, access = options.management_address, access.without_keys()
+    if port:
+        _open(ManagementApp(calls, token), host, port, lifecycle, access)
+    if grpc_port:
+        setting, handler = "grpc_management_port_torchserve", ManagementService(calls, token).handler()
+        await open_port(server, lifecycle, access, grpc_port, setting, f"{_API} over gRPC", handler, host)
+    if token is None:
+        logger.warning("Requests to the management API need no token (disable_token_authorization)")
+
+
+def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access: AccessControl) -> None:
+    """Raises ModelNotLoaded."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        setting = "management_port_torchserve"
+        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {host}: {error}") from None
+    listener = _Listener(app)
+    if access.tls is not None:
+        access.tls.configure(listener.config)
+    running = asyncio.create_task(listener.serve([listening]))
+
+    async def stop(grace: float) -> None:
+        app.ending.set()
+        listener.should_exit = True
+        await asyncio.wait([running], timeout=grace)
+        listener.force_exit = True
+        await running
+
+    lifecycle.listeners.append(stop)
+    logger.info(f"{_API} is on {host}:{port}")
+
+
+class _Listener(uvicorn.Server):
+    """Leaves signals to MLServer."""
+
+    def __init__(self, app: ManagementApp) -> None:
+        super().__init__(uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _store_files(options: ServerOptions) -> StoreFiles:
+    """Raises SettingsError."""
+    folder = Path(options.model_store).absolute() if options.model_store else None
+    if folder is not None and not folder.is_dir():
+        raise SettingsError(f"{PREFIX}MODEL_STORE: no such folder: {folder}")
+    patterns = [each.strip() for each in options.allowed_urls.split(",") if each.strip()]
+    try:
+        return StoreFiles(folder, patterns)
+    except re.error as error:
+        raise SettingsError(f"{PREFIX}ALLOWED_URLS: not a pattern: {error}") from None

@@ -1,27 +1,28 @@
-"""The calls of TorchServe's management API, for HTTP and gRPC: they take parameters, and return the reply's content.
-
-Knows nothing of paths and messages, nor of how models are loaded or scaled.
-"""
+"""The calls of TorchServe's management API, and the token that a request must have."""
 
 from __future__ import annotations
 
+import hmac
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from mlserver.logging import logger
 
-from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.errors import NotServing, SettingsError
+from mlserver_torch_stream.handlers.config.registration import is_true_value, whole_number
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
-from mlserver_torch_stream.torchserve.registration import is_true, whole_number
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 
-_MOST_LISTED = 100
-_MOST_WORKERS = 1024  # which are started at once, each a process
-_MOST_TIMEOUT_S = 2**31 - 1  # as in TorchServe
+_MAX_LISTED = 100
+_MAX_WORKERS = 1024  # which are started at once, each a process
+_MAX_TIMEOUT_S = 2**31 - 1  # as in TorchServe
 _ALL = "all"
 
 
@@ -37,8 +38,8 @@ class ManagementCalls:
         self._lifecycle = lifecycle
 
     def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        limit = whole_number(given, "limit") if "limit" in given else _MOST_LISTED
-        limit = limit if 0 <= limit <= _MOST_LISTED else _MOST_LISTED
+        limit = whole_number(given, "limit") if "limit" in given else _MAX_LISTED
+        limit = limit if 0 <= limit <= _MAX_LISTED else _MAX_LISTED
         start = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
         found = [{"modelName": name, "modelUrl": url} for name, url in self.models.urls().items()]
         end = start + limit
@@ -70,14 +71,14 @@ class ManagementCalls:
         timeout = whole_number(given, "timeout") if "timeout" in given else -1
         if min_workers < 0:
             raise bad_request(f"min_worker: must not be below 0, got {min_workers}")
-        if min_workers > _MOST_WORKERS:
-            raise bad_request(f"min_worker: must not be above {_MOST_WORKERS}")
+        if min_workers > _MAX_WORKERS:
+            raise bad_request(f"min_worker: must not be above {_MAX_WORKERS}")
         if max_workers < min_workers:
             raise bad_request("max_worker cannot be less than min_worker.")
-        if timeout > _MOST_TIMEOUT_S:
-            raise bad_request(f"timeout: must not be above {_MOST_TIMEOUT_S} seconds")
+        if timeout > _MAX_TIMEOUT_S:
+            raise bad_request(f"timeout: must not be above {_MAX_TIMEOUT_S} seconds")
         grace = None if timeout < 0 else float(timeout)
-        if not is_true(given.get("synchronous")):
+        if not is_true_value(given.get("synchronous")):
             self.models.scale_later(name, version, min_workers, max_workers, grace)
             return ACCEPTED
         await self.models.scale(name, version, min_workers, max_workers, grace)
@@ -124,3 +125,34 @@ async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
         logger.warning(f"Model '{model.name}': its customized metadata is no JSON object")
         return {}
     return found
+
+
+_BEARER = re.compile(r"Bearer\s+(\S+)")
+
+
+def read_token(options: ServerOptions) -> str | None:
+    """None if no request needs a token. Raises SettingsError if there is no token and tokens are not switched off."""
+    if options.disable_token_authorization:
+        return None
+    token = options.management_token
+    if options.management_token_file:
+        try:
+            token = Path(options.management_token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{PREFIX}MANAGEMENT_TOKEN_FILE: cannot be read: {error}") from None
+    if not token:
+        raise SettingsError(
+            f"the management API needs {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
+            f"or {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
+        )
+    return token
+
+
+def check_token(expected: str | None, authorization: str | None) -> None:
+    """``authorization``: the request's header. Raises ManagementRefusal."""
+    if expected is None:
+        return
+    match = _BEARER.fullmatch(authorization or "")
+    if match is None or not hmac.compare_digest(match[1].encode(), expected.encode()):
+        message = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+        raise ManagementRefusal(400, "InvalidKeyException", message)

@@ -1,6 +1,6 @@
 """The messages of TorchServe's gRPC service of management.
 
-Knows nothing of what they are for. Field names, numbers and types are those of TorchServe's ``management.proto``.
+Field names, numbers and types are those of TorchServe's ``management.proto``.
 """
 
 from __future__ import annotations

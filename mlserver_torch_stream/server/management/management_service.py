@@ -1,6 +1,6 @@
 """TorchServe's management API over gRPC: messages in, a text or a status out.
 
-Knows nothing of ports, nor of what the calls do. As in TorchServe, a field that is 0, empty or false is not given.
+As in TorchServe, a field that is 0, empty or false is not given.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from mlserver.logging import logger
 
-from mlserver_torch_stream.server.management.management_calls import ManagementCalls
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
+from mlserver_torch_stream.server.management.management_calls import ManagementCalls, check_token
 from mlserver_torch_stream.server.management.management_messages import message_class
-from mlserver_torch_stream.server.management.management_token import check_token
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.torchserve_grpc.call_status import end_call
-from mlserver_torch_stream.torchserve.management_refusal import ManagementRefusal, bad_request
+from mlserver_torch_stream.server.torchserve_grpc.inference_service import end_call
 
 _SERVICE = "org.pytorch.serve.grpc.management.ManagementAPIsService"
 _Call = Callable[[Mapping[str, Any]], Awaitable[str]]  # the fields that are given -> the message of the reply

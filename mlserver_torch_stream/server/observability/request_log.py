@@ -1,7 +1,13 @@
-"""Writes one log line per request at its end, as ``key=value`` pairs, in the format of MLServer's own lines.
+"""Records each request at its end: one log line, and one span of OpenTelemetry.
 
-Knows nothing of log handlers. A client's text is quoted as JSON, so that it can forge no line and no terminal command.
+A client's text is quoted as JSON, so that it can forge no line and no terminal command.
 Prompts, answers and error messages, which may quote them, are left out unless the operator asks for them.
+
+The attributes are those of the GenAI semantic conventions (repository
+open-telemetry/semantic-conventions-genai, in development). They have no attribute for the time in the queue, which has
+vLLM's name, ``gen_ai.latency.time_in_queue``. A span holds neither prompts nor answers.
+
+``telemetry.install`` sets both once the server's settings are known.
 """
 
 from __future__ import annotations
@@ -10,11 +16,64 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+from mlserver.settings import Settings
+from mlserver.tracing import get_tracer_provider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
+
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.server.observability.request_record import RequestRecord
-from mlserver_torch_stream.types import ChatPrompt, Prompt, TextPrompt
+from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt
+from mlserver_torch_stream.version import __version__
+
+OK = 200
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: the client is not there to receive one
+
+
+class EndpointKind(str, Enum):
+    """The transport of a request, and whether its reply streams."""
+
+    REST_UNARY = "rest-unary"
+    REST_STREAM = "rest-stream"
+    GRPC_UNARY = "grpc-unary"
+    GRPC_STREAM = "grpc-stream"
+
+    @property
+    def streams(self) -> bool:
+        return self in (EndpointKind.REST_STREAM, EndpointKind.GRPC_STREAM)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are seconds since the request's start; None: the request ended before."""
+
+    request_id: str
+    model: str
+    version: str
+    endpoint: EndpointKind
+    request: GenerationRequest | None = None  # None: it could not be decoded
+    prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
+    prompt_tokens: int = 0
+    completion_tokens: int = 0  # in events that were sent
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+    reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that have ended
+    texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
+    error: BaseException | None = None
+    status: int = OK  # REST's, also for requests over gRPC
+
+    @property
+    def sequences(self) -> int:
+        return len(self.request.prompts) * self.request.sampling.n if self.request is not None else 0
+
+    @property
+    def client_disconnected(self) -> bool:
+        return self.status == CLIENT_CLOSED_REQUEST
+
 
 _PACKAGE = "mlserver_torch_stream"
 _PLAIN = re.compile(r"[-_.:/+@0-9A-Za-z]+")
@@ -23,7 +82,7 @@ _LINE = (
     "request_id=%s model=%s version=%s endpoint=%s status=%s client=%s finish_reason=%s sequences=%s prompt_tokens=%s "
     "completion_tokens=%s queue_time_ms=%s ttft_ms=%s e2e_latency_ms=%s"
 )
-_MOST_CHARS = 128  # of a text that a client chooses
+_MAX_CHARS = 128  # of a text that a client chooses
 
 logger = logging.getLogger(f"{_PACKAGE}.requests")
 
@@ -96,8 +155,8 @@ def _prompt(prompt: Prompt) -> Any:
 
 def _quoted(text: str) -> str:
     """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
-    if len(text) > _MOST_CHARS:
-        text = f"{text[:_MOST_CHARS]}..."
+    if len(text) > _MAX_CHARS:
+        text = f"{text[:_MAX_CHARS]}..."
     return text if _PLAIN.fullmatch(text) else _json(text)
 
 
@@ -107,3 +166,75 @@ def _json(value: Any) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+_NAME = "mlserver_torch_stream"
+FIRST_TOKEN = "gen_ai.first_token"
+
+
+def tracer_of(settings: Settings) -> Tracer | None:
+    """None if MLServer's tracing is off."""
+    if not settings.tracing_server:
+        return None
+    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
+    return tracer
+
+
+def start_span(tracer: Tracer, record: RequestRecord) -> Span:
+    """Starts a span whose parent is the span of the calling task's context."""
+    request = record.request
+    chat = request is not None and isinstance(request.prompts[0], ChatPrompt)
+    operation = "chat" if chat else "text_completion"
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": _NAME,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.request_id,
+        "mlserver_torch_stream.model.version": record.version,
+        "mlserver_torch_stream.endpoint": record.endpoint.value,
+    }
+    if request is not None:
+        attributes.update(_request_attributes(request))
+    return tracer.start_span(f"{operation} {record.model}", kind=SpanKind.INTERNAL, attributes=attributes)
+
+
+def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+    }
+    if sampling.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes
+
+
+def end_span(span: Span, record: RequestRecord) -> None:
+    span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
+    span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
+    if record.ttft_s is not None:
+        span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
+    if record.queue_s is not None:
+        span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
+    if record.error is not None:
+        span.set_attribute("error.type", type(record.error).__name__)
+        # The message of a client's error may quote its input.
+        span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
+    elif record.client_disconnected:
+        span.set_attribute("error.type", "client_disconnected")
+        span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
+    span.end()
+
+
+@dataclass
+class RequestSinks:
+    """A sink that is None is switched off."""
+
+    log: RequestLog | None = None
+    tracer: Tracer | None = None

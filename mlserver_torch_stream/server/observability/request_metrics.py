@@ -1,16 +1,99 @@
-"""Counts the requests to each model by how they ended, and their times in histograms.
+"""Counts requests and the work of engines by model and version; a reload does not reset a counter.
 
-Knows nothing of their export. Only the event loop's thread writes; a scrape in another thread may read counts that are
+Only the event loop's thread writes; a scrape in another thread may read counts that are
 one request apart.
+
+Knows an engine only by its ``stats()``, whose counters begin at 0 with every engine.
+
+prometheus_client's own histogram takes a lock and walks over all buckets for each observation,
+and writes to a file when MLServer has inference workers; only one thread may write to this one.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from math import inf
+from threading import Lock
 
-from mlserver_torch_stream.server.observability.engine_metrics import Labels
-from mlserver_torch_stream.server.observability.histogram import Histogram
+from mlserver_torch_stream.engine.api import COUNTERS, EngineStats
 from mlserver_torch_stream.types import FinishReason
+
+Labels = tuple[str, str]
+"""A model's name and its version, which may be empty."""
+
+_GAUGES = tuple(each.name for each in fields(EngineStats) if each.name not in COUNTERS)
+
+
+class EngineMetrics:
+    """Adds up a model's engines: during a reload it has two."""
+
+    def __init__(self) -> None:
+        self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
+        self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
+        self._lock = Lock()  # MLServer scrapes in a thread
+
+    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+        with self._lock:
+            engines = self._engines.setdefault((model, version or ""), [])
+            if stats not in engines:  # a reload without changes keeps the engine
+                engines.append(stats)
+
+    def remove(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+        """Removes an engine that has stopped, and keeps its counts."""
+        labels = (model, version or "")
+        with self._lock:
+            engines = self._engines.get(labels, [])
+            if stats not in engines:
+                return
+            engines.remove(stats)
+            if not engines:
+                del self._engines[labels]
+            self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
+
+    def gauges(self) -> dict[Labels, EngineStats]:
+        """The gauges of the loaded models."""
+        with self._lock:
+            return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+
+    def counters(self) -> dict[Labels, EngineStats]:
+        """The counters of all models since the process began."""
+        with self._lock:
+            totals = dict(self._past)
+            for labels, engines in self._engines.items():
+                for stats in engines:
+                    totals[labels] = stats().counting_on(totals.get(labels, EngineStats()))
+            return totals
+
+
+def _added(parts: list[EngineStats]) -> EngineStats:
+    return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGES})
+
+
+class Histogram:
+    """``bounds`` ascend; an observation is counted at the first bound that is not below it."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """The cumulative counts, each with its upper bound as Prometheus writes it."""
+        total, cumulative = 0, []
+        for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
+            total += count
+            cumulative.append(("+Inf" if bound == inf else str(float(bound)), float(total)))
+        return cumulative
+
 
 CANCELLED = "cancelled"  # the client disconnected
 REFUSED = "refused"  # before it reached the engine

@@ -1,6 +1,6 @@
 """Observes every request, and reports it once, at its end, to the metrics, the log and the trace.
 
-Knows nothing of spellings and transports. All of it runs on the event loop's thread.
+All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from opentelemetry.trace import Span
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
-from mlserver_torch_stream.server.observability import tracing
+from mlserver_torch_stream.server.observability import request_log
+from mlserver_torch_stream.server.observability.request_log import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.observability.request_record import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
 from mlserver_torch_stream.server.process_state import CLIENT_LOAD, REQUEST_METRICS, REQUEST_SINKS
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
@@ -108,7 +108,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         self._keeps_text = REQUEST_SINKS.log is not None and REQUEST_SINKS.log.prompts
         self._span: Span | None = None
         if REQUEST_SINKS.tracer is not None:
-            self._span = tracing.start_span(REQUEST_SINKS.tracer, record)
+            self._span = request_log.start_span(REQUEST_SINKS.tracer, record)
 
     def accepted(self) -> None:
         self._accepted = True
@@ -141,7 +141,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         super().first_event(now)
         CLIENT_LOAD.first_token()
         if self._span is not None:
-            self._span.add_event(tracing.FIRST_TOKEN)
+            self._span.add_event(request_log.FIRST_TOKEN)
 
     def _finished(self, event: TokenEvent, reason: FinishReason) -> None:
         record = self.record
@@ -160,7 +160,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         if self._prompted:
             CLIENT_LOAD.ended(record.model, record.sequences, answered=record.ttft_s is not None)
         if self._span is not None:
-            tracing.end_span(self._span, record)
+            request_log.end_span(self._span, record)
         metrics.ended(self._outcome(), record.e2e_s, record.queue_s or 0.0, record.sequences)
         if not self._accepted:
             return

@@ -1,7 +1,6 @@
 """Adds metrics and a plain health check to the REST port, and switches the log of requests and tracing on.
 
-Knows nothing of requests. It is installed when MLServer registers a model of ours: MLServer's settings cannot be read
-earlier.
+It is installed when MLServer registers a model of ours: MLServer's settings cannot be read earlier.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_log import RequestLog, join_mlservers_log
-from mlserver_torch_stream.server.observability.request_sinks import RequestSinks
-from mlserver_torch_stream.server.observability.tracing import tracer_of
+from mlserver_torch_stream.server.observability.request_log import (
+    RequestLog,
+    RequestSinks,
+    join_mlservers_log,
+    tracer_of,
+)
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.process_state import REQUEST_SINKS, TOKEN_METRICS, WEIGHTS_METRICS
 

@@ -1,17 +1,69 @@
-"""Routes for the page at ``/`` and its files. They need no key; the requests that the page sends do.
+"""Serves the page at ``/`` and its files. They need no key; the requests that the page sends do.
 
-Knows nothing of what the files do. Other methods of ``/`` are left to the routes that have them.
+They need no key; the requests that the page sends do.
+
+Other methods of ``/`` are left to the routes that have them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 
 from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.page.page_files import PageFile, page_files
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+
+_FOLDER = Path(__file__).parent / "files"
+_INDEX = "index.html"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page loads its own files and calls its own server; it cannot be framed, and posts no form.
+_POLICY = (
+    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'"
+)
+
+
+@dataclass(frozen=True)
+class PageFile:
+    content: bytes
+    headers: Mapping[str, str]
+
+
+def page_files() -> dict[str, PageFile]:
+    """``index.html`` is at ``/``, all other files are below ``/page/``."""
+    return {_path(place): _read(place) for place in sorted(_FOLDER.iterdir()) if place.suffix in _MEDIA_TYPES}
+
+
+def page_paths() -> frozenset[str]:
+    return frozenset(page_files())
+
+
+def _path(place: Path) -> str:
+    return "/" if place.name == _INDEX else f"/page/{place.name}"
+
+
+def _read(place: Path) -> PageFile:
+    content = place.read_bytes()
+    headers = {
+        "content-type": _MEDIA_TYPES[place.suffix],
+        "cache-control": "no-cache",  # browsers keep it, and ask at each visit whether an upgrade has changed it
+        "etag": f'"{sha256(content).hexdigest()[:32]}"',
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return PageFile(content, headers)
 
 
 def add_routes(server: RESTServer, options: ServerOptions) -> None:

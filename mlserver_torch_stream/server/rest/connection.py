@@ -1,7 +1,7 @@
 """The client's end of one request: watched until it leaves, cut off when it stalls.
 
-Knows nothing of what is sent. ASGI hides the connection, so the outermost layer of MLServer's app, which still gets
-uvicorn's own objects, puts the connection into the scope.
+ASGI hides the connection, so the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
+connection into the scope.
 """
 
 from __future__ import annotations

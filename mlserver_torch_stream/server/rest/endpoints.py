@@ -1,8 +1,7 @@
 """The REST endpoints of our models: one request in, one JSON reply or one stream of events out.
 
-Knows no spelling: it asks the one that accepts the body. It serves requests for our models and for unknown ones only.
-MLServer's own counters and CloudEvents headers are those of its data plane, as for any model; its response cache is not
-asked, as a sampled reply is never the same twice.
+It serves requests for our models and for unknown ones only. MLServer's own counters and CloudEvents headers are those
+of its data plane, as for any model; its response cache is not asked, as a sampled reply is never the same twice.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.cloud_events import as_headers
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
+from mlserver_torch_stream.server.status import as_headers
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode

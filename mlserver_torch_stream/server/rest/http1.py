@@ -1,7 +1,6 @@
 """Extends uvicorn for HTTP/1 clients that offer another protocol, speak HTTP/1.0, or never end or read anything.
 
-Knows nothing of requests and replies. It applies to every request of the REST port, as uvicorn has one protocol class
-for all of them.
+It applies to every request of the REST port, as uvicorn has one protocol class for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import reset
 
 # Of a head, and between the bytes of a body: chunk extensions and trailers. httptools takes any number.
-_MOST_BYTES_BESIDE_BODY = 64 * 1024
+_MAX_BYTES_BESIDE_BODY = 64 * 1024
 _GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request itself, as an upload and a stream do
 
 
@@ -85,7 +84,7 @@ class Http1(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._beside_body += len(data)
         super().data_received(data)
-        if self._beside_body > _MOST_BYTES_BESIDE_BODY and not self.transport.is_closing():
+        if self._beside_body > _MAX_BYTES_BESIDE_BODY and not self.transport.is_closing():
             self.logger.warning("The head of a request is too long.")
             self.send_400_response("The head of the request is too long.")
 

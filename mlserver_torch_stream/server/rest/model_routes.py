@@ -1,6 +1,6 @@
 """Routes that Triton's clients ask for over REST: models' configuration and statistics, and the index without a body.
 
-Knows nothing of what they say. MLServer has no such routes: paths of other runtimes' models are left to it.
+MLServer has no such routes: paths of other runtimes' models are left to it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.model_info import read_config, read_statistics
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.triton.model_config import read_config
-from mlserver_torch_stream.server.triton.model_statistics import read_statistics
 
 Read = Callable[[DataPlane, str, str | None], Awaitable[JsonObject]]
 _ALL_STATISTICS = "/v2/models/stats"

@@ -1,6 +1,6 @@
 """An error as a client of TorchServe sees it: its status, and a JSON object with ``code``, ``type`` and ``message``.
 
-Knows no route. The types are the names of TorchServe's exceptions.
+The types are the names of TorchServe's exceptions.
 """
 
 from __future__ import annotations

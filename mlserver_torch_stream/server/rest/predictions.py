@@ -1,7 +1,4 @@
-"""TorchServe's inference endpoint: one request to a handler in, its answer or its answer in chunks out.
-
-Knows nothing of handlers: a model that runs one takes the fields of the body, and replies in pieces.
-"""
+"""TorchServe's inference endpoint, and OpenAI's paths below ``/predictions/{model}``."""
 
 from __future__ import annotations
 
@@ -14,29 +11,67 @@ from typing import Any, Protocol
 
 from mlserver.handlers import DataPlane
 from mlserver.logging import logger
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.log_text import log_text
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
+from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.torchserve_document import model_document
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import find_accepted, is_ours
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
-from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.prediction_body import BodyField, read_fields, url_encoded
-from mlserver_torch_stream.server.rest.prediction_errors import WrongMethod, as_json, status_and_body
-from mlserver_torch_stream.server.rest.prediction_head import (
+from mlserver_torch_stream.server.rest.endpoints import Endpoint
+from mlserver_torch_stream.server.rest.openai_routes import openai_answer, shown_model
+from mlserver_torch_stream.server.rest.prediction_errors import NoSuchPath, WrongMethod, as_json, status_and_body
+from mlserver_torch_stream.server.rest.prediction_messages import (
+    BodyField,
+    PredictionPath,
     body_of,
     check_status,
     first_headers,
+    read_fields,
     reply_headers,
     request_id_of,
+    url_encoded,
 )
-from mlserver_torch_stream.server.rest.prediction_path import PredictionPath
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
-from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
+from mlserver_torch_stream.server.rest.sse import ChunkStream
+
+_MODELS = "v1/models"
+
+
+class TokenPredictions:
+    """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
+
+    def __init__(self, data_plane: DataPlane, options: ServerOptions) -> None:
+        self._endpoints = {
+            path.lstrip("/"): Endpoint(data_plane, options, RestRoute(path, None, (spelling,)))
+            for path, spelling in OPENAI_SPELLINGS.items()
+        }
+
+    async def serve(self, path: PredictionPath, model: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises RequestError."""
+        endpoint = self._endpoints.get(path.rest)
+        if path.rest == _MODELS:
+            shown = {"object": "list", "data": [shown_model(model)]}
+            await openai_answer(Request(scope), 200, shown)(scope, receive, send)
+        elif endpoint is not None and scope["method"] == "GET":
+            raise WrongMethod
+        elif endpoint is not None:
+            named = {"model_name": path.name, "model_version": path.version}
+            await endpoint({**scope, "path_params": named}, receive, send)
+        elif path.rest:
+            raise NoSuchPath(path.rest, self.paths(path.name))
+        else:
+            raise no_handler(path.name, self.paths(path.name)[0])
+
+    def paths(self, name: str) -> tuple[str, ...]:
+        return tuple(f"/predictions/{name}/{rest}" for rest in self._endpoints)
+
 
 _METHODS = ("POST", "PUT")
 _MODEL_PATHS = ("/predictions/{}", "/v1/models/{}:predict", "/v2/models/{}/infer")  # of a handler

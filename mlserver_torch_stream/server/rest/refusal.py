@@ -1,7 +1,7 @@
 """An error as a REST client sees it before the first token: status, message, ``Retry-After``.
 
-Knows no route, nor the spelling of the body. In V2 a request to a registered model is never answered 400 or 404: Seldon
-Core 2's agent takes these statuses as "model not loaded" and reloads the model.
+In V2 a request to a registered model is never answered 400 or 404: Seldon Core 2's agent takes these statuses as "model
+not loaded" and reloads the model.
 """
 
 from __future__ import annotations

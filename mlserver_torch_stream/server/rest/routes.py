@@ -1,7 +1,6 @@
 """Our routes on MLServer's app, before its own: for our models and for names that no model has.
 
-Knows nothing of how a request is served. A path that names another model does not match here, so MLServer serves it as
-if our routes did not exist.
+A path that names another model does not match here, so MLServer serves it as if our routes did not exist.
 """
 
 from __future__ import annotations

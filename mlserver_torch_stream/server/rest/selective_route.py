@@ -1,6 +1,6 @@
 """A route that takes a request only if its path and method match and a condition of the route holds.
 
-Knows nothing of how a request is served. The routes that follow it, MLServer's own among them, get all other requests.
+The routes that follow it, MLServer's own among them, get all other requests.
 """
 
 from __future__ import annotations

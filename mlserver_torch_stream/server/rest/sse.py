@@ -1,6 +1,6 @@
-"""One response of server-sent events; pings keep it alive while there are no events.
+"""One response in chunks, or of server-sent events, begun late and given up when its client reads nothing.
 
-Knows nothing of what an event says.
+It calls a function when the reader has stalled.
 """
 
 from __future__ import annotations
@@ -8,11 +8,78 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from starlette.types import Send
 
-from mlserver_torch_stream.server.rest.chunk_stream import ChunkStream
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+from mlserver_torch_stream.server.streams.stream_session import LAST_LOOK_S
+
+Self = TypeVar("Self", bound="ChunkStream")
+
+
+class ChunkStream:
+    """``write`` chunks inside ``async with``; the status line goes out with the first one.
+
+    If a write has waited ``stalled_after`` seconds for the reader, ``stalled`` is called, which must make the write
+    return. With 0, a write waits without limit.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        stalled_after: float,
+        stalled: Callable[[], None],
+        status: int = 200,
+        headers: EncodedHeaders,
+    ) -> None:
+        self.started = False
+        self._status = status
+        self._headers = headers
+        self._send = send
+        self._stalled_after = stalled_after
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._sending_since: float | None = None
+        self._overdue: float | None = None  # when the write began whose time had passed at the last look
+        self._sent_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self: Self) -> Self:
+        if self._stalled_after:
+            self._timer = self._loop.call_later(self._stalled_after, self._check_reader)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def write(self, chunk: bytes, more: bool = True) -> None:
+        """Sends one chunk; ``more`` False: the last one. Calls must not overlap."""
+        self._sending_since = self._loop.time()
+        try:
+            if not self.started:
+                self.started = True
+                start = {"type": "http.response.start", "status": self._status, "headers": self._headers}
+                await self._send(start)
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+        finally:
+            self._sending_since = None
+        self._sent_at = self._loop.time()
+
+    def _check_reader(self) -> None:
+        blocked = 0.0 if self._sending_since is None else self._loop.time() - self._sending_since
+        if blocked < self._stalled_after:
+            self._timer = self._loop.call_later(self._stalled_after - blocked, self._check_reader)
+        elif self._overdue != self._sending_since:
+            self._overdue = self._sending_since
+            self._timer = self._loop.call_later(LAST_LOOK_S, self._check_reader)
+        else:
+            self._stalled()
+
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

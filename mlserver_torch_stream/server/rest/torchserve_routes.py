@@ -1,6 +1,6 @@
 """TorchServe's routes: predictions and explanations, KServe's V1 spelling of both, ``/ping`` and descriptions.
 
-Knows nothing of how a request is served. Paths of other runtimes' models are left to MLServer.
+Paths of other runtimes' models are left to MLServer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
-from mlserver_torch_stream.server.rest.prediction_head import reply_headers, request_id_of
-from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint
+from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
+from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint, TokenPredictions
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.rest.token_predictions import TokenPredictions
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Answers the messages of one stream concurrently, and merges the replies in the order in which they are made.
-
-Knows neither what a message is nor how one is answered: a callable opens the reply to a message.
-"""
+"""Answers the messages of one stream concurrently, and merges the replies in the order in which they are made."""
 
 from __future__ import annotations
 

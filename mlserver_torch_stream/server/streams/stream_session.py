@@ -1,23 +1,82 @@
-"""Serves one gRPC stream of either runtime: reads its messages and yields the responses to all of them.
+"""Serves one gRPC stream: reads its messages, yields the responses, and ends when its reader stalls.
 
-Knows MLServer's messages. Knows nothing of how the reply to a message is made: an opener makes it.
+Knows MLServer's messages.
+
+The limit suits readers that ask for the next
+item when the last one has been sent, as gRPC's reader does.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 from uuid import uuid4
 
 from mlserver.logging import logger
 from mlserver.types import InferenceRequest, InferenceResponse
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import InvalidInput, NotServing, TimedOut
 from mlserver_torch_stream.protocol.spelling import JsonObject
-from mlserver_torch_stream.protocol.v2_outputs import as_response
+from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
-from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies, MessageReply
-from mlserver_torch_stream.server.streams.read_timeout import ReadTimeout
+from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.streams.concurrent_replies import Body, ConcurrentReplies, MessageReply
+
+T = TypeVar("T")
+# After a time limit, until the reader is given up. If other work has held up the event loop for so long, or the machine
+# has, what the reader did meanwhile is still to be processed.
+LAST_LOOK_S = 0.1
+
+
+class ReadTimeout(Generic[T]):
+    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``, then raises."""
+
+    def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
+        self._items = items
+        self._seconds = seconds
+        self._stalled = stalled
+        self._limited = seconds > 0
+        self._given_up = False
+        self._loop = asyncio.get_running_loop()
+        self._given_at: float | None = None  # while the reader has an item
+        self._overdue: float | None = None  # when the item was given whose time had passed at the last look
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        self._given_at = None
+        if self._given_up:
+            raise TimedOut(f"nothing was read for {self._seconds:g} s")
+        item = await anext(self._items)
+        self._given_at = self._loop.time()
+        if self._limited and self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._check)
+        return item
+
+    def close(self) -> None:
+        """Switches the limit off. Idempotent."""
+        self._limited = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        """Ends the stream if the reader has held its item for too long, at two looks. Many items share one timer."""
+        self._timer = None
+        if self._given_at is None:
+            return
+        left = self._given_at + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        elif self._overdue != self._given_at:
+            self._overdue = self._given_at
+            self._timer = self._loop.call_later(LAST_LOOK_S, self._check)
+        else:
+            self._given_up = True
+            self._stalled()
+
 
 BodyReply = MessageReply[JsonObject]
 
@@ -132,3 +191,60 @@ class _RefusedReply:
             yield body
 
     def close(self) -> None: ...
+
+
+# Requests of one call that run or wait in their model's queue at the same time; further ones are not read yet.
+_MAX_OPEN = 256
+
+
+class MessageStream(Generic[Body]):
+    """Yields the bodies of all answers. Ends when the client has closed its side and every request is answered.
+
+    At a shutdown no further message is read, and NotServing is raised in the end: after a normal end a client would go
+    on sending requests into a stream that has no reader. ``stalled_after``: seconds in which the client must take a
+    body (0: no bound). ``client``: the name of a client in the log.
+    """
+
+    def __init__(
+        self,
+        messages: AsyncIterator[bytes],
+        answer: Callable[[bytes, int], MessageReply[Body]],
+        stalled_after: float,
+        client: str,
+    ) -> None:
+        self._messages = messages
+        self._ended = False  # the client has closed its side
+        self._stalled_after = stalled_after
+        self._client = client
+        self._replies = ConcurrentReplies(until(LIFECYCLE.refusing, self._all()), answer, _unchanged, _MAX_OPEN)
+        self._unread = ReadTimeout(self._replies, stalled_after, self._stalled)
+
+    def __aiter__(self) -> AsyncIterator[Body]:
+        return self
+
+    async def __anext__(self) -> Body:
+        """Raises NotServing and TimedOut."""
+        try:
+            return await anext(self._unread)
+        except StopAsyncIteration:
+            if not self._ended:
+                raise NotServing(LIFECYCLE.shutdown_reason or "the server is shutting down") from None
+            raise
+
+    def close(self) -> None:
+        """Cancels the requests that still run. Synchronous: it may run in a task that cannot wait."""
+        self._unread.close()
+        self._replies.close()
+
+    def _stalled(self) -> None:
+        logger.warning(f"{self._client} has read nothing for {self._stalled_after:g} s: its stream is closed")
+        self._replies.close()
+
+    async def _all(self) -> AsyncIterator[bytes]:
+        async for message in self._messages:
+            yield message
+        self._ended = True
+
+
+def _unchanged(body: Body) -> Body:
+    return body

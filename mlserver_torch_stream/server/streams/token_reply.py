@@ -1,18 +1,26 @@
-"""Replies to one request for tokens: reads its token stream and writes it in the request's spelling.
+"""Opens and writes the replies to requests for tokens: reads a token stream in the request's spelling.
 
-Knows nothing of other requests on the same stream, nor of how a token stream is started: a callable starts it.
+Knows what several messages on one stream mean: the first message names the mode.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+
+from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.engine.api import TokenStream
-from mlserver_torch_stream.errors import GenerationFailed, as_request_error
-from mlserver_torch_stream.generation import Opened
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, as_request_error
+from mlserver_torch_stream.generation import Generator, Opened
+from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
-from mlserver_torch_stream.types import GenerationRequest, TokenEvent
+from mlserver_torch_stream.protocol.v2_reply import V2
+from mlserver_torch_stream.protocol.v2_request import decode_piece
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
 Start = Callable[[Opened], Awaitable[None]]
 
@@ -124,3 +132,47 @@ class TokenReply:
         self._stream = stream
         if self._closed:
             stream.close()
+
+
+_NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
+
+
+class TokenOpener:
+    """At most as many requests are open at once as a batch has rows."""
+
+    def __init__(self, generator: Generator, name: str, version: str | None) -> None:
+        self.most_open = generator.info.max_num_seqs
+        self._generator = generator
+        self._name = name
+        self._version = version
+
+    def open(
+        self,
+        payload: InferenceRequest,
+        request_id: str,
+        index: int | None = None,
+        following: AsyncIterator[InferenceRequest] | None = None,
+    ) -> tuple[TokenReply, bool]:
+        info = self._generator.info
+        with self._generator.decoding(request_id):
+            spelling = spelling_of(tensor.name for tensor in payload.inputs)
+            request = spelling.decode_message(payload, info, streaming=index is not None, request_id=request_id)
+            if index is not None and following is None and request.stream_mode is not StreamMode.EACH:
+                raise InvalidInput("stream_mode", _NOT_FIRST)
+        context = self._context(index)
+        if following is None or request.stream_mode is not StreamMode.PROMPT:
+            return TokenReply(request, spelling, context, partial(self._generator.start, request)), False
+        return TokenReply(request, spelling, context, partial(self._assemble, request, following)), True
+
+    def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
+        placeholder = GenerationRequest(request_id, (TextPrompt(""),))
+        return V2.stream(placeholder, self._context(index)).fail
+
+    def _context(self, index: int | None) -> ReplyContext:
+        return ReplyContext(self._name, self._version, int(time.time()), index)
+
+    async def _assemble(
+        self, request: GenerationRequest, following: AsyncIterator[InferenceRequest], opened: Opened
+    ) -> None:
+        pieces = (decode_piece(payload, request, self._generator.info) async for payload in following)
+        await self._generator.assemble(request, pieces, opened, timeout=read_options().piece_timeout)

@@ -1,26 +1,266 @@
-"""TorchServe's gRPC service of inference: its methods, by their names.
+"""TorchServe's gRPC service of inference: its messages, its methods, and its errors.
 
-Knows nothing of ports. Methods take and return the bytes of messages, so that bytes which are no message are refused
+Methods take and return the bytes of messages, so that bytes which are no message are refused
 like any other bad input.
+
+Field names, numbers and types are those of TorchServe's ``inference.proto``, and of
+``google.rpc.Status`` and ``ErrorInfo``, which an error of ``StreamPredictions2`` has. On the wire a map is a list of
+entries.
+
+Codes by HTTP status and the second lines, names of TorchServe's classes, are
+TorchServe's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from uuid import uuid4
 
 import grpc
+from google.protobuf.message import DecodeError
 from mlserver.handlers import DataPlane
+from mlserver.logging import logger
+from starlette.datastructures import Headers
 
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal
+from mlserver_torch_stream.message_pool import Fields, message_classes
+from mlserver_torch_stream.protocol.sequence_headers import sequence_header
+from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
-from mlserver_torch_stream.server.rest.prediction_errors import as_json
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
+from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
+from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
+from mlserver_torch_stream.server.rest.predictions import PieceReply, RunsHandler
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.torchserve_routes import health_of
-from mlserver_torch_stream.server.streams.message_stream import MessageStream
-from mlserver_torch_stream.server.torchserve_grpc.call_status import end_call
-from mlserver_torch_stream.server.torchserve_grpc.grpc_prediction import GrpcPrediction
-from mlserver_torch_stream.server.torchserve_grpc.inference_messages import TorchServeHealthResponse
+from mlserver_torch_stream.server.status import details_that_fit
+from mlserver_torch_stream.server.streams.stream_session import MessageStream
+
+_FIELDS: Fields = {
+    "PredictionsRequest": {
+        "model_name": (1, "string"),
+        "model_version": (2, "string"),
+        "input": (3, "InputEntry*"),
+        "sequence_id": (4, "string"),
+    },
+    "InputEntry": {"key": (1, "string"), "value": (2, "bytes")},
+    "PredictionResponse": {"prediction": (1, "bytes"), "sequence_id": (2, "string"), "status": (3, "Status")},
+    "Status": {"code": (1, "int32"), "message": (2, "string"), "details": (3, "Any*")},
+    "Any": {"type_url": (1, "string"), "value": (2, "bytes")},
+    "ErrorInfo": {"reason": (1, "string")},
+    "TorchServeHealthResponse": {"health": (1, "string")},
+}
+_message_class = message_classes("org.pytorch.serve.grpc.inference", _FIELDS, {})
+
+PredictionsRequest = _message_class("PredictionsRequest")
+PredictionResponse = _message_class("PredictionResponse")
+ErrorInfo = _message_class("ErrorInfo")
+TorchServeHealthResponse = _message_class("TorchServeHealthResponse")
+
+
+_ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.ABORTED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    416: grpc.StatusCode.OUT_OF_RANGE,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+# The first row whose class an error has.
+_REASONS: tuple[tuple[type[RequestError], str], ...] = (
+    (NoSuchModel, "org.pytorch.serve.archive.model.ModelNotFoundException"),
+    (NoSuchVersion, "org.pytorch.serve.archive.model.ModelVersionNotFoundException"),
+    (InvalidInput, "BadRequestException.()"),
+    (RequestError, "org.pytorch.serve.http.InternalServerException"),
+)
+
+
+# The packages of the management API's exceptions; all other exceptions are in org.pytorch.serve.http.
+_PACKAGES = {
+    "ModelNotFoundException": "org.pytorch.serve.archive.model",
+    "ModelVersionNotFoundException": "org.pytorch.serve.archive.model",
+    "InvalidModelException": "org.pytorch.serve.archive.model",
+    "InvalidKeyException": "org.pytorch.serve.archive.model",
+    "DownloadArchiveException": "org.pytorch.serve.archive",
+}
+
+
+def code_of(error: RequestError) -> grpc.StatusCode:
+    if isinstance(error, InvalidInput):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    other = grpc.StatusCode.FAILED_PRECONDITION if error.status < 500 else grpc.StatusCode.INTERNAL
+    return _CODES.get(error.status, other)
+
+
+def end_call(context: grpc.ServicerContext, error: RequestError) -> None:
+    """Ends the call with the status of the error."""
+    context.set_code(code_of(error))
+    context.set_details(f"{details_that_fit(error.message)}\n{_reason(error)}")
+
+
+def status_fields(error: RequestError) -> dict[str, object]:
+    """The error as the fields of a ``Status`` inside a response."""
+    detail = ErrorInfo(reason=_reason(error)).SerializeToString()
+    return {
+        "code": code_of(error).value[0],
+        "message": error.message,
+        "details": [{"type_url": _ERROR_INFO, "value": detail}],
+    }
+
+
+def _reason(error: RequestError) -> str:
+    if isinstance(error, ManagementRefusal):
+        return f"{_PACKAGES.get(error.kind, 'org.pytorch.serve.http')}.{error.kind}"
+    return next(reason for kind, reason in _REASONS if isinstance(error, kind))
+
+
+_TRUE = b"true"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One response. ``error``: the request has failed, and this is its last response."""
+
+    value: bytes = b""
+    sequence_id: str = ""
+    error: RequestError | None = None
+
+    def serialized(self) -> bytes:
+        status = None if self.error is None else status_fields(self.error)
+        message = PredictionResponse(prediction=self.value, sequence_id=self.sequence_id, status=status)
+        return bytes(message.SerializeToString())
+
+
+class GrpcPrediction:
+    """Answers one request, once: by a response for each piece, or by a single one.
+
+    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: the handler gets it as headers.
+    """
+
+    def __init__(
+        self,
+        data_plane: DataPlane,
+        message: bytes,
+        metadata: Mapping[str, str],
+        endpoint: EndpointKind,
+        *,
+        in_sequence: bool = False,
+    ) -> None:
+        self._data_plane = data_plane
+        self._message = message
+        self._metadata = metadata
+        self._endpoint = endpoint
+        self._in_sequence = in_sequence
+        self._request_id = request_id_of(Headers(dict(metadata)))
+        self._request: Any = PredictionsRequest()
+        self._model: Any = None
+        self._sequence: dict[str, str | bool] = {}
+        self._reply: PieceReply | None = None
+
+    async def whole(self) -> Prediction:
+        """All pieces joined. Raises RequestError."""
+        with self._refusals():
+            self._read()
+            async with self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model:
+                return self._response(await self._open(model).whole())
+
+    async def bodies(self) -> AsyncIterator[Prediction]:
+        """A response for each piece. An error is the last one."""
+        try:
+            async for value in self._values():
+                yield self._response(value)
+        except Exception as error:
+            for response in self.failure(error):
+                yield response
+
+    def failure(self, error: Exception) -> Sequence[Prediction]:
+        return [self._response(error=as_refusal(error))]
+
+    def close(self) -> None:
+        if self._reply is not None:
+            self._reply.close()
+
+    async def _values(self) -> AsyncIterator[bytes]:
+        with self._refusals():
+            self._read()
+            async with (
+                self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model,
+                aclosing(self._open(model).pieces()) as pieces,
+            ):
+                async for piece in pieces:
+                    yield piece.value
+
+    @property
+    def _version(self) -> str | None:
+        return self._request.model_version or None
+
+    def _read(self) -> None:
+        """Raises RequestError."""
+        try:
+            self._request.ParseFromString(self._message)
+        except DecodeError as error:
+            raise InvalidInput("request", f"its bytes are not a PredictionsRequest: {error}") from None
+        check_count("input", len(self._request.input), MAX_FIELDS, "entries")
+        name = self._request.model_name
+        if not name:
+            raise MissingParameter("model_name")
+        self._model = find_accepted(self._data_plane._model_registry, name, self._version, is_ours)
+        if not hasattr(self._model, "open_prediction"):
+            raise no_handler(name)
+        self._sequence = self._read_sequence()
+
+    def _read_sequence(self) -> dict[str, str | bool]:
+        """V2's parameters of the sequence. Its start and its end are entries of the input, as TorchServe names them."""
+        sequence_id = self._request.sequence_id
+        if not self._in_sequence:
+            return {"sequence_id": sequence_id} if sequence_id else {}
+        given = {entry.key.lower(): entry.value for entry in self._request.input}
+        flags = {
+            name: given.get(sequence_header(name), b"").lower() == _TRUE for name in ("sequence_start", "sequence_end")
+        }
+        if not sequence_id and not flags["sequence_start"]:
+            raise MissingParameter("sequenceId")
+        return {"sequence_id": sequence_id or f"ts-seq-{uuid4()}", **flags}
+
+    def _open(self, model: RunsHandler) -> PieceReply:
+        entries = {entry.key: entry.value for entry in self._request.input}  # of a key that comes twice the last counts
+        fields = [BodyField(name, "", value) for name, value in entries.items()]
+        headers, request_id = self._metadata, self._request_id
+        self._reply = model.open_prediction(fields, headers, request_id, self._endpoint, self._sequence)
+        return self._reply
+
+    def _response(self, value: bytes = b"", error: RequestError | None = None) -> Prediction:
+        sequence_id = str(self._sequence.get("sequence_id", "")) if self._in_sequence else ""
+        return Prediction(value, sequence_id, error)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Records a refusal, unless the observer of an opened request has done so."""
+        try:
+            yield
+        except Exception as error:
+            if self._reply is None and self._model is not None:
+                observers = ModelRequestObservers(self._model.name, self._model.version, self._endpoint)
+                observers.refused(self._request_id, error)
+            elif self._reply is None:
+                message = as_refusal(error).message
+                logger.info(f"A request to TorchServe's gRPC service was refused: {message!r}")  # a name may have lines
+            raise
+
 
 SERVICE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 _CLIENT = "A client of TorchServe's gRPC service"

@@ -1,9 +1,8 @@
 """The messages of Triton's gRPC service that MLServer's does not have, in a descriptor pool of their own.
 
-Knows nothing of when they are sent. Triton's messages and MLServer's are both of the package ``inference``, so they
-cannot share protobuf's default pool. Messages that both have are the same on the wire, so MLServer's are used for them.
-Field names, numbers and types are those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this
-server never fills are left out.
+Triton's messages and MLServer's are both of the package ``inference``, so they cannot share protobuf's default pool.
+Messages that both have are the same on the wire, so MLServer's are used for them. Field names, numbers and types are
+those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this server never fills are left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The replies to one message of a Triton stream. Each message is a separate request; an error is a message too.
-
-Knows nothing of the other messages on the stream, nor of how replies are merged.
-"""
+"""The replies to one message of a Triton stream. Each message is a separate request; an error is a message too."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from mlserver.logging import logger
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
-from mlserver_torch_stream.protocol.v2_outputs import as_response
+from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
-from mlserver_torch_stream.server.observability.request_record import EndpointKind
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.status import StreamStatus
@@ -31,7 +28,7 @@ from mlserver_torch_stream.server.streams.stream_session import BodyReply, Reply
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
 from mlserver_torch_stream.types import FinishReason
 
-_MOST_ID_CHARACTERS = 256  # of an id that a message of an error repeats
+_MAX_ID_CHARACTERS = 256  # of an id that a message of an error repeats
 
 
 class OpensReplies(Protocol):
@@ -128,7 +125,7 @@ class TritonReply:
 
     def _named(self, message: str) -> str:
         """The message with the request's id, in Triton's form: of an error, Triton's clients show this text alone."""
-        return f"[request id: {self._request.id[:_MOST_ID_CHARACTERS] or '<id_unknown>'}] {message}"
+        return f"[request id: {self._request.id[:_MAX_ID_CHARACTERS] or '<id_unknown>'}] {message}"
 
 
 def _error_of(body: JsonObject) -> str:

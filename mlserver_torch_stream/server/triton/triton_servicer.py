@@ -1,7 +1,6 @@
 """Triton's gRPC service: MLServer's servicer answers the methods that it has too, and this module all other methods.
 
-Knows nothing of the port. Methods take and return the bytes of messages, so that bytes which are no message are refused
-like any other bad input.
+Methods take and return the bytes of messages, so that bytes which are no message are refused like any other bad input.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message, refuse
+from mlserver_torch_stream.server.model_info import read_config, read_statistics
 from mlserver_torch_stream.server.registered_models import find_model
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.status import RefusedCall, as_server_error
-from mlserver_torch_stream.server.streams.message_stream import MessageStream
-from mlserver_torch_stream.server.triton.model_config import read_config
-from mlserver_torch_stream.server.triton.model_statistics import read_statistics
+from mlserver_torch_stream.server.streams.stream_session import MessageStream
 from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
 from mlserver_torch_stream.server.triton.triton_reply import TritonReply
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.torchserve.beside.servers import MOST_BYTES
+from tests.torchserve.beside.servers import MAX_BYTES
 
 FILES: Mapping[str, bytes] = {
     "kitten.jpg": b"\xff\xd8\xff\xe0 not really a kitten",
@@ -17,8 +17,8 @@ FILES: Mapping[str, bytes] = {
     "input.json": b'{"instances": [[1, 2], [3]], "x": "\xc3\xbc"}',
     "base64.json": b'{"instances": [{"b64": "aGVsbG8="}]}',
     "empty": b"",
-    "large.bin": bytes(range(256)) * (MOST_BYTES // 300),
-    "too-large.bin": bytes(MOST_BYTES + 1),
+    "large.bin": bytes(range(256)) * (MAX_BYTES // 300),
+    "too-large.bin": bytes(MAX_BYTES + 1),
 }
 
 

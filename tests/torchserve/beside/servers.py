@@ -26,7 +26,7 @@ from tests.server.harness import HOST, free_ports
 from tests.torchserve.beside.store import Stored
 from tests.waiting import wait_until
 
-MOST_BYTES = 1_000_000  # of a request's body, on both
+MAX_BYTES = 1_000_000  # of a request's body, on both
 _START_S = 900.0
 _NAMES = ("inference", "management", "metrics")
 _STORE = "model-store"
@@ -97,7 +97,7 @@ def _write_config(
     lines = {f"{name}_address": f"http://{HOST}:{ports[name]}" for name in _NAMES}
     lines |= {f"{name}_port": str(ports[name]) for name in ("grpc_inference", "grpc_management")}
     lines |= {"enable_envvars_config": "false", "initial_worker_port": str(ports["worker"])}
-    lines |= {"max_request_size": str(MOST_BYTES), "default_workers_per_model": "1", "vmargs": "-Xmx512m"}
+    lines |= {"max_request_size": str(MAX_BYTES), "default_workers_per_model": "1", "vmargs": "-Xmx512m"}
     lines |= {"load_models": ",".join(each.file for each in models), **properties}
     (folder / "config").mkdir(exist_ok=True)
     path = folder / "config/config.properties"

@@ -1,0 +1,140 @@
+"""A call of the client: its arguments, the deltas that it yields, how it ends, and the ways in which it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+
+Messages = Sequence[Mapping[str, Any]]
+ModelsRequest = tuple[str, str, dict[str, Any] | None]  # method, path and body of the request for the models' names
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """Either one or several raw ``prompts``, or the ``messages`` of a chat."""
+
+    model: str
+    prompts: tuple[str, ...]
+    messages: Messages | None
+    parameters: Mapping[str, Any]
+
+
+def generation_call(
+    model: str, prompt: str | Sequence[str] | None, messages: Messages | None, parameters: Mapping[str, Any]
+) -> GenerationCall:
+    """A parameter of None is left out. Raises ValueError unless exactly one of ``prompt`` and ``messages`` is given."""
+    if (prompt is None) == (messages is None):
+        raise ValueError("give exactly one of prompt and messages")
+    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
+    given = {name: value for name, value in parameters.items() if value is not None}
+    return GenerationCall(model, prompts, messages, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token. V2 names the token by its id, OpenAI's API by its text.
+
+    ``top``: the most likely tokens at this position, as far as they were asked for.
+    """
+
+    logprob: float
+    token_id: int | None = None
+    token: str | None = None
+    top: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """The tokens of all prompts and of all answers of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
+
+    A sequence's last delta has its finish reason and, in V2, its counts. The last delta of the request is ``final``
+    and has the usage, where the server tells it.
+    """
+
+    text: str = ""
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    usage: RequestUsage | None = None
+    final: bool = False
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ClientError(Exception):
+    """The generation failed. The message has the reason that the server or the network gave.
+
+    ``status`` is the server's HTTP status, over gRPC the one that stands for its code; None where the server sent none.
+    ``retry_after`` is in seconds, where the server said it.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class ConnectionFailed(ClientError):
+    """No server answers at this address."""
+
+
+class RequestRefused(ClientError):
+    """The server refused the request before its first token; ``status`` is set."""
+
+
+class GenerationError(ClientError):
+    """The server reported within the stream that the generation failed."""
+
+
+class StreamBroken(ClientError):
+    """The stream ended, or fell silent, before its final event, or it cannot be read."""
+
+
+# What the reader of an answer raises if the answer does not follow the protocol.
+UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+
+
+def unreadable(error: Exception) -> StreamBroken:
+    return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
+
+
+class StreamEnding:
+    """``started``: the first event has arrived."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self._final = False
+
+    def note(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
+        """Yields the deltas of one event, and remembers whether one of them is the final one."""
+        self.started = True
+        for delta in deltas:
+            self._final = self._final or delta.final
+            yield delta
+
+    def check(self) -> None:
+        if not self._final:
+            raise self.broken("the stream ended before its final event")
+
+    def broken(self, message: str) -> StreamBroken:
+        return StreamBroken(
+            message if self.started else f"{message} (before its first event: the server's log says why)"
+        )

@@ -1,0 +1,241 @@
+"""Infers each new object once, as it is announced or found by polling, and writes its result as an object.
+
+A result's name follows from the object's key, its version and the configuration, so that an object that is announced
+twice is inferred once.
+
+Keys have to grow, as times and counters do: a key before the cursor is
+not seen, and neither is a new version of a key that was seen. A queue reports both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.lease import FORMAT
+from mlserver_torch_stream.cloud.naming import digest
+from mlserver_torch_stream.cloud.parse import Chunking
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.rows import (
+    AccessDenied,
+    Failure,
+    Infer,
+    Kind,
+    ObjectExists,
+    ObjectMissing,
+    Outcome,
+    Result,
+    Row,
+    RunIdentity,
+    RunRefused,
+)
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
+
+MAX_RESULT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A new object. ``done`` is awaited once its result is durable, or once the object turns out to be gone."""
+
+    key: str
+    done: Callable[[], Awaitable[None]]
+
+
+@dataclass
+class Watcher:
+    """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets
+    a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
+    rows bear, in seconds since the epoch; None: the time at which their object was begun."""
+
+    store: Store
+    output: Store
+    infer: Infer
+    model: Mapping[str, Any]
+    kind: Kind | None = None
+    limits: PipelineLimits = field(default_factory=PipelineLimits)
+    retry: Retry = field(default_factory=Retry)
+    objects: int = 8
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    report: Callable[[str], None] = lambda message: None
+    created: int | None = None
+    chunking: Chunking = field(default_factory=Chunking)
+    ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
+    weigh: Callable[[Row], int] = lambda row: row.size
+    seen: int = 0
+
+    def result_name(self, info: ObjectInfo) -> str:
+        kind = None if self.kind is None else self.kind.value
+        model = dict(self.model)
+        identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
+        identity |= self.chunking.config()
+        return f"result-{digest(identity)[:40]}.jsonl"
+
+    async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
+        """Runs until ``announcements`` end or ``most`` objects are done. Raises CloudError where results cannot be
+        written."""
+        running: set[asyncio.Task[None]] = set()
+        next_object: asyncio.Task[Announced | None] | None = None
+        ended = False
+        try:
+            while running or not ended:
+                if next_object is None and not ended and len(running) < self.objects:
+                    next_object = asyncio.create_task(_next(announcements))
+                await asyncio.wait(
+                    {*running, *([next_object] if next_object else [])}, return_when=asyncio.FIRST_COMPLETED
+                )
+                running = {task for task in running if not _ended(task)}
+                if next_object is not None and next_object.done():
+                    announced, next_object = next_object.result(), None
+                    if announced is not None:
+                        running.add(asyncio.create_task(self._object(announced)))
+                        self.seen += 1
+                    ended = announced is None or self.seen == most
+        finally:
+            left = [*running, *([next_object] if next_object else [])]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            await announcements.aclose()
+
+    async def _object(self, announced: Announced) -> None:
+        try:
+            listed = await self._listed(announced.key)
+        except ObjectMissing:  # deleted, perhaps after an earlier announcement of it
+            self.report(f"{announced.key}: has gone before it was read; nothing to do")
+            return await announced.done()
+        name = self.result_name(listed.info)
+        if not await self._there(name):
+            data = await self._inferred(listed)
+            with suppress(ObjectExists):  # another watcher has written it meanwhile
+                await self.retry.run(self.output.create, name, data)
+        await announced.done()
+
+    async def _listed(self, key: str) -> Listed:
+        """The object's current version.
+
+        An object without permission to read gets a result that says so. The name of that result has no version, so that
+        the object is inferred if it is announced again when it can be read.
+        """
+        try:
+            return Listed(await self.retry.run(self.store.head, key))
+        except (AccessDenied, RunRefused) as error:
+            return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
+
+    async def _inferred(self, listed: Listed) -> bytes:
+        """The results of all its rows; if they are larger than ``MAX_RESULT_BYTES``, one row that says so."""
+        info, data = listed.info, bytearray()
+        created = int(time.time()) if self.created is None else self.created
+        run = RunIdentity(self.result_name(info), created)
+        source = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        rows = source.rows()
+        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics, self.weigh)) as results:
+            async for result in results:
+                if result.outcome.failure is not None and result.row.line is None:
+                    self.report(f"{info.key}: {result.outcome.failure.message}")
+                data.extend(result.encode(run))
+                if len(data) > MAX_RESULT_BYTES:
+                    text = f"its results are more than {MAX_RESULT_BYTES} bytes; infer it with cloud run"
+                    failure = Failure("too_large", f"{info.key}: {text}")
+                    self.report(failure.message)
+                    self.metrics.failed += 1
+                    return Result(Row(0, info.key, None, info.key), Outcome(failure=failure)).encode(run)
+        return bytes(data)
+
+    async def _there(self, name: str) -> bool:
+        try:
+            await self.retry.run(self.output.head, name)
+        except ObjectMissing:
+            return False
+        return True
+
+
+async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | None:
+    return await anext(announcements, None)
+
+
+def _ended(task: asyncio.Task[None]) -> bool:
+    """Raises the task's error."""
+    if task.done():
+        task.result()
+        return True
+    return False
+
+
+CURSOR = "cursor.json"
+_MAX_OPEN = 10_000
+
+
+class Poller:
+    """``every``: seconds between two polls. ``check`` runs before each poll and ends the polling with a CloudError. The
+    cursor is the last key that is done and before which all keys are done."""
+
+    def __init__(
+        self,
+        store: Store,
+        output: Store,
+        pattern: re.Pattern[str],
+        every: float,
+        retry: Retry,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._output = output
+        self._pattern = pattern
+        self._every = every
+        self._retry = retry
+        self._check = check
+        self._open: dict[str, bool] = {}  # announced key -> whether it is done, in the order of the keys
+        self._cursor: str | None = None
+        self._saved: str | None = None
+
+    async def announcements(self) -> AsyncGenerator[Announced, None]:
+        """Never ends by itself. Raises CloudError."""
+        self._cursor = self._saved = await self._load()
+        while True:
+            self._check()
+            for key in await self._retry.run(self._new):
+                self._open[key] = False
+                yield Announced(key, lambda key=key: self._done(key))  # type: ignore[misc]
+            await self.save()
+            await asyncio.sleep(self._every)
+
+    async def save(self) -> None:
+        if self._cursor != self._saved:
+            cursor = self._cursor
+            await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")
+            self._saved = cursor
+
+    async def _new(self) -> list[str]:
+        """The first new keys, at most as many as may be open; the next poll finds the rest."""
+        keys: list[str] = []
+        most = _MAX_OPEN - len(self._open)
+        async for info in self._store.list(self._cursor):
+            if self._pattern.fullmatch(info.key) and info.key not in self._open:
+                keys.append(info.key)
+            if len(keys) > 2 * most:  # a folder is not listed in order, so the first key may be last
+                keys = sorted(keys)[:most]
+        return sorted(keys)[:most]
+
+    async def _done(self, key: str) -> None:
+        self._open[key] = True
+        while self._open and self._open[first := next(iter(self._open))]:
+            del self._open[first]
+            self._cursor = max(self._cursor or "", first)
+
+    async def _load(self) -> str | None:
+        found = await get_or_none(self._output, CURSOR, self._retry)
+        try:
+            return None if found is None else str(json.loads(found)["after"])
+        except (ValueError, KeyError, TypeError):
+            raise RunRefused(f"--output: its {CURSOR} was not written by this program") from None

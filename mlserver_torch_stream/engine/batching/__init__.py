@@ -1,1 +1,0 @@
-"""Sequences decoded together: the interface that the engine core steps, and its three implementations."""

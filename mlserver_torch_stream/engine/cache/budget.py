@@ -1,0 +1,85 @@
+"""Computes the size of an engine's KV cache, and the part of it for prefixes of ended sequences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all
+from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
+from mlserver_torch_stream.engine.machine import Host
+from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed
+
+# Share of a GPU's free memory after loading. The rest is for activations, for the memory of CUDA graphs, and for the
+# fragments of torch's allocator. The graphs of a stage share the memory of their largest step, which has no more rows
+# than a prompt's chunk, unless keys are gathered. A step that finds too little memory is not captured.
+GPU_CACHE_SHARE = 0.8
+# The most bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
+HOST_PREFIX_BYTES = 256 * 2**20
+HOST = torch.device("cpu")
+
+
+def cache_budget(
+    specs: Mapping[torch.device, CacheSpec],
+    asked: int | None,
+    resources: ProcessResources,
+    owner: object,
+    host: Host,
+    *,
+    sequences: int,
+    tokens: int,
+    step: int,
+    engines: int = 1,
+    most: int = sys.maxsize,
+) -> CacheSize:
+    """Returns the pages and slots of a cache: of ``asked`` bytes on all devices together, or else of the free memory.
+
+    ``specs`` say what a token takes on each device. Of a host's memory the ``engines`` get equal parts, which
+    ``resources`` promise to ``owner``; the memory that other engines hold on a GPU is not free. ``most`` is the free
+    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of ``size_cache``.
+    """
+    if asked is None:
+        rooms = [
+            (
+                spec,
+                resources.promise(owner, None, min(host.available_bytes, most), engines)
+                if device == HOST
+                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE) - spare_bytes(device, spec),
+            )
+            for device, spec in specs.items()
+        ]
+    else:
+        rooms = [(in_all(specs.values()), asked - sum(spare_bytes(*each) for each in specs.items()))]
+    size = size_cache(rooms, sequences=sequences, tokens=tokens, step=step)
+    if HOST in specs:
+        resources.promise(owner, size.bytes_of(specs[HOST]), host.available_bytes)
+    return size
+
+
+def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
+    """Returns the bytes of the pages that belong to no sequence. A host never writes to them, so none are counted."""
+    return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
+
+
+def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:
+    """Returns the free bytes of each device now."""
+    return {
+        device: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host.available_bytes
+        for device in devices
+    }
+
+
+def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
+    """Returns how many bytes of a KV cache pages of ended sequences may keep, until other sequences need them.
+
+    A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at
+    a time under our kernels. Raises LoadFailed.
+    """
+    if asked is None:
+        return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
+    if asked > budget:
+        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}")
+    return asked

@@ -1,0 +1,76 @@
+"""Divides the bytes of a KV cache among its groups of layers and its states: so many pages, so many slots."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+
+_MOST = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """``pages``: the number for each group of layers, on every device that has a layer of the group."""
+
+    pages: tuple[int, ...]
+    state_slots: int
+
+    def bytes_of(self, spec: CacheSpec) -> int:
+        return spec.bytes_of(self.pages, self.state_slots)
+
+    def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences of ``tokens`` have room at the same time, as they decode."""
+        if spec.state_bytes and self.state_slots < sequences:
+            return False
+        needed = spec.most_pages(tokens, 1)
+        return all(held >= sequences * pages for held, pages in zip(self.pages, needed, strict=True))
+
+
+def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
+    """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
+
+    It holds one sequence of ``tokens`` if that is possible, then ``sequences`` that are as long as possible: a windowed
+    group needs no more pages than that, and with fewer a long sequence would not fit. The remaining bytes become pages
+    of all groups alike, for the prefix cache. Without room for a token there are no pages.
+    """
+    spec = rooms[0][0]
+    slot = int(any(each.state_bytes > 0 for each, _ in rooms))
+
+    def fits(size: CacheSize) -> bool:
+        return all(size.bytes_of(each) <= room for each, room in rooms)
+
+    def of(count: int, length: int) -> CacheSize:
+        pages = (count * number for number in spec.most_pages(length, 1))
+        return CacheSize(tuple(map(max, pages, alone)), count * slot)
+
+    longest = largest(tokens, lambda length: fits(CacheSize(spec.most_pages(length, step), slot)))
+    if longest == 0:
+        return CacheSize((0,) * len(spec.groups), 0)
+    alone = spec.most_pages(longest, step)
+    count = max(1, largest(sequences, lambda number: fits(of(number, 1))))
+    size = of(count, largest(tokens, lambda length: fits(of(count, length))))
+    if not size.pages:
+        return size
+    more = largest(_MOST, lambda pages: fits(_with_pages(size, pages)))
+    return _with_pages(size, more)
+
+
+def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
+    """Returns how many pages of each group ``budget`` bytes can be.
+
+    A page takes no memory of a host before it is written (under our kernels, before a page in the same 2 MiB is), so
+    each group may take the whole budget; the scheduler bounds the sum of all groups.
+    """
+    return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
+
+
+def _with_pages(size: CacheSize, more: int) -> CacheSize:
+    return CacheSize(tuple(count + more for count in size.pages), size.state_slots)
+
+
+def largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number from 1 to ``most`` that fits, as all below it do; 0: none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -1,0 +1,156 @@
+"""Hands out the pages of a KV cache, counts the sequences that hold each, and finds full pages by their tokens."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+
+
+def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Returns the digest of a page: of its tokens and, by its parent's digest, of all tokens before them."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class _GroupPages:
+    """The pages of one group. A page is free, held by sequences, or cached: without holder, found by digest."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.fresh = 0  # the lowest page that was never taken: its memory is not touched yet
+        self.free: list[int] = []  # a heap of pages below ``fresh``
+        self.references: dict[int, int] = {}
+        self.digests: dict[int, bytes] = {}
+        self.found: dict[bytes, int] = {}
+        self.cached: OrderedDict[int, int] = OrderedDict()  # page -> when it was given back; the oldest first
+
+    @property
+    def spare(self) -> int:
+        return self.pages - len(self.references)
+
+    def lowest(self) -> int | None:
+        if self.free:
+            return heapq.heappop(self.free)
+        if self.fresh == self.pages:
+            return None
+        self.fresh += 1
+        return self.fresh - 1
+
+    def forget(self, page: int) -> None:
+        digest = self.digests.pop(page, None)
+        if digest is not None:
+            del self.found[digest]
+
+
+class PagePool:
+    """The pages of all groups, within ``cache_bytes``. Cached ones take at most ``prefix_bytes`` of those.
+
+    A free page is the lowest one, so that the touched memory stays small. The least recently used cached page is
+    evicted when a page or its bytes are needed.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
+    ) -> None:
+        """Without ``finds`` no page is found by its tokens: the model cannot go on from pages alone."""
+        self.finds = finds
+        self._groups = [_GroupPages(count) for count in pages]
+        self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
+        self._cache_bytes = cache_bytes
+        self._prefix_bytes = prefix_bytes
+        self._time = 0
+        self.used_bytes = 0  # of the pages that sequences hold, and of what ``reserve`` counts
+        self.cached_bytes = 0
+
+    def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
+        """Whether so many pages of each group, and ``more_bytes`` beside them, are free or cached."""
+        more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
+        return self.used_bytes + more_bytes <= self._cache_bytes and all(
+            count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
+        )
+
+    def reserve(self, count: int) -> None:
+        """Counts bytes of something else than pages as used; a negative count gives them back."""
+        self.used_bytes += count
+        self._make_room(0)
+
+    def take(self, group: int) -> int:
+        """Returns a page that no sequence holds. ``fits`` says whether there is one."""
+        pool = self._groups[group]
+        self._make_room(self._page_bytes[group])
+        page = pool.lowest()
+        if page is None:
+            self._evict(group)
+            page = pool.lowest()
+        assert page is not None, "no page is left"
+        pool.references[page] = 1
+        self.used_bytes += self._page_bytes[group]
+        return page
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        return self._groups[group].found.get(digest)
+
+    def share(self, group: int, page: int) -> None:
+        """Counts one more holder of a page that is held or cached."""
+        pool = self._groups[group]
+        if pool.cached.pop(page, None) is not None:
+            self.cached_bytes -= self._page_bytes[group]
+            self.used_bytes += self._page_bytes[group]
+        pool.references[page] = pool.references.get(page, 0) + 1
+
+    def holders(self, group: int, page: int) -> int:
+        return self._groups[group].references.get(page, 0)
+
+    def name(self, group: int, page: int, digest: bytes) -> None:
+        """Lets ``find`` return a held page, unless it returns another page with the same tokens already."""
+        pool = self._groups[group]
+        if digest not in pool.found and page not in pool.digests:
+            pool.digests[page] = digest
+            pool.found[digest] = page
+
+    def forget(self, group: int, page: int) -> None:
+        """Lets ``find`` return the page no more."""
+        self._groups[group].forget(page)
+        if page in self._groups[group].cached:
+            self._free(group, page)
+
+    def give_back(self, group: int, page: int) -> None:
+        """Counts one holder less. Without holders a page is cached if it can be found, and free otherwise."""
+        pool = self._groups[group]
+        pool.references[page] -= 1
+        if pool.references[page]:
+            return
+        del pool.references[page]
+        self.used_bytes -= self._page_bytes[group]
+        self._time += 1
+        if page not in pool.digests or self._page_bytes[group] > self._prefix_bytes:
+            pool.forget(page)
+            heapq.heappush(pool.free, page)
+            return
+        pool.cached[page] = self._time
+        self.cached_bytes += self._page_bytes[group]
+        while self.cached_bytes > self._prefix_bytes:
+            self._evict_oldest()
+
+    def _make_room(self, size: int) -> None:
+        while self.cached_bytes and self.used_bytes + self.cached_bytes + size > self._cache_bytes:
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        groups = [group for group, pool in enumerate(self._groups) if pool.cached]
+        self._evict(min(groups, key=lambda group: next(iter(self._groups[group].cached.values()))))
+
+    def _evict(self, group: int) -> None:
+        page = next(iter(self._groups[group].cached))
+        self._groups[group].forget(page)
+        self._free(group, page)
+
+    def _free(self, group: int, page: int) -> None:
+        pool = self._groups[group]
+        del pool.cached[page]
+        self.cached_bytes -= self._page_bytes[group]
+        heapq.heappush(pool.free, page)

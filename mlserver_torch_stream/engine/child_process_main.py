@@ -1,0 +1,79 @@
+"""The process that ``load_process`` starts: it calls one function.
+
+It imports modules, then reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
+to its parent, as pickles on a pipe. It ends when its parent ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+from mlserver_torch_stream.engine.child_process import LOG, PACKAGE, RAISED, RETURNED
+from mlserver_torch_stream.engine.tensor_parallel.rank_main import die_with
+from mlserver_torch_stream.errors import LoadFailed
+
+
+class ParentChannel(logging.Handler):
+    """Sends messages to the parent over a pipe, from any thread."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self._file = os.fdopen(pipe, "wb")
+        self._sending = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.send(LOG, record.name, record.levelno, self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def send(self, kind: int, *message: object) -> None:
+        pickled = pickle.dumps((kind, *message))
+        with self._sending:
+            self._file.write(pickled)
+            self._file.flush()
+
+
+def main(argv: Sequence[str]) -> None:
+    """``argv``: the pipe to the parent, the id of the parent, the level of its log, and the modules to import."""
+    pipe, parent, level, *modules = argv
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
+        signal.signal(each, signal.SIG_IGN)
+    os.dup2(2, 1)  # what libraries print is no output of the server
+    channel = ParentChannel(int(pipe))
+    logging.basicConfig(handlers=[channel], format="%(message)s")
+    logging.getLogger(PACKAGE).setLevel(int(level))
+    try:
+        gc.disable()  # walking the half a million objects that the import makes takes most of a second
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()
+        gc.enable()
+        try:
+            function, args = pickle.load(sys.stdin.buffer)
+        except EOFError:  # the parent has ended
+            os._exit(1)
+        die_with(int(parent))  # which reads stdin too
+        channel.send(RETURNED, function(*args))
+    except Exception as error:
+        told = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]
+        channel.send(RAISED, _as_it_arrives(error), *told)
+    os._exit(0)  # the interpreter would free everything first
+
+
+def _as_it_arrives(error: Exception) -> Exception:
+    """Returns an error that can be pickled."""
+    try:
+        arrives: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return arrives

@@ -1,0 +1,156 @@
+"""Reads a model's config: declared fields, rope, named lengths, and how far its positions reach."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
+from transformers import AutoConfig, PreTrainedConfig
+
+from mlserver_torch_stream.errors import LoadFailed
+
+# Names of lengths at which the treatment of positions changes: windows, chunks, and scaling.
+_LENGTH = re.compile(r"window|chunk|block_size|original_max|context|floor_scale|local_attention")
+_CONNECT_S = 10.0
+_NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
+
+
+def read_config(name: str, location: str, gguf_file: Path | None = None, **options: Any) -> Any:
+    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, which calls the model ``name``."""
+    if gguf_file is None and not os.path.isdir(location):
+        check_hub(location, options.get("revision"))
+    try:
+        if gguf_file is not None:
+            from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config  # whose gguf takes 5 MB
+
+            return read_gguf_config(gguf_file)
+        return AutoConfig.from_pretrained(location, **options)
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"cannot read the config of {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def check_hub(hub_id: str, revision: str | None) -> None:
+    """Raises LoadFailed for a model that is not in the hub's cache where the hub cannot be reached.
+
+    huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
+    """
+    if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or {"http": 80}.get(hub.scheme, 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), _CONNECT_S).close()
+    except OSError as error:
+        where = f"it is no file or folder here and not in the hub's cache, and {constants.ENDPOINT} cannot be reached"
+        raise LoadFailed(f"cannot load {hub_id}: {where}: {error}") from error
+
+
+def plain_config(given: Mapping[str, Any]) -> PreTrainedConfig:
+    """Returns these fields as a config of no family, whose class would import transformers' modeling code."""
+    config = PreTrainedConfig()
+    vars(config).update(given)
+    return config
+
+
+def declared_fields(config_class: type) -> list[str]:
+    """Returns the fields of a dataclass, as transformers' own configs are, or the arguments of an ``__init__``."""
+    names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
+    for each in config_class.__mro__:
+        if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
+            given = inspect.signature(vars(each)["__init__"]).parameters.values()
+            names += [one.name for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [name for name in dict.fromkeys(names) if name != "self"]
+
+
+def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
+    """Returns the keys of all ropes; the kinds of layers can have ropes of their own."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        if isinstance(given, Mapping):
+            yield from given.items()
+
+
+def named_lengths(config: Any) -> set[int]:
+    """Returns the lengths, in tokens, that the config of a decoder names, for any of its layers."""
+    names = declared_fields(type(config))
+    given = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
+    return {length for name, value in (*given, *rope_keys(config)) for length in _lengths(name, value)}
+
+
+def layer_configs(config: Any) -> Sequence[Any]:
+    """Returns the config of each layer where layers differ, as in Gemma 4, else the model's.
+
+    Where layers differ, transformers raises an error of its own for a field that the model's config does not answer.
+    """
+    layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return layers
+
+
+def _lengths(name: str, value: Any) -> Iterator[int]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _lengths(str(key), inner)
+    elif _LENGTH.search(name) and not _NO_LENGTH.search(name):
+        given = value if isinstance(value, list | tuple) else [value]
+        yield from (each for each in given if type(each) is int and each > 1)
+
+
+logger = logging.getLogger(__name__)
+
+# The context of models without a limit (recurrent ones, alibi): admission needs a number.
+UNLIMITED_CONTEXT = 32768
+_LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+
+
+def max_model_len(model: Any, asked: int | None) -> int:
+    """Returns the most tokens of a sequence, prompt included. ``asked`` is the setting."""
+    own = _own_limit(model)
+    if own is None:
+        return asked or UNLIMITED_CONTEXT
+    if asked is not None and asked > own:
+        logger.warning("max_model_len %d is more than the model's %d positions: using %d", asked, own, own)
+    steady = steady_positions(model)
+    if asked is None and steady is not None and steady < own:
+        logger.warning(
+            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_model_len set to more it "
+            "runs one request at a time",
+            *(steady, steady, own),
+        )
+        return steady
+    return min(own, asked or own)
+
+
+def comparable_context(model: Any) -> int:
+    """Returns the most tokens that a sequence in a batch can reach, whatever the settings ask for."""
+    limits = (_own_limit(model), steady_positions(model))
+    return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
+
+
+def _own_limit(model: Any) -> int | None:
+    """Returns None if there is no limit. XLNet's config expresses that by a length of -1."""
+    config = model.config.get_text_config(decoder=True)
+    given = (getattr(config, key, None) for key in _LIMITS)
+    return next((limit for limit in given if isinstance(limit, int) and limit > 0), None)
+
+
+def steady_positions(model: Any) -> int | None:
+    """Returns the length up to which a position's embedding depends on the position alone; None: there is no end.
+
+    Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
+    the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(each for each in given.values() if isinstance(each, Mapping))]  # of all layers, or by their type
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(limits, default=None)

@@ -1,0 +1,109 @@
+"""Makes keys that tell loaded weights apart, and checksums that tell files apart.
+
+A file counts by name, size and time, as hashing forty gigabytes takes a minute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Hashable
+from pathlib import Path
+
+from transformers.utils.hub import cached_file
+
+from mlserver_torch_stream.engine.config_fields import check_hub
+from mlserver_torch_stream.engine.loading.embedded import find_embedded
+from mlserver_torch_stream.settings import ResolvedSettings
+
+_SHAPING = {
+    *("revision", "dtype", "device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation"),
+    *("quantization_config", "tensor_parallel_size", "trust_remote_code", "allow_pickle", "fast_path", "weights"),
+}
+
+
+def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
+    """Returns a key that is equal for settings that can share one copy of the weights in memory.
+
+    Our own kernels are prepared for a number of threads. The serial engine has no kernels. CUDA graphs are captured for
+    the cache of each engine, so that engines of any ``max_num_seqs`` share weights.
+    """
+    settings, source = resolved.settings, resolved.source
+    serial = settings.engine == "serial"
+    return (
+        source.kind,
+        source.location,
+        _files(resolved),
+        settings.model_dump_json(include=_SHAPING),
+        serial,
+        None if serial or settings.fast_path == "off" else threads,
+    )
+
+
+def engine_key(resolved: ResolvedSettings, owner: str, weights: Hashable) -> Hashable:
+    """Returns a key that is equal for settings under which ``owner`` needs no new engine."""
+    tokenizer = resolved.settings.tokenizer
+    return owner, weights, resolved.settings.model_dump_json(), _folder(tokenizer) if tokenizer else None
+
+
+def _files(resolved: ResolvedSettings) -> Hashable:
+    source = resolved.source
+    if source.kind == "folder":
+        return _folder(source.location)
+    if source.kind == "hub":
+        return _snapshot(source.location, resolved.settings.revision)
+    return _stamp(find_embedded(source.location) if source.kind == "embedded" else Path(source.location))
+
+
+def _folder(location: str) -> Hashable:
+    if not os.path.isdir(location):
+        return None
+    return tuple(sorted(_stamp(path) for path in Path(location).iterdir() if path.is_file()))
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    try:
+        status = path.stat()
+    except OSError:  # the load reports the error
+        return path.name, -1, -1
+    return path.name, status.st_size, status.st_mtime_ns
+
+
+def _snapshot(hub_id: str, revision: str | None) -> str | None:
+    """Returns the folder of the commit that a load would use now, which is named after the commit. Raises LoadFailed
+    where the hub cannot be reached."""
+    check_hub(hub_id, revision)
+    try:
+        file = cached_file(hub_id, "config.json", revision=revision or "main")
+    except OSError:  # the load reports the error
+        return None
+    return os.path.dirname(file) if file else None
+
+
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+
+def checksum(path: Path) -> str:
+    """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
+
+    The samples of a file of up to 1 MiB are all its bytes. Reading every byte of 40 GB takes a minute. Samples detect a
+    file that was cut or that ends in zeros after a power cut, and fine-tunes, which differ everywhere. They miss a
+    single wrong byte of a large file.
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with path.open("rb") as file:
+        for index in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Writes a file, or the names in a folder, to the disk, before a rename makes it valid."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""Holds the keys, values and states of sequences, and the prefix cache."""

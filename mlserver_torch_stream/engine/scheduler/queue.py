@@ -1,0 +1,162 @@
+"""Orders the waiting requests by priority and fair shares, and refuses those that cannot run.
+
+Decides nothing about memory; it reads no clock and imports no torch.
+
+The same checks hold for every batcher.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.scheduler.limits import QueueLimits, ServiceRate
+from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput, QueueFull
+from mlserver_torch_stream.types import ModelInfo
+
+# How many later requests may be admitted before one that does not fit yet. Then all requests wait for that one.
+_MAX_OVERTAKEN = 16
+_MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short one
+
+
+class FairQueue:
+    """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
+
+    A request's tag is the virtual time plus its work (the tokens that it can need) times the number of requests that
+    its client has in the queue; the lowest tag goes first. So a short request passes earlier long ones, and a client
+    that floods the queue passes no other. The virtual time grows with each admission, so no request waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._tags: dict[RequestState, float] = {}  # in the order of arrival
+        self._overtaken: Counter[RequestState] = Counter()
+        self._backlog: Counter[str] = Counter()
+        self._virtual_time = 0.0
+        self.tokens = 0  # of the prompts
+
+    def __len__(self) -> int:
+        return len(self._tags)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Yields the requests in the order in which admission tries them."""
+        return iter(sorted(self._tags, key=lambda request: (request.priority, self._tags[request])))
+
+    def __contains__(self, request: RequestState) -> bool:
+        return request in self._tags
+
+    def has_before(self, priority: float) -> bool:
+        """Whether a request of a higher priority, which is a lower number, waits."""
+        return any(request.priority < priority for request in self._tags)
+
+    def add(self, request: RequestState) -> None:
+        self._backlog[request.client] += 1
+        self._tags[request] = self._virtual_time + request.work * self._backlog[request.client]
+        self.tokens += len(request.prompt)
+
+    def remove(self, request: RequestState) -> None:
+        del self._tags[request]
+        self._overtaken.pop(request, None)
+        self.tokens -= len(request.prompt)
+        self._backlog[request.client] -= 1
+        if not self._backlog[request.client]:
+            del self._backlog[request.client]
+
+    def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
+        """Removes and returns the first request that ``fits``.
+
+        Returns None if there is none, or if an earlier request was overtaken too often.
+        """
+        passed: list[RequestState] = []
+        for request in islice(self, _MAX_TRIED):
+            if fits(request):
+                self._overtaken.update(passed)
+                self._virtual_time = max(self._virtual_time, self._tags[request])
+                self.remove(request)
+                return request
+            if self._overtaken[request] >= _MAX_OVERTAKEN:
+                return None
+            passed.append(request)
+        return None
+
+
+Refusal = Callable[[int, int, int], str | None]
+"""Returns why a request of (sequences, prompt tokens, tokens at the end) can never run; None if it can."""
+
+
+class Admission:
+    """Its checks raise InvalidInput, which names the field, or QueueFull.
+
+    It counts the requests that are in the engine's inbox: they are submitted, and the batcher has not accepted them.
+    """
+
+    def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
+        self._info = info
+        self._queue_limits = queue_limits
+        self._submitted = self._submitted_tokens = 0  # requests and prompt tokens; the loop's thread writes them
+        self._accepted = self._accepted_tokens = 0  # the engine's thread writes them
+        self.service_rate = ServiceRate()
+
+    def submitted(self, requests: Sequence[RequestState]) -> None:
+        self._submitted += len(requests)
+        self._submitted_tokens += sum(len(request.prompt) for request in requests)
+
+    def accepted(self, requests: Sequence[RequestState]) -> None:
+        self._accepted += len(requests)
+        self._accepted_tokens += sum(len(request.prompt) for request in requests)
+
+    def waiting(self, stats: EngineStats) -> int:
+        """Returns the number of requests in the inbox and in the batcher's queue."""
+        return self._submitted - self._accepted + stats.waiting_requests
+
+    def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
+        most = self._queue_limits.max_queued_requests
+        if len(requests) > most:
+            raise InvalidInput("text_input", f"{len(requests)} prompts are more than the queue's {most}")
+        for request in requests:
+            self.check_prompt(request, request.prompt_ids, len(request.prompt_ids), refusal, whole=not request.open)
+
+    def check_prompt(
+        self, request: EngineRequest, prompt_ids: Sequence[int], tokens: int, refusal: Refusal, *, whole: bool
+    ) -> None:
+        """Checks a request whose prompt has ``tokens`` so far, of which ``prompt_ids`` are new."""
+        self._check_length(tokens, whole)
+        self._check_ids(prompt_ids)
+        self._check_size(request, tokens, refusal)
+
+    def _check_length(self, tokens: int, whole: bool) -> None:
+        context = self._info.max_model_len
+        if tokens == 0 and whole:
+            raise InvalidInput("text_input", "the prompt is empty")
+        if tokens >= context:
+            raise ContextLengthExceeded("text_input", tokens, context)
+
+    def _check_ids(self, prompt_ids: Sequence[int]) -> None:
+        """Refuses ids that have no embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
+        size = self._info.vocab_size
+        if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
+            raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
+
+    def _check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
+        context, asked = self._info.max_model_len, request.sampling.max_tokens
+        final = context if asked is None else min(context, prompt + asked)
+        reason = refusal(request.sampling.n, prompt, final)
+        if reason is not None:
+            too_many = request.sampling.n > 1 and refusal(1, prompt, final) is None
+            raise InvalidInput("n" if too_many else "max_tokens", reason)
+
+    def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats) -> None:
+        """Checks whether the queue has room, from the batcher's ``stats``."""
+        limits, waiting = self._queue_limits, self.waiting(stats)
+        most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
+        if waiting + len(requests) > most:
+            raise QueueFull(f"{waiting} prompts are waiting already, of {most} allowed", retry_after)
+        tokens = self._submitted_tokens - self._accepted_tokens + stats.waiting_tokens
+        tokens += sum(len(request.prompt_ids) for request in requests)
+        if limits.max_queued_tokens is not None and waiting and tokens > limits.max_queued_tokens:
+            raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queued_tokens} allowed", retry_after)
+        already_open = self._submitted - self._accepted + stats.open_prompts
+        if already_open >= most and any(request.open for request in requests):
+            raise QueueFull(f"{already_open} prompts are being sent in pieces already, of {most} allowed", 1)

@@ -1,1 +1,0 @@
-"""Drafts tokens that a step verifies beside a sequence's newest one."""

@@ -1,0 +1,40 @@
+"""Logs the stages of a load: when a stage begins, that it still runs, and how long it took."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlserver_torch_stream.work_threads import raise_if_cancelled
+
+EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a busy machine sees a second one
+
+
+@contextmanager
+def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
+    """``what`` begins a sentence, such as ``Compiling the kernels``. A stage that raises logs no last line.
+
+    Raises WorkCancelled if the load is cancelled.
+
+    A thread of its own writes the lines, as most of a load is single calls of transformers and compilers.
+    """
+    raise_if_cancelled()
+    began = time.monotonic()
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(every):
+            logger.info("%s: %.0f s so far", what, time.monotonic() - began)
+
+    logger.info("%s", what)
+    teller = threading.Thread(target=tell, name="load-stage", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+    logger.info("%s took %.1f s", what, time.monotonic() - began)

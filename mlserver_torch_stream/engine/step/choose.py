@@ -1,0 +1,143 @@
+"""Chooses the next tokens of all sequences of a step, and verifies drafts with the tokens that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from mlserver_torch_stream.engine.client_messages import log_failure
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
+from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepPlan
+from mlserver_torch_stream.engine.step.batcher import StepResult
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+
+@dataclass(slots=True)
+class ChosenTokens:
+    """The tokens that a step gives its sequences; the sequences hold the tokens themselves.
+
+    ``tokens_before`` says of each sequence with new tokens how many it had before the step. ``verified`` says of each
+    part with drafts how many of its tokens count: all but the rejected drafts. The logits of ``spoiled`` sequences hold
+    NaN, and so may their pages: they get no token from that row, and have not ended.
+    """
+
+    verified: dict[ScheduledSequence, int]
+    tokens_before: dict[SequenceState, int] = field(default_factory=dict)
+    spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _LogitsRow:
+    """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
+
+    part: ScheduledSequence
+    sequence: SequenceState
+    sampler: RowSampler
+    index: int
+    accepted: int = 0
+
+
+class TokenChoice:
+    """Samples the rows of all sequences at once. If that raises, it samples each sequence's row alone.
+
+    So only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
+    log-probabilities are wanted.
+
+    A draft is accepted where it equals the token that is sampled from the row before it. The noise of sampling depends
+    on the position and the token alone, so the tokens are those that the sequence gets without drafts.
+    """
+
+    def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
+        self._samplers = samplers
+        self._check_devices = check_devices
+        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends when this object is deleted
+
+    def choose(self, result: StepResult) -> ChosenTokens:
+        """Gives the unfinished sequences of a step their tokens."""
+        chosen = ChosenTokens({})
+        rows: list[_LogitsRow] = []
+        for computed in result.computed:
+            part = computed.part
+            if part.drafts:
+                chosen.verified[part] = part.count - len(part.drafts)
+            for sequence in part.samples:
+                if not sequence.ended and (sampler := sequence.sampler or self._made_sampler(sequence)):
+                    rows.append(_LogitsRow(part, sequence, sampler, computed.first_row))
+        while rows := [row for row in rows if row.sampler.matcher is None or _take_forced(row, chosen)]:
+            choices = self._sample(result.logits, rows)
+            rows = [row for row, choice in zip(rows, choices, strict=True) if _take(row, choice, chosen)]
+        return chosen
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
+        matchers = [
+            matcher
+            for part in plan.scheduled
+            for sequence in part.samples
+            if (matcher := sequence.matcher) is not None and len(matcher.forced) <= len(part.drafts)
+        ]
+        TokenMatcher.start_masks(matchers, self._mask_worker)
+
+    def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
+        """Makes the samplers of a request once, when its prompt is computed. Returns None if its parameters fail."""
+        try:
+            self._samplers.begin(sequence.request)
+        except Exception as error:
+            sequence.request.finish(FinishReason.ERROR, log_failure("prefill", error))
+            return None
+        return sequence.sampler
+
+    def _sample(self, logits: Logits, rows: Sequence[_LogitsRow]) -> list[SampledToken | GenerationFailed]:
+        try:
+            indices = [row.index for row in rows]
+            return sample(logits.tensor, [row.sampler for row in rows], indices, logits.argmax, logits.row_draw)
+        except Exception as error:
+            if len(rows) > 1:
+                return [self._sample(logits, [row])[0] for row in rows]
+            failure = log_failure("sampling", error)
+            self._check_devices()
+            return [failure]
+
+
+def _take_forced(row: _LogitsRow, chosen: ChosenTokens) -> bool:
+    """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
+    while True:
+        try:
+            token_id = row.sampler.only_token
+        except Exception as error:
+            row.sequence.finish(FinishReason.ERROR, log_failure("sampling", error))
+            return False
+        if token_id is None:
+            return True
+        if not _take(row, SampledToken(token_id), chosen):
+            return False
+
+
+def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> bool:
+    """Gives a sequence the token of a row. If the token was drafted, and the sequence goes on, the next row is taken.
+
+    Returns whether there is such a row.
+    """
+    sequence, part = row.sequence, row.part
+    if isinstance(choice, GenerationFailed):
+        chosen.spoiled[sequence] = choice
+        return False
+    chosen.tokens_before.setdefault(sequence, len(sequence.tokens))
+    try:
+        row.sampler.accept(choice.token_id)
+        sequence.accept(choice.token_id, choice.logprob)
+    except Exception as error:
+        sequence.finish(FinishReason.ERROR, log_failure(f"token {choice.token_id}", error))
+    if row.accepted == len(part.drafts) or choice.token_id != part.drafts[row.accepted]:
+        return False
+    chosen.verified[part] += 1
+    row.accepted += 1
+    row.index += 1
+    return not sequence.ended

@@ -1,0 +1,320 @@
+"""Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
+
+Carries out the scheduler's decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.client_messages import drop_tracebacks, in_short
+from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline, StagedForward
+from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
+from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.plan import StepPlan
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
+from mlserver_torch_stream.engine.step.batcher import (
+    NO_RESULT,
+    Batcher,
+    ComputedPart,
+    Deliver,
+    InlineForwards,
+    Poll,
+    StepResult,
+    YieldDevice,
+    each_alone,
+    whole_result,
+)
+from mlserver_torch_stream.engine.step.choose import ChosenTokens, TokenChoice
+from mlserver_torch_stream.engine.step.drafts import Drafter, PromptLookup
+from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _StepInFlight:
+    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled.
+
+    ``requests`` are those of its ``sequences``.
+    """
+
+    plan: StepPlan
+    began: float
+    requests: dict[RequestState, None]
+    sequences: set[SequenceState]
+
+
+class ContinuousBatcher(Batcher):
+    """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
+
+    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
+    waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
+    without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
+    made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
+    constraint forces are computed together, which a captured step cannot do. ``check_devices`` raises if a device is
+    lost: no request is to blame, so the error ends the thread.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: PagedCache,
+        samplers: SamplerFactory,
+        limits: SchedulerLimits,
+        spec: CacheSpec,
+        *,
+        lookup: PromptLookup | None = None,
+        drafts_forced: bool = True,
+        pipeline: Pipeline | None = None,
+        flights: Flights | None = None,
+        faults: Sequence[InjectedFault] = (),
+        check_devices: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(EngineStats(kv_cache_budget=limits.cache_bytes))
+        if pipeline is not None:
+            forward = StagedForward(forward, pipeline)
+        self._forward: Forward = FaultyForward(faults, forward) if faults else forward
+        self._cache = cache
+        self._drafter = Drafter(lookup, drafts_forced)
+        self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
+        self._choice = TokenChoice(samplers, check_devices)
+        self._check_devices = check_devices
+        self._aside = nullcontext if pipeline is None else pipeline.aside
+        if flights is None and pipeline is not None:
+            flights = InFlightForwards(pipeline.depth, pipeline.threads, cache.page_size)
+        self._flights: Flights = InlineForwards() if flights is None else flights
+        self._busy: set[SequenceState] = set()  # sequences of steps in flight
+        self._alone_since = 0.0  # when another engine last gave the device back
+
+    # --- requests ---
+
+    def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
+        return self._scheduler.refusal(sequences, prompt, final_length)
+
+    def add(self, request: RequestState) -> None:
+        self._scheduler.add(request)
+        self._gauge()
+
+    def evict(self, requests: Sequence[RequestState]) -> None:
+        """Sequences that are in a forward leave when it is back."""
+        self._release(sequence for request in requests for sequence in request.sequences)
+        self._gauge()
+
+    def others_stepped(self) -> None:
+        self._alone_since = time.monotonic()
+
+    def close(self) -> None:
+        self._flights.close()
+
+    # --- a step ---
+
+    def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
+        self._launch()
+        if not len(self._flights):
+            self._gauge()
+            return False
+        if self._flights.most > 1:
+            self.progress.rest()  # while it waits for a forward
+        completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
+        if self._flights.overlap:
+            poll()  # the next step takes new requests, and none whose stream was closed
+            self._launch()
+        for step, chosen in completed:
+            self._write(step, chosen, deliver)
+        return True
+
+    def _launch(self) -> None:
+        """Starts the forwards of as many steps as there are stages."""
+        began = time.monotonic()
+        self._drop_closed()
+        while len(self._flights) < self._flights.most and (plan := self._scheduler.schedule(self._busy)):
+            step = self._begin(plan, began)
+            self._choice.prepare(plan)
+            self._busy |= step.sequences
+            self.progress.launched(step, plan, max(1, plan.prompt_tokens))
+            if plan.prompt_tokens:
+                self._gauge()  # before a long step: an admitted request no longer waits
+            self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
+            if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
+                self.progress.completed(step)
+
+    def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
+        requests = dict.fromkeys([part.sequence.request for part in plan.scheduled])
+        for request in requests if plan.prompt_tokens else ():
+            if request.started_at is None and request.sealed:
+                request.started_at = time.monotonic()
+        sequences = {part.sequence for part in plan.scheduled}
+        return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.scheduled]))
+
+    def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> ChosenTokens:
+        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
+        self.progress.completed(step)
+        self.progress.at("a step")
+        self._busy -= step.sequences
+        result = self._fresh(step.plan, self._result(step.plan, forward))
+        with self._aside(result.logits.tensor.device):
+            result = result.without([each.part.sequence for each in result.computed if not self._advance(each, result)])
+            chosen = self._choice.choose(result)
+        for part, tokens in chosen.verified.items():
+            self._scheduler.advance(part, tokens)
+        self._note_drafts(step, chosen)
+        self._end_spoiled(step.plan, chosen)
+        self._count(step, result)
+        self._release_ended(step)
+        return chosen
+
+    def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
+        """Makes the text of a step's tokens, which may end sequences, and delivers it."""
+        for sequence in chosen.tokens_before:
+            sequence.write()
+        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.tokens_before.items()))
+        sequences = self._release_ended(step)
+        # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
+        # running while a launched step computes it.
+        self._gauge()
+        deliver(sequences)
+
+    def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
+        """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
+        sequences = [sequence for request in step.requests for sequence in request.sequences]
+        if ended := [sequence for sequence in sequences if sequence.ended]:
+            self._release(ended)
+        return sequences
+
+    def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
+        """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
+        if not chosen.spoiled:
+            return
+        doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
+        ended = [sequence for sequence in chosen.spoiled if sequence not in doubted]
+        for sequence in ended:
+            sequence.finish(FinishReason.ERROR, chosen.spoiled[sequence])
+        self._release(ended, forget=True)
+
+    def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
+        # What another engine did meanwhile says nothing of the step: it is not measured.
+        if step.began >= self._alone_since and not step.plan.prompt_tokens:
+            self._drafter.stepped(step.plan.batch, step.began)
+        if not chosen.verified:
+            return
+        drafted = accepted = forced = 0
+        for part, tokens in chosen.verified.items():
+            right = tokens - (part.count - len(part.drafts))
+            if self._drafter.verified(part.sequence, len(part.drafts), right):
+                drafted, accepted = drafted + len(part.drafts), accepted + right
+            else:
+                forced += right
+        self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
+
+    def _advance(self, computed: ComputedPart, result: StepResult) -> bool:
+        """Counts a part as computed, unless its drafts are to be verified first.
+
+        Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
+        pages of an ended sequence are written all the same, so that the sequences that share them go on. But if its
+        logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again. A
+        chunk before the end of a prompt has no logits, and counts as written.
+        """
+        part = computed.part
+        if part.sequence.finish_reason is not None:
+            if not part.samples or result.logits.is_finite(computed.first_row):
+                self._scheduler.advance(part, part.count - len(part.drafts))
+            else:
+                self._release([part.sequence], forget=True)
+            return False
+        if part.drafts:
+            return not self._scheduler.is_void(part)
+        return self._scheduler.advance(part, part.count)
+
+    def _result(self, plan: StepPlan, forward: Callable[[], Logits]) -> StepResult:
+        """Returns the result of a step's forward, and ends the sequences that failed."""
+        try:
+            return whole_result(plan, forward())
+        except BatchAheadFailed as error:
+            drop_tracebacks(error)
+            self._scheduler.recompute([part.sequence for part in plan.scheduled])
+            return NO_RESULT
+        except Exception as error:
+            logger.error("%s failed", plan, exc_info=error)
+            drop_tracebacks(error)
+            self._check_devices()
+            void = self._scheduler.isolate(plan.scheduled)
+            result = each_alone(plan, void, self._run_alone, error)
+        failed: list[SequenceState] = []
+        for part, failure in result.failures.items():
+            phase = "prefill" if part.prefills else "decode"
+            # A sequence without tokens computes the prompt of all sequences of its request.
+            culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
+            for sequence in culprits:
+                sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
+            failed += culprits
+        return result.without(self._release(failed, forget=True))
+
+    def _run_alone(self, batch: Batch) -> Logits:
+        self.progress.at("the step of a sequence alone", batch.tokens)
+        return self._forward(batch, self._cache)
+
+    def _fresh(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Leaves out prompts that were sealed with other ids while the forward ran."""
+        stale = [each.part.sequence for each in result.computed if each.is_stale] if plan.prompt_tokens else []
+        return result.without(self._scheduler.recompute(stale)) if stale else result
+
+    # --- the end of sequences ---
+
+    def _drop_closed(self) -> None:
+        """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
+        requests = [*(account.request for account in self._scheduler.admitted), *self._scheduler.open_prompts]
+        if closed := [request for request in requests if request.mailbox.closed_at is not None]:
+            self.evict(closed)
+
+    def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
+        """Takes sequences out of the scheduler and frees their pages. Leaves the sequences of steps in flight alone.
+
+        Returns the sequences that share a page which a released sequence has not written: they are computed again.
+        """
+        gone = [sequence for sequence in sequences if sequence not in self._busy]
+        self._drafter.forget(gone)
+        return self._scheduler.release(gone, forget=forget)
+
+    # --- counters ---
+
+    def _count(self, step: _StepInFlight, result: StepResult) -> None:
+        self.count(decode_steps=int(not all(each.part.prefills for each in result.computed)))
+        if step.plan.prompt_tokens:
+            self.count(prefill_tokens=sum(each.part.count for each in result.computed if each.part.prefills))
+        moments = [(request, request.mailbox.closed_at) for request in step.requests]
+        if closed := {request for request, at in moments if at is not None and at < step.began}:
+            decoding = [part for part in step.plan.scheduled if not part.prefills]
+            self.count(wasted_tokens=sum(part.sequence.request in closed for part in decoding))
+
+    def _gauge(self) -> None:
+        scheduler = self._scheduler
+        self.publish(
+            running_sequences=scheduler.admitted.running_sequences,
+            waiting_requests=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            prefilling_requests=scheduler.admitted.prefilling_requests,
+            open_prompts=len(scheduler.open_prompts),
+            kv_cache_bytes=scheduler.used_bytes,
+            kv_cache_budget=scheduler.limits.cache_bytes,
+            prefix_cache_bytes=scheduler.cached_bytes,
+            prefix_cache_hit_tokens=scheduler.hit_tokens,
+            num_preemptions=scheduler.preemptions,
+        )

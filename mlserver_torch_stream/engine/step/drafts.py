@@ -1,0 +1,237 @@
+"""Drafts the next tokens of sequences: forced by a constraint, or looked up in their own text.
+
+A draft is worth its time if its chance to be accepted, times what a token of
+its sequence costs without drafts, is more than the time that a further token adds to a step. Both are measured while
+the engine runs, so that it drafts nothing where acceptance does not pay: in prose, or beside many sequences. The chance
+is measured for each size of the n-gram that was found, as the tokens after a longer one are right more often: in each
+sequence, and in all sequences together, whose rate is the prior of a new sequence.
+
+The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.request_state import SequenceState
+
+# Longer n-grams first: what follows them is right more often.
+_SIZES = (4, 3, 2)
+
+
+class NgramIndex:
+    """Knows for each n-gram of a sequence the position after its last occurrence before the end of the sequence."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for size in _SIZES:
+                if end >= size:
+                    self._after[tuple(self._tokens[end - size :])] = end
+            self._tokens.append(token)
+
+    @property
+    def matching(self) -> int:
+        """The size of the longest n-gram that ends the sequence and occurred before; 0: there is none."""
+        return self._find()[0]
+
+    def lookup(self, most: int) -> list[int]:
+        """Returns at most ``most`` tokens that may follow; none if the newest tokens did not occur before."""
+        size, position = self._find()
+        drafts: list[int] = []
+        for index in range(position, position + most) if size else ():  # where the text loops, the drafts loop too
+            known = len(self._tokens)
+            drafts.append(self._tokens[index] if index < known else drafts[index - known])
+        return drafts
+
+    def _find(self) -> tuple[int, int]:
+        """Returns ``matching``, and the position after that n-gram's last occurrence before the end; zeros if none."""
+        for size in _SIZES:
+            newest = tuple(self._tokens[-size:])
+            if len(newest) == size and newest in self._after:
+                return size, self._after[newest]
+        return 0, 0
+
+
+# What one more token is expected to add: of the time of a step, and at most of what a token of it took. On two cores it
+# adds 0.14 beside one token and 0.5 of a token's time beside eight.
+_OF_STEP = 0.1
+_OF_TOKEN = 0.35
+_SPREAD = 8.0  # sum of squared distances of the steps' tokens from their mean
+_KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
+
+
+class StepTime:
+    """A line through (tokens, seconds) of decode steps, by least squares with exponential forgetting.
+
+    A prior pulls its slope to the expected one, with the weight of steps whose tokens have a spread of ``_SPREAD``.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        for name, value in (
+            ("_weight", 1.0),
+            ("_tokens", tokens),
+            ("_seconds", seconds),
+            ("_squares", tokens * tokens),
+            ("_products", tokens * seconds),
+        ):
+            setattr(self, name, _KEPT * getattr(self, name) + value)
+
+    @property
+    def per_token(self) -> float:
+        """Seconds that one more token adds; 0 before the first step.
+
+        While all steps have about as many tokens, the prior decides: by noise alone a token could seem to cost nothing.
+        """
+        if not self._weight:
+            return 0.0
+        expected = min(_OF_STEP * self._seconds / self._weight, _OF_TOKEN * self._seconds / self._tokens)
+        spread = self._squares - self._tokens**2 / self._weight
+        rise = self._products - self._tokens * self._seconds / self._weight
+        return max(expected / 4, (rise + _SPREAD * expected) / (spread + _SPREAD))
+
+    def of(self, tokens: int) -> float:
+        """Returns the seconds of a step of so many tokens; 0 before the first."""
+        if not self._weight:
+            return 0.0
+        return (self._seconds - self.per_token * self._tokens) / self._weight + self.per_token * tokens
+
+
+_DECAY = 0.8  # of a sequence's counts, at each verification of its drafts
+_DECAY_OF_ALL = 0.98  # of the counts of all sequences together, likewise
+_DECAY_WITHOUT_DRAFT = 0.98  # of a sequence's counts, at each step in which no draft of it is worth its time
+_DECAY_OF_REJECTIONS = 0.998  # of the rejections of all sequences, likewise, so that drafts are tried again some time
+_PRIOR_WEIGHT = 2.0  # the rate of all sequences counts like so many verifications of one sequence
+_MARGIN = 1.25  # a draft must save so many times the time that it costs
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Weighted counts of accepted and of rejected drafts."""
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    def note(self, drafted: int, accepted: int, decay: float) -> None:
+        self.accepted = decay * self.accepted + accepted
+        self.rejected = decay * self.rejected + (accepted < drafted)
+
+    def rate(self, prior: float = 0.0, weight: float = 0.0) -> float:
+        return (self.accepted + prior * weight) / (self.accepted + self.rejected + weight)
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A sequence's index, the size of the n-gram before its newest drafts, and its counts by that size."""
+
+    index: NgramIndex = field(default_factory=NgramIndex)
+    size: int = 0
+    counts: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))
+
+
+class PromptLookup:
+    """Drafts at most ``most`` tokens for a sequence and a step. One thread calls all its methods."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._drafted: dict[SequenceState, _Drafted] = {}
+        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # of all sequences
+        self._time = StepTime()
+
+    def drafts(self, sequence: SequenceState, running: int) -> list[int]:
+        """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
+        if (state := self._drafted.get(sequence)) is None:
+            state = self._drafted[sequence] = _Drafted()
+        prompt, tokens = sequence.request.prompt, sequence.tokens
+        known = len(state.index)
+        state.index.extend([*prompt[known:], *tokens[max(0, known - len(prompt)) :]])
+        state.size = size = state.index.matching
+        room = sequence.request.max_tokens - len(tokens) - 1
+        if not size or room <= 0:
+            return []
+        own, of_all = state.counts[size], self._all[size]
+        most = min(self._worthwhile(own.rate(of_all.rate(), _PRIOR_WEIGHT), running), room)
+        if not most:
+            own.accepted *= _DECAY_WITHOUT_DRAFT
+            own.rejected *= _DECAY_WITHOUT_DRAFT
+            of_all.rejected *= _DECAY_OF_REJECTIONS
+        return state.index.lookup(most)
+
+    def _worthwhile(self, rate: float, running: int) -> int:
+        """Returns how many drafts are worth their time: the j-th is accepted with a chance of ``rate ** j``."""
+        value, cost = self._time.of(running) / running, self._time.per_token
+        count = 0
+        while count < self._most and rate ** (count + 1) * value >= _MARGIN * cost:
+            count += 1
+        return count
+
+    def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
+        """Notes how many drafts of a sequence were accepted: all, or those before the first wrong one."""
+        if (state := self._drafted.get(sequence)) is not None:
+            state.counts[state.size].note(drafted, accepted, _DECAY)
+            self._all[state.size].note(drafted, accepted, _DECAY_OF_ALL)
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """Notes how long a step without chunks of prompts took."""
+        self._time.note(tokens, seconds)
+
+    def forget(self, sequences: Iterable[SequenceState]) -> None:
+        for sequence in sequences:
+            self._drafted.pop(sequence, None)
+
+
+class Drafter:
+    """Makes the drafts of all sequences. One thread calls its methods.
+
+    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted:
+    each of them is accepted and saves its sequence a step, so that their worth is not measured.
+    """
+
+    def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:
+        self._lookup = lookup
+        self._drafts_forced = forced
+        self._forced: set[SequenceState] = set()  # sequences whose newest drafts were forced
+
+    def drafts(self, sequence: SequenceState, running: int) -> Sequence[int]:
+        """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
+        if self._lookup is None and sequence.request.constraint is None:
+            return ()
+        matcher = sequence.matcher
+        if matcher is not None and matcher.forced and self._drafts_forced:
+            self._forced.add(sequence)
+            return tuple(matcher.forced)
+        self._forced.discard(sequence)
+        found = () if self._lookup is None else self._lookup.drafts(sequence, running)
+        return found if matcher is None or not found else matcher.prefix(found)
+
+    def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> bool:
+        """Notes how many drafts of a sequence were accepted. Returns False if its constraint had forced them."""
+        if sequence in self._forced:
+            return False
+        if self._lookup is not None:
+            self._lookup.verified(sequence, drafted, accepted)
+        return True
+
+    def stepped(self, batch: Batch, began: float) -> None:
+        """Notes how long a step without chunks of prompts took, which began at this time and has just ended."""
+        if self._lookup is not None:
+            self._lookup.stepped(batch.tokens, time.monotonic() - began)
+
+    def forget(self, sequences: Sequence[SequenceState]) -> None:
+        self._forced.difference_update(sequences)
+        if self._lookup is not None:
+            self._lookup.forget(sequences)

@@ -1,0 +1,1 @@
+"""Reads TorchServe's archives, model-config.yaml, config.properties, and requests that register models."""

@@ -1,0 +1,164 @@
+"""Reads a model's TorchServe settings from ``model-config.yaml`` and its overrides into one frozen object.
+
+The handler gets the YAML as it is; the server uses the keys that are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mlserver_torch_stream.did_you_mean import did_you_mean, nearest_name
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.settings import typed_values
+
+# Keys that TorchServe reads and that have no effect here, each with the reason that the load logs.
+NOT_HONOURED = {
+    "maxRetryTimeoutInSec": "a worker that dies is started again for as long as the model is loaded",
+}
+_TORCHRUN_NOT_HONOURED = {
+    "rdzv-backend",
+    "rdzv-conf",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "monitor-interval",
+    "node-rank",
+    "max-restarts",
+    "master-addr",
+    "master-port",
+    "log-dir",
+}
+_NEAR = 0.85  # how alike a handler's own key and one of ours must be to be reported as a likely typing error
+
+
+class TorchRun(BaseModel):
+    """The ranks of a parallel handler, all on this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, populate_by_name=True)
+
+    nnodes: Literal[1] = 1
+    nproc_per_node: int = Field(1, alias="nproc-per-node", gt=0)
+    omp_number_threads: int = Field(1, alias="OMP_NUMBER_THREADS", gt=0)
+
+
+class HandlerConfig(BaseModel):
+    """Names and units are TorchServe's. 0 means no bound where TorchServe means that."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    minWorkers: int = Field(1, ge=0)  # worker processes
+    maxWorkers: int = Field(0, ge=0)  # less than minWorkers, as 0 is: there are always minWorkers
+    scaleUpAfterMSec: int = Field(1000, ge=0)  # a request has waited so long, and no worker is free: one more
+    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that is idle for so long ends, down to minWorkers
+    batchSize: int = Field(1, gt=0)
+    maxBatchDelay: int = Field(100, ge=0)  # milliseconds
+    responseTimeout: int = Field(120, gt=0)  # seconds without a message of a handler that has requests
+    startupTimeout: int = Field(120, gt=0)  # seconds
+    deviceType: Literal["cpu", "gpu"] | None = None
+    deviceIds: tuple[int, ...] | None = Field(None, strict=False)
+    parallelType: Literal["pp", "tp", "pptp", "custom"] | None = None
+    parallelLevel: int = Field(0, ge=0)
+    torchrun: TorchRun | None = None
+    clientTimeoutInMills: int = Field(0, ge=0)
+    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0: 100
+    useJobTicket: bool = False  # a request is refused where no worker is free
+    sequenceMaxIdleMSec: int = Field(0, ge=0)
+    sequenceTimeoutMSec: int = Field(0, ge=0)
+    maxSequenceJobQueueSize: int = Field(1, gt=0)
+    maxNumSequence: int = Field(0, ge=0)  # 0: batchSize for each worker
+    continuousBatching: bool = False
+    sequenceBatching: bool = False
+    asyncCommunication: bool = False
+    useVenv: bool = False  # the archive's requirements need an environment of their own
+
+    @model_validator(mode="after")
+    def _one_way_of_batching(self) -> HandlerConfig:
+        if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
+            raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
+        if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
+            raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one worker. As in TorchServe, a custom handler without torchrun starts its own."""
+        if self.parallelType is None:
+            return 1
+        if self.torchrun is not None:
+            return self.torchrun.nproc_per_node
+        return 1 if self.parallelType == "custom" else max(self.parallelLevel, 1)
+
+    @property
+    def broadcasts(self) -> bool:
+        """True if every rank gets every request; else only the first rank does."""
+        return self.parallelType != "pp"
+
+    @property
+    def stops(self) -> Literal["alone", "together", "never"]:
+        """How a call ends at a send when its clients have left. A custom handler may have ranks of its own."""
+        if self.ranks == 1:
+            return "never" if self.parallelType == "custom" else "alone"
+        return "together" if self.broadcasts else "never"
+
+    @property
+    def most_workers(self) -> int:
+        return max(self.maxWorkers, self.minWorkers)
+
+    @property
+    def queue_size(self) -> int:
+        return self.jobQueueSize or HandlerConfig.model_fields["jobQueueSize"].default
+
+
+KEYS = tuple(HandlerConfig.model_fields)
+# Keys of parameters.extra that a YAML does not have.
+OURS = (
+    "ts",
+    "python",
+    "metrics_config",
+    "service_envelope",
+    "blacklist_env_vars",
+    "limit_max_image_pixels",
+    "install_py_dep_per_model",
+    "defaultVersion",
+    "handler",
+)
+
+
+def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
+    """``overrides`` beat the YAML, key by key. Raises SettingsError, which names the key."""
+    overrides = {key: value for key, value in overrides.items() if key not in OURS}
+    for key in overrides:
+        if key not in KEYS:
+            raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, (*KEYS, *OURS))}")
+    given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed_values(overrides, HandlerConfig)
+    try:
+        return HandlerConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        where = "parameters.extra" if first["loc"] and first["loc"][0] in overrides else "model-config.yaml"
+        shown = f", got {first['input']!r}" if place else ""
+        name = f"{where}: {place}" if place else where
+        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{shown}") from None
+
+
+def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:
+    """One line for each key of a model's YAML that has an effect in TorchServe and none here."""
+    for key, reason in NOT_HONOURED.items():
+        if key in yaml:
+            yield f"{key}: {reason}"
+    if 0 < config.maxWorkers < config.minWorkers:
+        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so that there are always {config.minWorkers}"
+    if not config.most_workers:
+        yield "minWorkers: the model has no worker, so that it answers nothing until it is scaled"
+    torchrun = yaml.get("torchrun")
+    if isinstance(torchrun, Mapping):
+        for key in torchrun:
+            if key in _TORCHRUN_NOT_HONOURED:
+                yield f"torchrun.{key}: the ranks are all on this machine and find each other"
+    for key in yaml:
+        near = nearest_name(str(key), KEYS, _NEAR)
+        if key not in KEYS and key not in NOT_HONOURED and near:
+            yield f"{key}: left to the handler; did you mean {near}?"

@@ -1,0 +1,129 @@
+"""Turns a request that registers a model, and the defaults of all models, into the model's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.did_you_mean import did_you_mean
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.properties import METRICS_CONFIG, carried, is_true, read_server_properties
+from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
+from mlserver_torch_stream.handlers.config.worker_settings import find_metrics_config
+
+# Keys of config.properties that are keys of parameters.extra, too.
+_TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
+
+
+class ModelDefaults:
+    """``properties``: those of the server; ``file``: where they were read, None for TorchServe's own defaults.
+
+    Raises SettingsError for a file of metrics that cannot be read.
+    """
+
+    def __init__(self, properties: Mapping[str, str], file: Path | None) -> None:
+        self._properties = properties
+        self._of_all: dict[str, Any] = {}
+        if properties.get(METRICS_CONFIG):
+            folder = str(file.parent if file is not None else Path.cwd())
+            self._of_all[METRICS_CONFIG] = str(find_metrics_config(properties[METRICS_CONFIG], folder).absolute())
+        self._of_all |= {key: properties[key] for key in _TEXTS if properties.get(key)}
+        self._of_all |= {key: is_true(properties, key) for key in _FLAGS if key in properties}
+
+    def extra(self, name: str, version: str, yaml: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of ``parameters.extra`` of a model, without those that its YAML has. Raises SettingsError."""
+        return {**self._of_all, **carried(self._properties, name, version, yaml)}
+
+
+def read_defaults(file: str) -> ModelDefaults:
+    """``file``: the path of a config.properties, empty for none. Raises SettingsError."""
+    path = Path(file).absolute() if file else None
+    return ModelDefaults(read_server_properties(path, {}), path)
+
+
+# A parameter of the request -> the model's own key.
+_KEYS = {
+    "batch_size": "batchSize",
+    "max_batch_delay": "maxBatchDelay",
+    "response_timeout": "responseTimeout",
+    "startup_timeout": "startupTimeout",
+}
+_OTHERS = ("url", "model_name", "handler", "runtime", "initial_workers", "synchronous", "s3_sse_kms")
+_NO_WORKERS = {"minWorkers": 0, "maxWorkers": 0}
+_RUNTIMES = ("python", "python3")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """``extra``: keys of ``parameters.extra`` that the request sets."""
+
+    url: str
+    name: str | None = None
+    initial_workers: int | None = None  # None: as the server's configuration says
+    synchronous: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_registration(given: Mapping[str, Any]) -> Registration:
+    """``given``: the query, or the JSON body. Raises ManagementRefusal."""
+    for key in given:
+        if key not in (*_KEYS, *_OTHERS):
+            raise bad_request(f"unknown parameter {key!r}{did_you_mean(str(key), (*_KEYS, *_OTHERS))}")
+    if given.get("url") is None:
+        raise bad_request("Parameter url is required.")
+    if is_true_value(given.get("s3_sse_kms")):
+        raise bad_request("s3_sse_kms: encrypted archives are not implemented: decrypt them into the model store")
+    runtime = given.get("runtime")
+    if runtime is not None and str(runtime).lower() not in _RUNTIMES:
+        raise bad_request(f"Invalid Runtime: {runtime}")
+    extra: dict[str, Any] = {key: whole_number(given, name) for name, key in _KEYS.items() if name in given}
+    if given.get("handler"):
+        extra["handler"] = str(given["handler"])
+    workers = whole_number(given, "initial_workers") if "initial_workers" in given else None
+    if workers is not None and workers < 0:
+        raise bad_request(f"initial_workers: must not be below 0, got {workers}")
+    name = None if given.get("model_name") in (None, "") else str(given["model_name"])
+    return Registration(str(given["url"]), name, workers, is_true_value(given.get("synchronous", True)), extra)
+
+
+def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults) -> dict[str, Any]:
+    """The content of a model-settings.json. Reads the archive's manifest and YAML alone. Raises ManagementRefusal.
+
+    As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers, and there is no worker
+    where nothing says a number. What else the request says beats the YAML, which beats the defaults.
+    """
+    try:
+        name, version, yaml = read_named(path, asked.name)
+        extra = {**_NO_WORKERS, **defaults.extra(name, version, yaml), **asked.extra}
+        extra |= _workers(yaml, asked.initial_workers)
+        read_config(yaml, extra)
+    except SettingsError as error:
+        raise bad_request(str(error)) from None
+    except LoadFailed as error:
+        raise ManagementRefusal(400, "InvalidModelException", str(error)) from None
+    return model_settings(name, str(path), version, extra)
+
+
+def _workers(yaml: Mapping[str, Any], asked: int | None) -> dict[str, int]:
+    """Empty where neither the archive nor the request says both numbers."""
+    least, most = yaml.get("minWorkers") or 0, yaml.get("maxWorkers") or 0
+    if 0 < least <= most:
+        return {"minWorkers": least, "maxWorkers": most}
+    return {} if asked is None else {"minWorkers": asked, "maxWorkers": asked}
+
+
+def whole_number(given: Mapping[str, Any], key: str) -> int:
+    """Raises ManagementRefusal."""
+    try:
+        return int(str(given[key]))
+    except ValueError:
+        raise bad_request(f"{key}: must be a whole number, got {given[key]!r}") from None
+
+
+def is_true_value(given: Any) -> bool:
+    """As Java reads a boolean: true in any case of letters, and nothing else."""
+    return str(given).lower() == "true"

@@ -1,0 +1,228 @@
+"""Finds and downloads the archives of a model store, and names the errors of management requests.
+
+A URL of another server is asked for only where the settings allow it.
+
+It downloads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+from mlserver_torch_stream.errors import RequestError, SettingsError
+from mlserver_torch_stream.handlers.config.archive import MANIFEST
+from mlserver_torch_stream.handlers.config.properties import MODEL_SNAPSHOT, settings_by_version
+
+
+class ManagementRefusal(RequestError):
+    """``kind``: the name of TorchServe's exception."""
+
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+def bad_request(message: str) -> ManagementRefusal:
+    return ManagementRefusal(400, "BadRequestException", message)
+
+
+def no_model(message: str) -> ManagementRefusal:
+    return ManagementRefusal(404, "ModelNotFoundException", message)
+
+
+def internal(message: str) -> ManagementRefusal:
+    return ManagementRefusal(500, "InternalServerException", message)
+
+
+_ARCHIVES = (".mar", ".tar.gz", ".tgz")
+_TIMEOUT_S = 60.0  # of a connection, and of each read
+_CHUNK = 1 << 20
+
+
+class StoreFiles:
+    """``folder``: None where there is no model store. ``allowed``: patterns of whole URLs that are downloaded."""
+
+    def __init__(self, folder: Path | None, allowed: Sequence[str]) -> None:
+        self._folder = folder
+        self._allowed = [re.compile(pattern, re.IGNORECASE) for pattern in allowed]
+        self._downloading: set[str] = set()  # names in the folder
+        self._names = threading.Lock()
+
+    def fetch(self, url: str) -> Path:
+        """Blocks while it downloads. Raises ManagementRefusal."""
+        if self._folder is None:
+            raise no_model("Model store has not been configured.")
+        if not url:
+            raise no_model("empty url")
+        if ".." in url:
+            raise no_model(f"Relative path is not allowed in url: {url}")
+        if is_remote(url):
+            return self._download(url, self._folder)
+        return self._stored(url, self._folder)
+
+    def remove_download(self, url: str) -> None:
+        """Where the model of a downloaded archive is unregistered, as in TorchServe, or cannot be registered."""
+        if self._folder is not None and is_remote(url):
+            (self._folder / _file_name(url)).unlink(missing_ok=True)
+
+    def url_of(self, uri: str) -> str:
+        """What names an archive here: an archive of the store is named by its file, as in TorchServe."""
+        path = Path(uri)
+        in_store = self._folder is not None and path.parent.absolute() == self._folder.absolute()
+        return path.name if in_store else uri
+
+    def _stored(self, url: str, folder: Path) -> Path:
+        """A file or a folder directly in the store: a name, or a path that leads there."""
+        if "://" in url and not url.startswith("file://"):
+            raise self._not_allowed(url)
+        path = folder / url.removeprefix("file://")
+        if path.parent.absolute() != folder.absolute() or path.name.startswith("."):
+            raise no_model(f"{url} is not in the model store")
+        if not os.path.exists(path):  # False also for what is no name of a file
+            raise no_model(f"Model not found at: {url}")
+        return path.absolute()
+
+    def _download(self, url: str, folder: Path) -> Path:
+        self.check(url)
+        name = _file_name(url)
+        if not name.endswith(_ARCHIVES) or name.startswith("."):
+            raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(_ARCHIVES)} file")
+        path, part = folder / name, folder / f".{name}.{uuid4().hex}"
+        with self._claimed(path):
+            try:
+                self._copy(url, part)
+                part.rename(path)
+            except OSError as error:  # URLError is one
+                raise ManagementRefusal(
+                    400, "DownloadArchiveException", f"Failed to download archive from: {url}: {error}"
+                ) from None
+            finally:
+                part.unlink(missing_ok=True)
+        return path.absolute()
+
+    @contextmanager
+    def _claimed(self, path: Path) -> Iterator[None]:
+        """Raises ManagementRefusal where there is such a file, or another request downloads it."""
+        with self._names:
+            if path.name in self._downloading or path.exists():
+                raise internal(f"Model file already exists {path.name}")
+            self._downloading.add(path.name)
+        try:
+            yield
+        finally:
+            self._downloading.discard(path.name)
+
+    def _copy(self, url: str, part: Path) -> None:
+        opener = urllib.request.build_opener(_AllowedRedirects(self))
+        with opener.open(url, timeout=_TIMEOUT_S) as response, part.open("xb") as file:
+            while chunk := response.read(_CHUNK):
+                if shutil.disk_usage(part.parent).free < len(chunk):
+                    raise OSError("no room on disk")
+                file.write(chunk)
+
+    def check(self, url: str) -> None:
+        """Raises ManagementRefusal unless the settings allow a download from the URL."""
+        if not is_remote(url) or not any(pattern.fullmatch(url) for pattern in self._allowed):
+            raise self._not_allowed(url)
+
+    def _not_allowed(self, url: str) -> ManagementRefusal:
+        return no_model(f"Given URL {url} does not match any allowed URL(s)")
+
+
+class _AllowedRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect leads only where a URL may lead."""
+
+    def __init__(self, files: StoreFiles) -> None:
+        self._files = files
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        self._files.check(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def is_remote(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def _file_name(url: str) -> str:
+    return unquote(urlsplit(url).path).rpartition("/")[2]
+
+
+_MAR, DEFAULT_VERSION = "marName", "defaultVersion"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One archive. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot says of it."""
+
+    path: Path
+    name: str | None = None
+    version: str | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_default(self) -> bool:
+        return self.given.get(DEFAULT_VERSION) is True
+
+
+def stored_models(properties: Mapping[str, str]) -> list[StoredModel]:
+    """Those of a snapshot, else of ``load_models``, else all of the store. There may be none. Raises SettingsError."""
+    if "model_store" not in properties:
+        raise SettingsError("no model_store: name it with --model-store or in config.properties")
+    store = Path(properties["model_store"])
+    if not store.is_dir():
+        raise SettingsError(f"model_store: no such folder: {store}")
+    if MODEL_SNAPSHOT in properties:
+        return list(_of_snapshot(store, properties[MODEL_SNAPSHOT]))
+    listed = properties.get("load_models", "all")
+    if listed.lower() == "all":
+        return [StoredModel(path) for path in sorted(store.iterdir()) if _is_archive(path)]
+    return [] if listed.lower() == "none" else list(_listed(store, listed))
+
+
+def _of_snapshot(store: Path, value: str) -> Iterator[StoredModel]:
+    for name, versions in settings_by_version(MODEL_SNAPSHOT, value).items():
+        for version, given in versions.items():
+            place = f"{MODEL_SNAPSHOT}: {name} {version}"
+            mar = given.get(_MAR)
+            if not mar or not isinstance(mar, str):
+                raise SettingsError(f"config.properties: {place}: has no {_MAR}")
+            yield StoredModel(_in_store(store, mar, place), name, version, given)
+
+
+def _listed(store: Path, value: str) -> Iterator[StoredModel]:
+    for entry in filter(None, (each.strip() for each in value.split(","))):
+        name, equals, file = entry.partition("=")
+        yield StoredModel(_in_store(store, file if equals else name, "load_models"), name if equals else None)
+
+
+def _in_store(store: Path, file: str, place: str) -> Path:
+    if "://" in file:
+        raise SettingsError(f"{place}: {file}: nothing is downloaded: put the archive into the model store")
+    path = store / file
+    if ".." in Path(file).parts or Path(file).is_absolute():
+        raise SettingsError(f"{place}: {file} is not in the model store {store}")
+    if not path.exists():
+        raise SettingsError(f"{place}: no {file} in the model store {store}")
+    return path
+
+
+def _is_archive(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith(_ARCHIVES)

@@ -1,0 +1,223 @@
+"""Unpacks a ``.mar`` (a zip) or a ``.tar.gz``, within bounds, into a temporary folder of this process.
+
+It counts the bytes that it writes and does not rely on the sizes that an archive
+claims.
+
+The process holds a lock on the folder, which the kernel releases however the process ends. A
+folder without a lock was left by a process that was killed, and is removed when the next folder is made.
+systemd-tmpfiles leaves folders with such a lock alone, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import logging
+import os
+import re
+import shutil
+import stat
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+
+BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
+# Packed weights are hardly smaller, packed text is a tenth; DEFLATE packs zeros to a thousandth.
+_MAX_RATIO = 100
+_LEAST_BYTES = 1 << 30  # the bound of a small archive
+_FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
+_CHUNK = 1 << 16  # bytes of one read, and the bound of a long name or other headers of one member
+_DRIVE = re.compile(r"[A-Za-z]:/")
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackBounds:
+    """The bounds of an unpacked archive. ``bytes`` None: 100 times the archive's own size, and at least 1 GiB."""
+
+    bytes: int | None = None
+    files: int = _FILES  # files and folders
+
+    def bytes_of(self, archive: Path) -> int:
+        return self.bytes or max(_LEAST_BYTES, _MAX_RATIO * archive.stat().st_size)
+
+
+DEFAULT_BOUNDS = UnpackBounds()
+Wanted = Callable[[str], bool]  # whether the member of this name is unpacked
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def take_bounds(extra: MutableMapping[str, Any]) -> UnpackBounds:
+    """Takes the two keys out of ``parameters.extra``. Raises SettingsError."""
+    return UnpackBounds(_taken(extra, BYTES_KEY, None), _taken(extra, FILES_KEY, _FILES))
+
+
+def _taken(extra: MutableMapping[str, Any], key: str, default: Any) -> Any:
+    given = extra.pop(key, default)
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given  # Seldon's parameters are strings
+    if given is not default and (type(number) is not int or number <= 0):
+        raise SettingsError(f"parameters.extra: {key}: must be a whole number above 0, got {given!r}")
+    return number
+
+
+def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = everything) -> None:
+    """Raises LoadFailed at the first member that must not be unpacked, other errors for a damaged archive."""
+    target = _Target(archive, folder, bounds, wanted)
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
+            target.write(members)
+    else:
+        with _BoundedReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
+            target.write(_of_tar(tar))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str
+    size: int  # as the archive claims it
+    plain: bool  # a file or a folder
+    content: IO[bytes] | None  # None: a folder
+
+
+def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
+    for info in archive.infolist():
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
+        with archive.open(info) as content:
+            yield _Member(info.filename, info.file_size, plain, None if info.is_dir() else content)
+
+
+class _BoundedReads(gzip.GzipFile):
+    """Limits the reads of tarfile, which reads the headers of a member, such as a long name, in one piece."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _CHUNK:
+            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than {_CHUNK}")
+        return super().read(size)
+
+
+def _of_tar(archive: tarfile.TarFile) -> Iterator[_Member]:
+    for info in archive:
+        content = archive.extractfile(info) if info.isfile() else None
+        yield _Member(info.name, info.size, info.isfile() or info.isdir(), content)
+
+
+class _Target:
+    """Writes the members of one archive into a folder."""
+
+    def __init__(self, archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted) -> None:
+        self._archive = archive
+        self._wanted = wanted
+        self._folder = folder
+        self._most_bytes = bounds.bytes_of(archive)
+        self._most_files = bounds.files
+        self._bytes = 0
+        self._files = 0
+        self._made = {folder}
+
+    def write(self, members: Iterator[_Member]) -> None:
+        for member in members:
+            if not self._wanted(member.name):
+                continue
+            path = self._path(member)
+            if member.content is None:
+                self._make(path)
+                continue
+            if member.size > shutil.disk_usage(self._folder).free:
+                raise LoadFailed(f"{self._archive}: no room on disk for {member.name!r} ({member.size} bytes)")
+            self._make(path.parent)
+            self._count_file()
+            self._copy(member.content, path)
+
+    def _path(self, member: _Member) -> Path:
+        if not member.plain:
+            raise LoadFailed(f"{self._archive}: {member.name!r} is a link or a device, which is not unpacked")
+        name = member.name.replace("\\", "/")  # archives that were made on Windows have backslashes
+        parts = PurePosixPath(name).parts
+        if name.startswith("/") or ".." in parts or _DRIVE.match(name):
+            raise LoadFailed(f"{self._archive}: {member.name!r} leads out of the archive")
+        if member.content is not None and not parts:
+            raise LoadFailed(f"{self._archive}: {member.name!r} is not a valid name for a file")
+        return self._folder.joinpath(*parts)
+
+    def _make(self, folder: Path) -> None:
+        """Makes a folder and those above it, each of which counts."""
+        if folder in self._made:
+            return
+        self._make(folder.parent)
+        self._count_file()
+        folder.mkdir()
+        self._made.add(folder)
+
+    def _count_file(self) -> None:
+        self._files += 1
+        if self._files > self._most_files:
+            raise LoadFailed(
+                f"{self._archive}: has more than {self._most_files} files and folders: "
+                f"if they are all meant, set parameters.extra.{FILES_KEY}"
+            )
+
+    def _copy(self, content: IO[bytes], path: Path) -> None:
+        with path.open("xb") as file:
+            while chunk := content.read(_CHUNK):
+                self._bytes += len(chunk)
+                if self._bytes > self._most_bytes:
+                    raise LoadFailed(
+                        f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
+                        f"if that is meant, set parameters.extra.{BYTES_KEY}"
+                    )
+                file.write(chunk)
+
+
+logger = logging.getLogger(__name__)
+_PREFIX = "mlserver-torch-stream-mar-"
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class OwnFolder:
+    """A new folder, locked by this process until ``remove``."""
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
+        self._descriptor = os.open(made, _OPEN)
+        with contextlib.suppress(OSError):  # on a file system without locks no folder is removed as abandoned
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        # The folder gets the name that other processes look for when it is locked already.
+        self.path = Path(made).rename(Path(made).with_name(Path(made).name[1:]))
+
+    def remove(self) -> None:
+        """Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _remove_abandoned() -> None:
+    with os.scandir(tempfile.gettempdir()) as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(_PREFIX)]
+    for path in found:
+        try:
+            descriptor = os.open(path, _OPEN)
+        except OSError:  # a link, a file, another user's folder, or a removed one
+            continue
+        try:
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+                logger.info("Removed %s, left by a process that was killed", path)
+        except OSError:  # its process is alive
+            continue
+        finally:
+            os.close(descriptor)

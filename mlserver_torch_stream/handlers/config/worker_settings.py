@@ -1,0 +1,230 @@
+"""Reads the settings of a model's workers: interpreter, requirements, the ``ts`` module, first metrics.
+
+``parameters.extra`` alone has these keys; TorchServe's own YAML does not.
+
+The section ``model_metrics`` is for handlers. The section
+``ts_metrics`` is for TorchServe: MLServer and the node exporter export those metrics under other names.
+
+It installs nothing: where requirements are missing, it returns the command to install them.
+
+This is done only for a model whose settings ask for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.model_source import find_path
+
+MODEL_METRICS = "model_metrics"
+_TYPES = ("counter", "gauge", "histogram")
+_USUAL = ["ModelName", "Level"]
+# The handlers' metrics in the file that TorchServe's package has.
+DEFAULT: Mapping[str, Any] = {
+    MODEL_METRICS: {
+        "gauge": [{"name": name, "unit": "ms", "dimensions": _USUAL} for name in ("HandlerTime", "PredictionTime")]
+    }
+}
+
+
+def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str, Any]:
+    """``given``: a file, relative to the settings' folder; ``key``: the setting that names it. Raises SettingsError."""
+    path = find_path(given, folder)
+    if path is None or not path.is_file():
+        raise SettingsError(f"{key}: no such file: {given}")
+    try:
+        return {MODEL_METRICS: dict(_checked(yaml.safe_load(path.read_text(encoding="utf-8"))))}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise SettingsError(f"{key}: {path}: {error}") from None
+
+
+def find_metrics_config(given: str, folder: str) -> Path:
+    """The file that the key of config.properties names. Raises SettingsError."""
+    read_metrics_config(given, folder, "config.properties: metrics_config")
+    found = find_path(given, folder)
+    assert found is not None
+    return found
+
+
+def _checked(document: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Metrics by type. Raises ValueError."""
+    section = document.get(MODEL_METRICS) if isinstance(document, dict) else None
+    if not section or not isinstance(section, dict):
+        raise ValueError(f"has no {MODEL_METRICS}, which TorchServe needs: metrics by type")
+    for kind, metrics in section.items():
+        if kind not in _TYPES:
+            raise ValueError(f"{MODEL_METRICS}.{kind}: the type of a metric is one of {', '.join(_TYPES)}")
+        if not isinstance(metrics, list):
+            raise ValueError(f"{MODEL_METRICS}.{kind}: must be a list of metrics")
+        yield kind, [_metric(f"{MODEL_METRICS}.{kind}[{index}]", metric) for index, metric in enumerate(metrics)]
+
+
+def _metric(place: str, metric: Any) -> dict[str, Any]:
+    if not isinstance(metric, dict):
+        raise ValueError(f"{place}: must have name, unit and dimensions")
+    for key, kind in (("name", str), ("unit", str), ("dimensions", list)):
+        if not isinstance(metric.get(key), kind):
+            raise ValueError(f"{place}.{key}: must be a {kind.__name__}, got {metric.get(key)!r}")
+    if not all(isinstance(each, str) for each in metric["dimensions"]):
+        raise ValueError(f"{place}.dimensions: must be a list of names, got {metric['dimensions']!r}")
+    return {key: metric[key] for key in ("name", "unit", "dimensions")}
+
+
+OLDEST = (3, 8)
+_OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")  # another interpreter's packages are elsewhere
+_PRINT_VERSION = "import sys; print(*sys.version_info[:2])"
+_MAX_PROBE_S = 60.0
+
+
+def find_interpreter(given: str, folder: str | None) -> str:
+    """``given``: relative to the folder of the settings first, then to the working directory. Raises SettingsError."""
+    key = "parameters.extra.python"
+    candidates = [Path(given).expanduser().absolute()]
+    if folder is not None:
+        candidates.insert(0, Path(folder, given).absolute())
+    # Links are not resolved: Python finds its virtual environment by the link's folder.
+    path = next((str(each) for each in candidates if each.is_file()), None)
+    if path is None:
+        raise SettingsError(f"{key}: no such interpreter: {given}")
+    try:
+        run = subprocess.run(
+            [path, "-c", _PRINT_VERSION], capture_output=True, env=environment_of(path), timeout=_MAX_PROBE_S, text=True
+        )
+        version = tuple(map(int, run.stdout.split()))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise SettingsError(f"{key}: {path} is not a Python interpreter that runs: {error}") from None
+    if run.returncode or version < OLDEST:
+        problem = run.stderr.strip()[-500:] or f"it is Python {'.'.join(map(str, version))}"
+        raise SettingsError(f"{key}: {path}: handlers need Python {OLDEST[0]}.{OLDEST[1]} or later: {problem}")
+    return path
+
+
+def environment_of(python: str | None) -> dict[str, str]:
+    """The part of the server's environment that a worker inherits. ``python``: None for the server's own."""
+    left_out = _OF_OUR_PYTHON if python is not None else ()
+    return {key: value for key, value in os.environ.items() if key not in left_out}
+
+
+def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
+    """One line about an archive's ``requirementsFile`` where the model has no interpreter of its own."""
+    line = f"{requirements} is not installed by the server: where it is needed, {_how_to_install(uri, requirements)}"
+    if not uses_venv:
+        return line
+    return f"useVenv: {line}; or set parameters.extra.useVenv to false for the server's own environment"
+
+
+def _how_to_install(uri: str, requirements: str) -> str:
+    """The command that installs the requirements into an environment of their own."""
+    path = uri.removeprefix("file://")
+    folder, unpack = path, ""
+    if not Path(path).is_dir():
+        module = "tarfile" if path.endswith((".tar.gz", ".tgz")) else "zipfile"
+        folder, unpack = "unpacked", f"python3 -m {module} -e {shlex.quote(path)} unpacked && "
+    # Requirements seldom name torch, because TorchServe's environments have the server's.
+    install = f"venv/bin/pip install torch -r {shlex.quote(os.path.join(folder, requirements))}"
+    return f"run `python3 -m venv venv && {unpack}{install}` and set parameters.extra.python to its venv/bin/python"
+
+
+_TS = ("auto", "shim", "package")
+_ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_config is true
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``.
+
+    ``envelope``: the server's, which beats the archive's; empty for the archive's. ``handler``: likewise. ``hidden``:
+    matches the names of the server's variables that workers do not see.
+    """
+
+    ts: str = "auto"
+    python: str | None = None
+    envelope: str = ""
+    handler: str = ""
+    hidden: re.Pattern[str] | None = None
+    limits_pixels: bool = True  # of images: what the handlers of TorchServe's own ask
+    installs: bool = False  # the archive's requirements, into its unpacked folder
+    metrics: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
+
+
+def read_worker_settings(extra: Mapping[str, Any], folder: str | None) -> WorkerSettings:
+    """``extra`` may have other keys. ``folder``: that of model-settings.json. Raises SettingsError."""
+    which = extra.get("ts", "auto")
+    if which not in _TS:
+        raise SettingsError(f"parameters.extra.ts: must be one of {', '.join(_TS)}, got {which!r}")
+    python = _text(extra, "python", "the path of a file")
+    metrics, key = _text(extra, "metrics_config", "the path of a file"), "parameters.extra.metrics_config"
+    if metrics is None:
+        metrics, key = os.environ.get(_ENV_METRICS) or None, _ENV_METRICS
+    return WorkerSettings(
+        which,
+        None if python is None else find_interpreter(python, folder),
+        envelope=_text(extra, "service_envelope", "the name of an envelope") or "",
+        handler=_text(extra, "handler", "handler.py[:function]") or "",
+        hidden=_pattern(extra, "blacklist_env_vars"),
+        limits_pixels=_flag(extra, "limit_max_image_pixels", True),
+        installs=_flag(extra, "install_py_dep_per_model", False),
+        metrics=DEFAULT if metrics is None else read_metrics_config(metrics, folder, key),
+    )
+
+
+def _flag(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise SettingsError(f"parameters.extra.{key}: must be true or false, got {value!r}")
+    return value
+
+
+def _pattern(extra: Mapping[str, Any], key: str) -> re.Pattern[str] | None:
+    value = _text(extra, key, "a regular expression")
+    try:
+        return None if value is None else re.compile(value)
+    except re.error as error:
+        raise SettingsError(f"parameters.extra.{key}: {value!r} is not a regular expression: {error}") from None
+
+
+def _text(extra: Mapping[str, Any], key: str, what: str) -> str | None:
+    value = extra.get(key)
+    if value is not None and not isinstance(value, str):
+        raise SettingsError(f"parameters.extra.{key}: must be {what}, got {value!r}")
+    return value or None
+
+
+logger = logging.getLogger(__name__)
+_MAX_INSTALL_S = 1800.0
+_SHOWN = 1000  # characters of pip's output in an error
+
+
+def install_requirements(python: str | None, folder: Path, requirements: str) -> None:
+    """Runs pip as TorchServe does. ``python``: None for the server's own. Raises LoadFailed."""
+    if not (folder / requirements).is_file():
+        raise LoadFailed(f"the archive has no {requirements}, which its requirementsFile names")
+    command = [python or sys.executable, "-m", "pip", "install", "-U", "-t", str(folder), "-r", requirements]
+    logger.info("Installing %s: %s", requirements, " ".join(command))
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment_of(python),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_MAX_INSTALL_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise LoadFailed(f"installing {requirements} took longer than {_MAX_INSTALL_S:.0f} s") from None
+    if done.returncode:
+        said = done.stdout.decode("utf-8", "replace").strip()[-_SHOWN:]
+        raise LoadFailed(f"installing {requirements} failed with status {done.returncode}: {said}")

@@ -1,0 +1,111 @@
+"""Frames the messages between the server and a worker: a JSON header and raw bytes, each after its length.
+
+The server unpickles nothing that a worker sends; a worker unpickles the YAML of its first message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTHS = struct.Struct("!II")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+MAX_BYTES = 1 << 30  # of the header and of the body of one message; larger values are refused before they are sent
+MAX_READ = 1 << 18  # bytes that are read from a connection at once
+
+
+class BrokenFrame(Exception):
+    """The other side violates the protocol."""
+
+
+def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """A lone surrogate in a text, which no encoding can carry, is sent as its escape: ``\\ud800``."""
+    text = _ENCODER.encode(header)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
+    return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
+
+
+def bytes_in_frame(value: bytes, *texts: str) -> int:
+    """The most bytes that a value and its texts take of a frame: JSON writes a character in up to 7 bytes."""
+    return len(value) + 7 * sum(map(len, texts)) + 100
+
+
+class FrameBuffer:
+    """Collects bytes, and returns the frames that are complete."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def take(self) -> tuple[dict[str, Any], bytes] | None:
+        """The next frame; None: it is not complete. Raises BrokenFrame."""
+        start = _LENGTHS.size
+        if len(self._data) < start:
+            return None
+        header_bytes, body_bytes = _lengths(self._data)
+        middle, end = start + header_bytes, start + header_bytes + body_bytes
+        if len(self._data) < end:
+            return None
+        with memoryview(self._data) as view:
+            encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
+        del self._data[:end]
+        return _header(encoded), body
+
+
+class FrameReader:
+    """Reads frames from a socket that blocks, with one system call for many small ones. A body is held once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rb", buffering=1 << 16)
+
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """None at the end. Raises BrokenFrame or OSError."""
+        lengths = self._file.read(_LENGTHS.size)
+        if len(lengths) < _LENGTHS.size:
+            return None
+        header_bytes, body_bytes = _lengths(lengths)
+        encoded = self._file.read(header_bytes)
+        body = self._file.read(body_bytes)
+        if len(encoded) < header_bytes or len(body) < body_bytes:
+            return None
+        return _header(encoded), body
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lengths(data: bytes | bytearray) -> tuple[int, int]:
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+    if max(header_bytes, body_bytes) > MAX_BYTES:
+        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+    return header_bytes, body_bytes
+
+
+def _header(encoded: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(encoded)
+    except ValueError as error:
+        raise BrokenFrame(f"a header that is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise BrokenFrame("a header that is not an object")
+    return header
+
+
+def split(body: bytes, lengths: list[int]) -> list[bytes]:
+    """The parts of a body, by their lengths."""
+    parts = []
+    position = 0
+    for length in lengths:
+        parts.append(body[position : position + length])
+        position += length
+    return parts

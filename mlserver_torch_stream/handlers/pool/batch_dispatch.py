@@ -1,0 +1,175 @@
+"""Sends batches to a model's workers when they are due, and ends workers that answer too late.
+
+All of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from mlserver_torch_stream.errors import TimedOut
+from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
+from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
+from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, WorkerSupervisor
+from mlserver_torch_stream.handlers.pool.worker_process import batch_message
+
+# Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
+# it will have run within so many seconds, by the time of its latest batch.
+_AHEAD_S, _MAX_AHEAD = 0.005, 16
+
+
+class BatchDispatcher:
+    """``joins``: requests join those that a worker runs. ``watch`` is called when an idle worker gets a batch."""
+
+    def __init__(
+        self,
+        config: HandlerConfig,
+        queue: BatchQueue,
+        supervisor: WorkerSupervisor,
+        metrics: HandlerMetrics,
+        watch: Callable[[WorkerSlot], None],
+    ) -> None:
+        self.joins = config.continuousBatching or config.asyncCommunication
+        self._config = config
+        self._queue = queue
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def dispatch_due(self) -> None:
+        """Sends a batch to every worker that has room and whose next batch is due."""
+        now, next_due = time.monotonic(), math.inf
+        for slot in sorted(self._supervisor.ready, key=lambda each: len(each.active)):
+            while self._room(slot) > 0:
+                due = self._queue.due(slot.number, slot.idle_since, now)
+                if due is None:
+                    break
+                if due > now and not self.joins:
+                    next_due = min(next_due, due)
+                    break
+                self._dispatch(slot, now, self._room(slot))
+            while 0 < len(slot.batches) <= self._most_ahead(slot) and self._queue.is_full(slot.number):
+                self._queue.ahead += self._dispatch(slot, now, self._config.batchSize)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(next_due - now, self.dispatch_due) if next_due < math.inf else None
+
+    def next_batch(self, slot: WorkerSlot, took: float) -> None:
+        """The worker has ended a batch, after ``took`` seconds of its handler; 0: the handler got no request of it."""
+        if slot.batches:
+            slot.batches.popleft()
+            slot.batch_s = took or slot.batch_s
+        if slot.batches:
+            self._queue.ahead -= len(slot.batches[0])
+            _begin(slot.batches[0], time.monotonic())
+        self.dispatch_due()
+
+    @property
+    def idle(self) -> list[int]:
+        """The workers that gather their next batch; a request that joins a running batch is gathered by none."""
+        return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
+
+    def has_room(self, slot: WorkerSlot) -> bool:
+        return not slot.leaving and self._room(slot) > 0
+
+    def is_free(self, slot: WorkerSlot) -> bool:
+        """Whether the worker may take a request that waits."""
+        due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
+        return due is not None and self._room(slot) > 0
+
+    def _room(self, slot: WorkerSlot) -> int:
+        if self._config.asyncCommunication:
+            return self._config.queue_size - len(slot.active)
+        if self._config.continuousBatching:
+            return self._config.batchSize - len(slot.active)
+        return 0 if slot.active else self._config.batchSize
+
+    def _most_ahead(self, slot: WorkerSlot) -> int:
+        """0 where another worker may take the batch earlier, or where a request whose client leaves would be run."""
+        alone = self._queue.most_workers == len(self._supervisor.slots) == 1 and self._config.stops == "alone"
+        if not slot.batches or not slot.batch_s or not alone or self._config.useJobTicket:
+            return 0
+        return min(_MAX_AHEAD, int(_AHEAD_S / slot.batch_s))
+
+    def _dispatch(self, slot: WorkerSlot, now: float, room: int) -> int:
+        """Sends a batch to a worker. Returns the number of its requests."""
+        batch = self._queue.take(slot.number, room)
+        if not slot.active:
+            slot.active_at = now
+            self._watch(slot)
+        if not slot.batches:
+            _begin(batch, now)
+        if not self.joins:
+            slot.batches.append(batch)
+        for job in batch:
+            job.alone |= len(batch) == 1 or self.joins
+            slot.active[job.key] = job
+        self._metrics.batches += 1
+        self._metrics.batched_requests += len(batch)
+        assert slot.worker is not None
+        slot.worker.send(*batch_message(batch), all_ranks=self._config.broadcasts)
+        return len(batch)
+
+
+def _begin(batch: Sequence[HandlerJob], now: float) -> None:
+    for job in batch:
+        job.active_at = now
+        job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
+
+
+class ResponseTimeout:
+    """A busy worker has one timer, which is set anew at each check."""
+
+    def __init__(
+        self, config: HandlerConfig, supervisor: WorkerSupervisor, cancel: Callable[[HandlerJob], None]
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+
+    def watch(self, slot: WorkerSlot) -> None:
+        """Called when a worker gets its first request. Idempotent."""
+        if slot.timer is None:
+            self._check_in(slot, self._config.responseTimeout)
+
+    def _check_in(self, slot: WorkerSlot, seconds: float) -> None:
+        slot.timer = self._loop.call_later(seconds, self._check, slot)
+
+    def _check(self, slot: WorkerSlot) -> None:
+        slot.timer = None
+        if not slot.active:
+            return
+        limit = self._config.responseTimeout
+        now = time.monotonic()
+        if self._config.asyncCommunication:
+            oldest = self._time_out_silent(slot, now, limit)
+        else:
+            paused = any(job.drained is not None for job in slot.active.values())
+            oldest = now if paused else slot.active_at
+        if now - oldest >= limit:
+            for job in slot.begun:
+                job.fail(_silent(limit))
+            self._supervisor.kill(slot, f"worker {slot.number} sent nothing for {limit} s and was ended")
+        else:
+            self._check_in(slot, oldest + limit - now)
+
+    def _time_out_silent(self, slot: WorkerSlot, now: float, limit: int) -> float:
+        """Cancels each task that is silent for too long. Returns the time that decides whether the worker hangs."""
+        for job in list(slot.active.values()):
+            if not job.over and now - job.active_at >= limit:
+                job.active_at = now  # the task has as long again to end
+                job.fail(_silent(limit))
+                self._cancel(job)
+        return min(job.active_at for job in slot.active.values())
+
+
+def _silent(limit: int) -> TimedOut:
+    return TimedOut(f"the handler sent nothing for {limit} s (responseTimeout)")

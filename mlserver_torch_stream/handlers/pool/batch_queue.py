@@ -1,0 +1,271 @@
+"""Holds the requests that wait for a worker, and chooses those of its next batch.
+
+It is plain state and plain methods: the caller passes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from mlserver_torch_stream.errors import QueueFull
+from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
+from mlserver_torch_stream.handlers.frames import MAX_BYTES
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, RequestTooLarge
+
+
+@dataclass
+class RequestSequence:
+    """The requests that share a state in one worker."""
+
+    id: str
+    opened: float
+    worker: int | None = None
+    pending: deque[HandlerJob] = field(default_factory=deque)
+    running: int = 0
+    has_state: bool = False  # a request of it was run
+    ended: bool = False
+    idle_since: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.pending and not self.running
+
+
+class BatchQueue:
+    """At most ``jobQueueSize`` requests wait, beside those that idle workers gather into a batch. The requests of a
+    sequence go to one worker, in their order.
+
+    A batch has at most one request of a sequence; a continuous batch may have several.
+    """
+
+    def __init__(self, config: HandlerConfig, most_bytes: int = MAX_BYTES) -> None:
+        self._config = config
+        self._most_bytes = most_bytes  # of a batch
+        self._plain: deque[HandlerJob] = deque()
+        self._retries: deque[HandlerJob] = deque()
+        self._sequences: dict[str, RequestSequence] = {}
+        self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
+        self.ahead = 0  # requests that wait in a worker, which got them before it had ended the batch before
+        self.leaving: set[int] = set()  # workers that get only the requests of the sequences that they hold
+
+    @property
+    def most_sequences(self) -> int:
+        return self._config.maxNumSequence or self._config.batchSize * self.most_workers
+
+    @property
+    def waiting_since(self) -> float | None:
+        """The arrival of the oldest request that waits and that any worker may take."""
+        new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
+        return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
+
+    def is_open(self, sequence_id: str | None) -> bool:
+        """Whether a worker holds the state of this sequence."""
+        return sequence_id in self._sequences and self._sequences[sequence_id].worker is not None
+
+    def held_until(self, worker: int, now: float) -> float | None:
+        """When the sequences that this worker holds will have expired; None if it holds none by now."""
+        self._expire(now)
+        ends = [self._expires_at(each) for each in self._sequences.values() if each.worker == worker]
+        return max(ends, default=None)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues())) + self.ahead
+
+    def waiting(self, idle: Collection[int]) -> int:
+        """The requests that wait, without those that the idle workers gather into their next batches."""
+        return len(self) - len(self._gathered(idle))
+
+    def _gathered(self, idle: Collection[int]) -> set[str]:
+        gathered: set[str] = set()
+        for worker in idle:
+            rest = (job.key for job in self._candidates(worker) if job.key not in gathered)
+            gathered.update(list(islice(rest, self._config.batchSize)))
+        return gathered
+
+    def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
+        """``idle``: the workers that gather a batch, as in ``waiting``. Raises QueueFull or RequestTooLarge."""
+        if job.bytes > self._most_bytes:
+            raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
+        if len(self) >= self._config.queue_size and (count := self.waiting(idle)) >= self._config.queue_size:
+            raise QueueFull(f"{count} requests wait already (jobQueueSize)")
+        if self._config.sequenceBatching and job.request.sequence_id is not None:
+            self._add_to_sequence(job, job.request.sequence_id, now, idle)
+        else:
+            self._plain.append(job)
+
+    def add_retry(self, job: HandlerJob) -> None:
+        """Adds a request that is run again, before all other requests."""
+        self._retries.append(job)
+
+    def take_back(self, job: HandlerJob) -> None:
+        """Puts back a request that a worker has received and not begun."""
+        sequence = self._of(job)
+        if job.retry is not None:
+            self._retries.appendleft(job)
+            return
+        job.alone = False
+        if sequence is None:
+            self._plain.appendleft(job)
+        else:
+            sequence.pending.appendleft(job)
+            self._not_run(sequence)
+
+    def remove(self, job: HandlerJob, now: float) -> None:
+        if job in self._retries:  # it was run in a batch before
+            self.ended(job, now, closes_sequence=job.closes_sequence)
+        for queue in self._queues():
+            if job in queue:
+                queue.remove(job)
+
+    def clear(self) -> list[HandlerJob]:
+        """Removes and returns all requests that wait."""
+        jobs = [job for queue in self._queues() for job in queue]
+        for queue in self._queues():
+            queue.clear()
+        return jobs
+
+    def _queues(self) -> list[deque[HandlerJob]]:
+        return [self._retries, self._plain, *(each.pending for each in self._sequences.values())]
+
+    def due(self, worker: int, idle_since: float, now: float) -> float | None:
+        """The time at which the next batch of an idle worker is due; None: no request waits for this worker.
+
+        A full batch is due at once, any other ``maxBatchDelay`` after both its first request and the worker are there.
+        """
+        size = self._config.batchSize
+        candidates = list(islice(self._candidates(worker), size))
+        if not candidates:
+            return None
+        if candidates[0] in self._retries or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
+            return now
+        if sum(job.bytes for job in candidates) > self._most_bytes:
+            return now
+        first = min(job.arrived for job in candidates)
+        return max(first, idle_since) + self._config.maxBatchDelay / 1000
+
+    def is_full(self, worker: int) -> bool:
+        """Whether the next batch of a worker cannot grow."""
+        if next(self._retries_on(worker), None) is not None:
+            return True
+        return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize
+
+    def take(self, worker: int, room: int) -> list[HandlerJob]:
+        """The next batch, of at most ``room`` requests and of no more than fit into one message."""
+        retry = next(self._retries_on(worker), None)
+        if retry is not None:
+            self._retries.remove(retry)
+            return [retry]
+        batch: list[HandlerJob] = []
+        left = self._most_bytes
+        for job in list(islice(self._candidates(worker), room)):
+            left -= job.bytes
+            if left < 0:
+                break
+            batch.append(job)
+            self._begin(job, worker)
+        return batch
+
+    def skipped(self, job: HandlerJob, now: float) -> None:
+        """A job has ended, and the handler did not get it."""
+        sequence = self._of(job)
+        if sequence is not None:
+            self._not_run(sequence)
+            sequence.idle_since = now
+
+    def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
+        """A job of a batch has ended; with ``closes_sequence``, or if its client asked for that, its sequence too."""
+        sequence = self._of(job)
+        if sequence is None:
+            return
+        sequence.running -= 1
+        sequence.has_state = True
+        sequence.ended |= closes_sequence or job.request.sequence_end
+        sequence.idle_since = now
+        if sequence.ended and sequence.idle:
+            del self._sequences[sequence.id]
+
+    def worker_lost(self, worker: int) -> list[HandlerJob]:
+        """Removes the sequences whose state this worker held, and returns their requests that wait."""
+        self.leaving.discard(worker)
+        lost = [each for each in self._sequences.values() if each.worker == worker]
+        retries = [job for job in self._retries if self._of(job) in lost]
+        for job in retries:
+            self._retries.remove(job)
+        for sequence in lost:
+            del self._sequences[sequence.id]
+        return [*retries, *(job for sequence in lost for job in sequence.pending)]
+
+    def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float, idle: Collection[int]) -> None:
+        self._expire(now)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            if len(self._sequences) >= self.most_sequences:
+                raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
+            sequence = self._sequences[sequence_id] = RequestSequence(sequence_id, now)
+        if len(sequence.pending) >= (limit := self._config.maxSequenceJobQueueSize):
+            gathered = self._gathered(idle)
+            if (count := sum(each.key not in gathered for each in sequence.pending)) >= limit:
+                raise QueueFull(f"sequence_id: {count} of its requests wait (maxSequenceJobQueueSize)")
+        sequence.pending.append(job)
+
+    def _expire(self, now: float) -> None:
+        for sequence in list(self._sequences.values()):
+            if now > self._expires_at(sequence):
+                del self._sequences[sequence.id]
+
+    def _expires_at(self, sequence: RequestSequence) -> float:
+        if not sequence.idle:
+            return math.inf
+        idle, life = self._config.sequenceMaxIdleMSec / 1000, self._config.sequenceTimeoutMSec / 1000
+        return min(sequence.idle_since + idle, sequence.opened + life if life else math.inf)
+
+    def _candidates(self, worker: int) -> Iterator[HandlerJob]:
+        """The requests that the worker may get, in the order in which batches take them."""
+        yield from self._retries_on(worker)
+        held = sum(each.worker == worker for each in self._sequences.values())
+        leaves = worker in self.leaving
+        per_worker = max(1, self.most_sequences // max(1, self.most_workers))
+        for sequence in self._sequences.values():
+            if sequence.worker is None:
+                if held >= per_worker or leaves:
+                    continue
+                held += bool(sequence.pending)
+            elif sequence.worker != worker:
+                continue
+            if self._config.continuousBatching:
+                yield from sequence.pending
+            elif not sequence.running:
+                yield from list(sequence.pending)[:1]
+        if not leaves:
+            yield from self._plain
+
+    def _retries_on(self, worker: int) -> Iterator[HandlerJob]:
+        """The retries that the worker may run: a request of a sequence runs where the sequence has its state."""
+        for job in self._retries:
+            sequence = self._of(job)
+            if sequence.worker == worker if sequence is not None else worker not in self.leaving:
+                yield job
+
+    def _begin(self, job: HandlerJob, worker: int) -> None:
+        sequence = self._of(job)
+        if sequence is None:
+            self._plain.remove(job)
+            return
+        sequence.pending.remove(job)
+        sequence.worker = worker
+        sequence.running += 1
+
+    def _not_run(self, sequence: RequestSequence) -> None:
+        """A request of the sequence has left its worker without having been run there."""
+        sequence.running -= 1
+        if not sequence.running and not sequence.has_state:
+            sequence.worker = None
+
+    def _of(self, job: HandlerJob) -> RequestSequence | None:
+        if not self._config.sequenceBatching or job.request.sequence_id is None:
+            return None
+        return self._sequences.get(job.request.sequence_id)

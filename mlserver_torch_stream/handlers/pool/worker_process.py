@@ -1,0 +1,199 @@
+"""Runs one worker: a process, or one for each rank of a parallel handler, each with its own connection.
+
+It reads the messages on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlserver_torch_stream.handlers.frames import MAX_READ, BrokenFrame, FrameBuffer
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
+from mlserver_torch_stream.handlers.pool.worker_rank import MAX_STOP_S, WorkerOrder, WorkerRank
+
+_MAX_AT_ONCE = 64  # messages that are passed on before other callbacks of the event loop run
+_OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # messages that all ranks send, not only the first
+
+Receive = Callable[[dict[str, Any], bytes], None]
+
+
+class WorkerProcess:
+    """Calls ``receive`` with each message and its ``rank``, and ``lost`` once, with the reason of the end.
+
+    It is made on the event loop, which calls both.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        order: WorkerOrder,
+        receive: Receive,
+        lost: Callable[[str], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._lost = lost
+        self._ranks: list[WorkerRank] = []
+        self._reapers: list[threading.Thread] = []
+        self._flowing = True
+        self._ending = threading.Lock()
+        self._end_posted = False
+        for number, environment in enumerate(order.environment):
+            shown = name if len(order.environment) == 1 else f"{name} rank {number}"
+            try:
+                self._ranks.append(WorkerRank(number, shown, environment, order))
+            except BaseException:  # the ranks that have started have no reaper yet that would end them
+                for rank in self._ranks:
+                    rank.kill()
+                    rank.wait()
+                    rank.connection.close()
+                raise
+        for rank in self._ranks:
+            rank.send({**order.message, "responds": rank.number == 0}, order.body)
+            reaper = threading.Thread(target=self._reap, args=(rank,), name=f"reaper of {rank.name}", daemon=True)
+            self._reapers.append(reaper)
+            reaper.start()
+            self._set_reading(rank, True)
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    @property
+    def running(self) -> bool:
+        return any(reaper.is_alive() for reaper in self._reapers)
+
+    def send(self, header: Mapping[str, Any], body: bytes, all_ranks: bool) -> None:
+        """Does not wait for the worker to read."""
+        for rank in self._ranks if all_ranks else self._ranks[:1]:
+            rank.send(header, body)
+
+    def pause(self) -> None:
+        """Reads no more messages until ``resume``, so that the worker waits at its next one."""
+        self._flowing = False
+
+    def resume(self) -> None:
+        self._flowing = True
+        for rank in self._ranks:
+            self._loop.call_soon(self._pass_on, rank)
+
+    def kill(self, why: str | None = None) -> None:
+        """Ends the worker with all processes that it has started. ``why`` is the reason that ``lost`` gets."""
+        for rank in self._ranks:
+            rank.kill()
+        if why is not None:
+            self._post_end(why)
+
+    def wait(self) -> None:
+        """Blocks until no process is left."""
+        for reaper in self._reapers:
+            reaper.join(MAX_STOP_S)
+
+    def _read(self, rank: WorkerRank) -> None:
+        """Takes what has arrived. The connection ends with the process, or after ``kill``."""
+        try:
+            data = rank.connection.recv(MAX_READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end_reading(rank, f": {error}")
+            return
+        if data:
+            rank.frames.feed(data)
+            self._pass_on(rank)
+        else:
+            self._end_reading(rank)
+
+    def _pass_on(self, rank: WorkerRank) -> None:
+        """Passes on the messages that are complete; between many of them other callbacks of the event loop run."""
+        left = _MAX_AT_ONCE
+        while left and self._flowing and (frame := self._next(rank)) is not None:
+            self._receive(*frame)
+            left -= 1
+        if not left and self._flowing:
+            self._loop.call_soon(self._pass_on, rank)
+        self._set_reading(rank, self._flowing and left > 0)
+
+    def _next(self, rank: WorkerRank) -> tuple[dict[str, Any], bytes] | None:
+        """The next complete message that the server needs: of most kinds, that is the first rank's alone."""
+        try:
+            while (frame := rank.frames.take()) is not None:
+                if rank.number == 0 or frame[0]["t"] in _OF_ALL_RANKS:
+                    frame[0]["rank"] = rank.number
+                    return frame
+        except BrokenFrame as error:
+            rank.frames = FrameBuffer()
+            self._end_reading(rank, f": {error}")
+        return None
+
+    def _set_reading(self, rank: WorkerRank, reading: bool) -> None:
+        if rank.ended or rank.reading == reading:
+            return
+        rank.reading = reading
+        if reading:
+            self._loop.add_reader(rank.connection, self._read, rank)
+        else:
+            self._loop.remove_reader(rank.connection)
+
+    def _end_reading(self, rank: WorkerRank, why: str = "") -> None:
+        rank.trouble = why
+        rank.end()
+        rank.kill()
+
+    def _reap(self, rank: WorkerRank) -> None:
+        """Waits, in a thread, for ``kill`` or the end of the connection, and then for the end of the process."""
+        rank.killed.wait()
+        how = rank.wait()
+        if not self._post(self._reaped, rank, how):
+            rank.connection.close()
+
+    def _reaped(self, rank: WorkerRank, how: str) -> None:
+        """The process has ended."""
+        self._read_rest(rank)
+        rank.connection.close()
+        self._post_end(f"{rank.name} {how}{rank.trouble}")
+        self.kill()  # the other ranks, which would wait for this one
+
+    def _read_rest(self, rank: WorkerRank) -> None:
+        """Passes on what a rank that was killed had sent before."""
+        while not rank.ended:
+            self._read(rank)
+        while (frame := self._next(rank)) is not None:
+            self._receive(*frame)
+
+    def _report_end(self, why: str) -> None:
+        for rank in self._ranks:
+            self._read_rest(rank)
+        self._lost(why)
+
+    def _post_end(self, why: str) -> None:
+        with self._ending:
+            if self._end_posted:
+                return
+            self._end_posted = True
+        self._post(self._report_end, why)
+
+    def _post(self, callback: Callable[..., None], *args: Any) -> bool:
+        """Calls back on the event loop, from any thread. False: the loop is closed."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return False
+        return True
+
+
+def batch_message(jobs: Sequence[HandlerJob]) -> tuple[dict[str, Any], bytes]:
+    """The message that makes a worker run these jobs as one batch."""
+    requests = [
+        {
+            "id": job.key,
+            "headers": dict(job.request.headers),
+            "parts": [{"name": part.name, "ct": part.content_type, "n": len(part.value)} for part in job.request.parts],
+        }
+        for job in jobs
+    ]
+    body = b"".join(part.value for job in jobs for part in job.request.parts)
+    return {"t": "run", "requests": requests}, body

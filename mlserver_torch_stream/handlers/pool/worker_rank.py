@@ -1,0 +1,245 @@
+"""Starts and ends one process of a worker, sends messages to it, and logs its output at a limited rate.
+
+Its caller reads the connection.
+
+It escapes control characters, so that a handler neither forges a line nor steers a terminal. It reads the pipe as fast
+as a worker writes, so that printing never blocks a handler. Of more than 100 lines in a second it counts the rest and
+drops them, so that a handler cannot flood the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream import version
+from mlserver_torch_stream.handlers.config.worker_settings import environment_of
+from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
+from mlserver_torch_stream.log_text import log_text
+
+logger = logging.getLogger(__name__)
+_LINES_PER_S = 100
+_MAX_LINE_BYTES = 4096
+_CHUNK = 1 << 16
+_ENDED = select.POLLIN | select.POLLHUP
+
+
+def drain(descriptor: int, name: str) -> threading.Thread:
+    """Starts a thread that reads until the last writer has closed the pipe, and then closes the descriptor."""
+    thread = threading.Thread(target=_Drain(descriptor, name).run, name=f"output of {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+class _Drain:
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor = descriptor
+        self._name = name
+        self._rest = b""
+        self._began = time.monotonic()  # of the current second
+        self._lines = 0
+        self._dropped = 0
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._descriptor, _ENDED)
+        try:
+            while True:
+                if poll.poll(self._milliseconds_left() if self._dropped else None):
+                    chunk = os.read(self._descriptor, _CHUNK)
+                    if not chunk:
+                        break
+                    self._take(chunk)
+                if self._milliseconds_left() == 0:
+                    self._next_second()
+            self._line(self._rest)
+            self._log_dropped()
+        finally:
+            os.close(self._descriptor)
+
+    def _take(self, chunk: bytes) -> None:
+        if self._lines >= _LINES_PER_S:  # lines are counted without being split, which saves the server's CPU
+            ends = chunk.count(b"\n")
+            self._dropped += ends
+            self._rest = ((b"" if ends else self._rest) + chunk[chunk.rfind(b"\n") + 1 :])[:_MAX_LINE_BYTES]
+            return
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._line(line)
+        self._rest = rest[:_MAX_LINE_BYTES]
+
+    def _line(self, line: bytes) -> None:
+        if not line:
+            return
+        if self._lines >= _LINES_PER_S:
+            self._dropped += 1
+            return
+        self._lines += 1
+        text = line[:_MAX_LINE_BYTES].removesuffix(b"\r").decode(errors="backslashreplace")
+        logger.info("%s: %s", self._name, log_text(text))
+
+    def _milliseconds_left(self) -> int:
+        """The rest of the current second, rounded up."""
+        return max(0, int(1000 * (self._began + 1 - time.monotonic()) + 0.999))
+
+    def _next_second(self) -> None:
+        self._log_dropped()
+        self._began, self._lines = time.monotonic(), 0
+
+    def _log_dropped(self) -> None:
+        if self._dropped:
+            logger.warning("%s: %d more lines dropped, at most %d/s are kept", self._name, self._dropped, _LINES_PER_S)
+            self._dropped = 0
+
+
+_PACKAGE = Path(version.__file__).parent
+# The worker imports this package from its folder, so that an interpreter with packages of its own sees no other package
+# of the server. Nothing of the server's working directory is imported.
+_PROGRAM = """
+import importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+spec = importlib.util.spec_from_file_location({name!r}, {file!r}, submodule_search_locations=[{folder!r}])
+package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from mlserver_torch_stream.handlers.worker.subreaper import supervise
+supervise({descriptor})  # before anything else is imported, so that the subreaper stays small
+from mlserver_torch_stream.handlers.worker.main import main
+main({descriptor})
+"""
+_STOP_S = 5.0
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """What a worker loads: the first message to it. ``environment`` has one mapping per rank.
+
+    ``python``: the interpreter that runs the worker, None for the server's own. ``hidden``: matches the whole names of
+    the server's variables that the worker does not see.
+    """
+
+    message: Mapping[str, Any]
+    body: bytes
+    environment: Sequence[Mapping[str, str]]
+    python: str | None
+    hidden: re.Pattern[str] | None = None
+
+
+class WorkerRank:
+    """One worker process and the subreaper above it, which is the child of this process.
+
+    When the connection closes, also because this process ends, the subreaper ends the worker and all processes that the
+    worker has started.
+    """
+
+    def __init__(self, number: int, name: str, environment: Mapping[str, str], order: WorkerOrder) -> None:
+        self.number = number
+        self.name = name
+        self.connection, workers_end = socket.socketpair()
+        self.connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self.frames = FrameBuffer()
+        self.reading = False  # the event loop watches the connection
+        self.ended = False  # nothing more is read of the connection
+        self.trouble = ""  # why it ended, other than with the process
+        self.killed = threading.Event()
+        self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet
+        output, writing = os.pipe()
+        inherited = {
+            key: value
+            for key, value in environment_of(order.python).items()
+            if key not in _RANK_VARIABLES and not (order.hidden and order.hidden.fullmatch(key))
+        }
+        try:
+            self.process = subprocess.Popen(
+                [order.python or sys.executable, "-c", _program(workers_end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
+                pass_fds=(workers_end.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            self.connection.close()
+            os.close(output)
+            raise
+        finally:
+            os.close(writing)
+            workers_end.close()
+        drain(output, name)
+
+    def send(self, header: Mapping[str, Any], body: bytes) -> None:
+        """Sends what the connection takes at once, and the rest as soon as it takes more."""
+        if self.ended:
+            return
+        frame = memoryview(encode_frame(header, body))
+        if not self._unsent:
+            frame = self._left_of(frame)
+            if frame:
+                self._loop.add_writer(self.connection, self._send_on)
+        if frame:
+            self._unsent.append(frame)
+
+    def _left_of(self, frame: memoryview) -> memoryview:
+        """The part of the frame that the connection does not take now."""
+        try:
+            return frame[self.connection.send(frame) :]
+        except BlockingIOError:
+            return frame
+        except OSError:  # the event loop reads the end of the connection
+            return frame[:0]
+
+    def _send_on(self) -> None:
+        self._unsent[0] = self._left_of(self._unsent[0])
+        if not self._unsent[0]:
+            self._unsent.popleft()
+        if not self._unsent:
+            self._loop.remove_writer(self.connection)
+
+    def end(self) -> None:
+        """The connection has ended. Called on the event loop; idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._loop.remove_reader(self.connection)
+            self._loop.remove_writer(self.connection)
+
+    def kill(self) -> None:
+        self.killed.set()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> str:
+        """How the process ended. One in uninterruptible sleep may outlive the wait."""
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # the subreaper hangs; the worker ends with it
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STOP_S)
+        code = self.process.returncode
+        if code is None:
+            return "does not end"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+
+def _program(descriptor: int) -> str:
+    return _PROGRAM.format(
+        name=_PACKAGE.name, file=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), descriptor=descriptor
+    )

@@ -1,0 +1,164 @@
+"""Starts a model's workers from the settings that MLServer read.
+
+``build`` blocks, so it is called in a thread while the event loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import logging
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mlserver import ModelSettings
+
+from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.handlers.config.archive import Archive, open_archive
+from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, not_honoured, read_config
+from mlserver_torch_stream.handlers.config.unpacking import take_bounds
+from mlserver_torch_stream.handlers.config.worker_settings import (
+    WorkerSettings,
+    install_requirements,
+    not_installed,
+    read_worker_settings,
+)
+from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
+from mlserver_torch_stream.handlers.pool.supervisor import rank_environments
+from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
+from mlserver_torch_stream.handlers.pool.worker_rank import WorkerOrder
+
+logger = logging.getLogger("mlserver_torch_stream.handlers")
+_PICKLE = 4  # what Python 3.8 reads, too
+
+
+@dataclass
+class BuiltPool:
+    """The running workers of a model, as a ``ModelSlot`` holds them."""
+
+    engine: WorkerPool
+    archive: Archive
+    summary: str
+
+    def has_gpu(self, number: int) -> bool:
+        """Whether the worker with this number uses a GPU."""
+        return _device(self.engine.config, number)[0] is not None
+
+    def give_back(self) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
+    """Raises SettingsError or LoadFailed."""
+    uri, extra, folder = _given(settings)
+    workers = read_worker_settings(extra, folder)
+    archive = open_archive(uri, folder, take_bounds(extra))
+    if workers.envelope:
+        archive = archive.with_envelope(workers.envelope)
+    try:
+        config = read_config(archive.yaml, extra)
+        for line in not_honoured(archive.yaml, config):
+            logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
+        if archive.requirements and workers.installs:
+            if not archive.own:
+                raise SettingsError("parameters.extra.install_py_dep_per_model: needs an archive, not a folder")
+            install_requirements(workers.python, archive.folder, archive.requirements)
+        elif archive.requirements and workers.python is None:
+            line = not_installed(archive.packed_requirements, uri, config.useVenv)
+            if config.useVenv:
+                raise SettingsError(line)
+            logger.warning("Model '%s': %s", settings.name, line)
+        pool = asyncio.run_coroutine_threadsafe(_start(settings, archive, config, workers), loop).result()
+    except BaseException:
+        archive.close()
+        raise
+    return BuiltPool(pool, archive, _summary(archive, config, workers))
+
+
+async def _start(
+    settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
+) -> WorkerPool:
+    metrics = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
+    order = partial(worker_order, settings.name, archive, config, workers)
+    pool = WorkerPool(settings.name, config, order, metrics, archive.close)
+    await pool.start()
+    return pool
+
+
+def worker_order(
+    model: str, archive: Archive, config: HandlerConfig, workers: WorkerSettings, number: int
+) -> WorkerOrder:
+    """The order of the worker with this number: what it loads, and on which device."""
+    gpu, visible = _device(config, number)
+    message = {
+        "t": "load",
+        "model": model,
+        "folder": str(archive.folder),
+        "manifest": archive.manifest,
+        "handler": workers.handler or archive.handler,
+        "envelope": archive.envelope,
+        "batch_size": config.batchSize,
+        "gpu": gpu,
+        "mode": _mode(config),
+        "ts": workers.ts,
+        "metrics": workers.metrics,
+        "stops": config.stops,
+        "limits_pixels": workers.limits_pixels,
+    }
+    # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
+    body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
+    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, workers.hidden)
+
+
+def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
+    """The GPU of a worker, and the GPUs that a parallel worker sees. As in TorchServe, workers take them in turn."""
+    devices = config.deviceIds if config.deviceIds is not None else tuple(range(gpu_count()))
+    if config.deviceType == "cpu" or not devices:
+        return None, None
+    if config.parallelType is None:
+        return devices[number % len(devices)], None
+    level = max(config.ranks, config.parallelLevel)
+    first = number * level % len(devices)
+    chosen = (*devices[first:], *devices[:first])[:level]
+    return 0, ",".join(map(str, chosen))
+
+
+def _mode(config: HandlerConfig) -> str:
+    if config.asyncCommunication:
+        return "async"
+    return "continuous" if config.continuousBatching else "static"
+
+
+def gpu_count() -> int:
+    """The GPUs that workers see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
+    """uri, extra, and the folder of model-settings.json."""
+    parameters = settings.parameters
+    folder = os.path.dirname(settings._source) if settings._source else None
+    extra: Mapping[str, Any] = (parameters.extra if parameters is not None else None) or {}
+    uri = parameters.uri if parameters is not None else None
+    if not uri:
+        raise SettingsError("parameters.uri: names the .mar, .tar.gz, folder or handler.py[:function] to serve")
+    return uri, dict(extra), folder
+
+
+def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> str:
+    ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
+    batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
+    python = "" if workers.python is None else f", run by {workers.python}"
+    workers_up_to = "" if config.most_workers == config.minWorkers else f" to {config.most_workers}"
+    of = f"{config.minWorkers}{workers_up_to} worker(s){ranks}, {batching} of up to {config.batchSize}"
+    return f"handler {archive.handler}, {of}{python}"

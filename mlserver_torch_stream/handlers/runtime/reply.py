@@ -1,0 +1,266 @@
+"""Opens and writes the replies to requests for a handler, and reports each request once at its end.
+
+All of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from mlserver.types import InferenceRequest
+
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, RequestError
+from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
+from mlserver_torch_stream.handlers.pool.handler_request import (
+    HandlerFailed,
+    HandlerJob,
+    HandlerRequest,
+    RequestPart,
+    ResponsePiece,
+)
+from mlserver_torch_stream.handlers.runtime.build import BuiltPool
+from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, as_rest, read_request
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
+from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
+from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers, TimedRequest
+from mlserver_torch_stream.server.rest.body import parse_json
+from mlserver_torch_stream.types import FinishReason
+
+
+class HandlerRequestObserver(TimedRequest):
+    """Its record has no token counts: a handler's pieces need not be tokens."""
+
+    def __init__(self, record: RequestRecord, handler_metrics: HandlerMetrics) -> None:
+        super().__init__(record)
+        self._handler_metrics = handler_metrics
+
+    def piece(self, queued_s: float | None) -> None:
+        if self.record.ttft_s is None:
+            self.record.queue_s = queued_s
+            self.first_event(time.monotonic())
+
+    def count(self) -> None:
+        outcome, reason = self._outcome()
+        self._handler_metrics.requests[outcome] += 1
+        self.metrics.ended(reason, self.record.e2e_s, self.record.queue_s or 0.0)
+
+    def _outcome(self) -> tuple[str, str]:
+        """For the handler's own metric and for the metric of all requests."""
+        record = self.record
+        if record.client_disconnected:
+            return "cancelled", CANCELLED
+        if record.error is None:
+            return "ok", FinishReason.STOP.value
+        if isinstance(record.error, (QueueFull, NotServing)) and record.ttft_s is None:
+            return "refused", REFUSED
+        return "error", FinishReason.ERROR.value
+
+
+# Of a response that holds all pieces: a handler that never ends must not fill the memory.
+MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
+
+Submit = Callable[[HandlerRequest], HandlerJob]
+
+
+class HandlerReply:
+    """Reads the job that ``submit`` opens, once: as a stream of responses, or whole, of at most ``most_pieces`` pieces.
+
+    ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
+    """
+
+    comments = True
+
+    def __init__(
+        self,
+        request: HandlerRequest,
+        reply: Reply,
+        submit: Submit,
+        observer: HandlerRequestObserver,
+        binary: BinaryOutputs | None = None,
+        most_pieces: int = MAX_WHOLE_PIECES,
+    ) -> None:
+        self.error: Exception | None = None  # of a stream that failed after its first response
+        self._binary = binary
+        self._request = request
+        self._reply = reply
+        self._submit = submit
+        self._observer = observer
+        self._most_pieces = most_pieces
+        self._job: HandlerJob | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def close(self) -> None:
+        self._closed = True
+        if self._job is not None:
+            self._job.close()
+        self._observer.closed()
+
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        async for piece in self.pieces():
+            yield self._spelled(self._reply.piece(piece))
+
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        """The whole response over REST, and the raw bytes that follow its JSON. Raises RequestError."""
+        binary = self._binary or BinaryOutputs()
+        return attach_binary(as_rest(await self.whole(), binary), binary)
+
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
+        """The final response of a stream that has begun; none if it was sent already."""
+        return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
+
+    def end(self) -> None:
+        """None: the last response is the end of the stream."""
+
+    def _spelled(self, body: JsonObject) -> JsonObject:
+        return body if self._binary is None else as_rest(body)
+
+    async def whole(self) -> JsonObject:
+        """All pieces as one response. Raises RequestError."""
+        return self._reply.whole([piece async for piece in self.pieces(whole=True)])
+
+    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
+        """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
+        last, count, size = False, 0, 0
+        try:
+            self._job = self._submit(self._request)
+            if self._closed:
+                self._job.close()
+            async for piece in self._job:
+                self._observer.piece(self._job.queued_s)
+                last, count, size = piece.last, count + 1, size + len(piece.value)
+                if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
+                    message = f"{count} pieces, {size} bytes are too much for one response: stream it"
+                    raise HandlerFailed(message, 507)
+                yield piece
+            if not last and self._closed:
+                raise asyncio.CancelledError("the reply was closed before its end")
+            if not last:
+                raise GenerationFailed("the handler's stream ended early")
+        except Exception as error:
+            self._observer.failed(error)
+            raise
+        self._observer.end()
+
+
+class PredictionFailed(RequestError):
+    """The handler's failure, with the status that TorchServe gives it."""
+
+    def __init__(self, failed: HandlerFailed) -> None:
+        super().__init__(failed.message)
+        self.status = failed.handlers_status
+
+
+class PredictionReply:
+    def __init__(self, reply: HandlerReply) -> None:
+        self._reply = reply
+
+    async def whole(self) -> bytes:
+        """All pieces joined. Raises RequestError."""
+        return b"".join([piece.value async for piece in self.pieces(whole=True)])
+
+    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
+        """``whole``: they are bounded. Raises RequestError."""
+        try:
+            async with aclosing(self._reply.pieces(whole=whole)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except HandlerFailed as failed:
+            if failed.piece is None or failed.piece.status != failed.handlers_status:
+                raise PredictionFailed(failed) from None
+            yield failed.piece
+
+    def close(self) -> None:
+        self._reply.close()
+
+
+class HandlerOpener:
+    """``built`` has the running workers."""
+
+    most_open = 256  # requests of one gRPC stream that run at once
+
+    def __init__(self, name: str, version: str | None, built: BuiltPool, endpoint: EndpointKind) -> None:
+        self._name = name
+        self._version = version
+        self._built = built
+        self._endpoint = endpoint
+
+    def open(
+        self,
+        payload: InferenceRequest,
+        request_id: str,
+        index: int | None = None,
+        following: AsyncIterator[InferenceRequest] | None = None,
+    ) -> tuple[HandlerReply, bool]:
+        try:
+            request = self.read(payload, request_id)
+        except RequestError as error:  # recorded here, because MLServer's gRPC methods do not
+            ModelRequestObservers(self._name, self._version, self._endpoint).refused(request_id, error)
+            raise
+        return self.reply(request, ReplyContext(self._name, self._version, request_index=index)), False
+
+    def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
+        reply = Reply(ReplyContext(self._name, request_index=index), HandlerRequest(request_id, ()), False)
+        return lambda error: [reply.failure(error)]
+
+    def read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
+        """Raises InvalidInput."""
+        refuse_unreadable(payload)
+        return read_request(payload, request_id, self._built.engine.config, self._built.archive.envelope)
+
+    def reply(
+        self, request: HandlerRequest, context: ReplyContext, binary: BinaryOutputs | None = None
+    ) -> HandlerReply:
+        """``binary``: over REST, the outputs that the request wants as raw bytes."""
+        reply = Reply(context, request, self._built.archive.envelope in ("kserve", "kservev2"))
+        record = RequestRecord(request.request_id, self._name, self._version or "", self._endpoint)
+        observer = HandlerRequestObserver(record, self._built.engine.metrics)
+        return HandlerReply(request, reply, self._built.engine.submit, observer, binary)
+
+
+_JSON = "application/json"
+_UNNAMED = ("", "application/x-www-form-urlencoded")  # curl sends the second one by default
+_FORM = "multipart/form-data"
+_OTHERWISE = (
+    "name its content type (text/plain, image/png, application/octet-stream, …), or send it as the tensor `body` to "
+    "infer or infer_stream"
+)
+
+
+class UnknownContentType(RequestError):
+    """A body of a content type that handlers cannot get."""
+
+    status = 415
+
+
+def read_posted(raw: bytes, content_type: str) -> dict[str, Any] | RequestPart:
+    """A JSON object, or the part ``body`` of the handler's request. Raises RequestError."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == _FORM:
+        raise UnknownContentType(
+            f"content-type: {_FORM} is not implemented: send each field as a tensor of its name to infer or "
+            "infer_stream, or the form to /predictions/{model}"
+        )
+    if kind != _JSON and kind not in _UNNAMED:
+        return RequestPart("body", content_type, raw)
+    try:
+        parsed = parse_json(raw)
+    except InvalidInput as error:
+        if kind == _JSON:
+            raise InvalidInput(error.field, f"{error.reason}: {_OTHERWISE}") from None
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed
+    if kind in ("", _JSON):
+        return RequestPart("body", content_type, raw)
+    raise UnknownContentType(f"content-type: {kind} is read as a JSON object, which the body is not: {_OTHERWISE}")

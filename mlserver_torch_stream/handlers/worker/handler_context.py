@@ -1,0 +1,162 @@
+"""The context that a handler gets: TorchServe's class, whose socket leads to our channel.
+
+Import it when ``ts`` can be imported: the base class is the package's or the shim's.
+
+All integers are big-endian 32-bit; a length of -1 ends the list.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Dict
+
+from ts.context import Context, RequestProcessor
+
+from mlserver_torch_stream.handlers.worker import values
+from mlserver_torch_stream.handlers.worker.cancellation import NeverStop
+from mlserver_torch_stream.handlers.worker.channel import STREAM_NEXT, Channel, SentPiece
+from mlserver_torch_stream.handlers.worker.handler import described
+
+_INT = struct.Struct("!i")
+
+
+@dataclass(frozen=True)
+class Response:
+    """What TorchServe would send to its frontend: a piece for each of several requests."""
+
+    code: int
+    message: str
+    pieces: list[SentPiece]
+
+
+def parse(message: bytes | bytearray) -> Response:
+    """Raises ValueError."""
+    cursor = _Cursor(memoryview(message))
+    code = cursor.integer()
+    text = cursor.text()
+    pieces = []
+    while (length := cursor.integer()) >= 0:
+        request_id = cursor.take(length).decode()
+        content_type = cursor.text()
+        status = cursor.integer()
+        cursor.text()  # the reason phrase, which no protocol of ours carries
+        headers = {cursor.text(): cursor.text() for _ in range(cursor.integer())}
+        value = cursor.take(cursor.integer())
+        last = headers.get(STREAM_NEXT) == "false"
+        pieces.append(SentPiece(request_id, value, last, content_type, status, headers))
+    return Response(code, text, pieces)
+
+
+class _Cursor:
+    def __init__(self, message: memoryview) -> None:
+        self._message = message
+        self._position = 0
+
+    def integer(self) -> int:
+        return int(_INT.unpack(self.take(_INT.size))[0])
+
+    def text(self) -> str:
+        return self.take(self.integer()).decode()
+
+    def take(self, length: int) -> bytes:
+        end = self._position + length
+        if length < 0 or end > len(self._message):
+            raise ValueError("a response that is cut off")
+        taken = bytes(self._message[self._position : end])
+        self._position = end
+        return taken
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """One request as it arrived. ``parts``: name, content type and value of each part."""
+
+    id: str
+    headers: Mapping[str, str]
+    parts: Sequence[tuple[str, str, bytes]]
+
+    def data(self) -> dict[str, Any]:
+        return {name: values.decode(value, content_type) for name, content_type, value in self.parts}
+
+    def processor(self) -> RequestProcessor:
+        parts = {name: {"content-type": content_type} for name, content_type, _ in self.parts}
+        return RequestProcessor(_Headers({**parts, **self.headers}))
+
+
+class _Headers(Dict[str, Any]):
+    """Headers in lower case, which a handler may ask for as the client has spelled them, as in TorchServe."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, super().get(key.lower(), default))
+
+    def __missing__(self, key: str) -> Any:
+        if key == key.lower():
+            raise KeyError(key)
+        return self[key.lower()]
+
+
+class HandlerContext(Context):  # type: ignore[misc]
+    """A handler may set the header ``ts_stream_next`` to "false" before it sends a piece, which then is the last."""
+
+    def for_call(self, requests: Sequence[WorkerRequest], outlet: Outlet) -> None:
+        """Prepares for one call, whose pieces go through the outlet."""
+        self._ids = [request.id for request in requests]  # the handler may change ``request_ids``
+        self.request_ids = dict(enumerate(self._ids))
+        self.request_processor = [request.processor() for request in requests]
+        self.metrics.request_ids = self.request_ids
+        self.stopping_criteria = None
+        self.cl_socket = outlet
+        self._ending: set[int] = set()
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        if key == STREAM_NEXT:
+            if value == "false":
+                self._ending.add(idx)
+            elif idx in self._ending:
+                value = "false"
+        super().set_response_header(idx, key, value)
+
+    def piece(self, index: int, value: Any, last: bool) -> SentPiece:
+        """Raises values.Unserialisable for any value that cannot be sent, and for a context that the handler broke."""
+        try:
+            status, _ = self.get_response_status(index)
+            headers = {str(name): str(text) for name, text in self.get_response_headers(index).items()}
+            content_type = str(self.get_response_content_type(index) or "")
+            encoded = values.encode(value)
+            return SentPiece(self._ids[index], encoded, last, content_type, int(status or 200), headers)
+        except values.Unserialisable:
+            raise
+        except BaseException as error:
+            raise values.Unserialisable(f"the handler's result cannot be sent: {described(error)}") from error
+
+
+class Outlet:
+    """``context.cl_socket``: reads the messages that TorchServe would send to its frontend."""
+
+    def __init__(self, requests: Sequence[WorkerRequest], channel: Channel, stop: NeverStop) -> None:
+        self._channel = channel
+        self._stop = stop
+        self._ids = frozenset(request.id for request in requests)
+        self.ended: set[str] = set()  # requests whose last piece was sent
+
+    def sendall(self, message: bytes | bytearray | None) -> None:
+        """Raises ClientsLeft."""
+        if message is None:  # another rank than the first
+            self._stop.sent(left=False)
+            return
+        response = parse(message)
+        if response.code != 200:
+            failed = [each.request_id for each in response.pieces if each.request_id not in self.ended]
+            self._channel.failed(failed, response.code, response.message)
+            self.ended.update(failed)
+        else:
+            pieces = [each for each in response.pieces if self._wanted(each.request_id)]
+            self.ended.update(piece.request_id for piece in pieces if piece.last)
+            self.ended |= self._channel.pieces(pieces)
+        waiting = self._ids - self.ended
+        self._stop.sent(left=bool(waiting) and all(map(self._channel.cancelled, waiting)))
+
+    def _wanted(self, request_id: str) -> bool:
+        return request_id in self._ids and request_id not in self.ended and not self._channel.cancelled(request_id)

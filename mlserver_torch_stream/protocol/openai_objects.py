@@ -1,0 +1,240 @@
+"""Builds OpenAI's chat.completion and text_completion objects and their chunks.
+
+A token whose bytes it does not know is named ``token_id:<id>``, which is a
+spelling of vLLM's too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from typing import Any, ClassVar, Protocol
+
+from mlserver_torch_stream.tool_calls import ToolCallDelta
+from mlserver_torch_stream.types import FinishReason, TokenLogprob
+
+
+class TokenCounts(Protocol):
+    """How many tokens a request has used."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt: tokens that came from a prefix cache; None where that is unknown."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion: tokens of the reasoning before the answer."""
+
+
+@dataclass(slots=True)  # not frozen: that takes five times as long to make
+class ChatChoice:
+    """One sequence's answer, or a part of it. A finish reason that is no FinishReason is another server's."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | str | None
+    logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionBuilder:
+    """Builds the JSON objects of one request. ``created`` is in seconds since the epoch."""
+
+    request_id: str
+    model: str
+    created: int
+    id_prefix: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
+        """The chunk with the usage, after all choices of a stream."""
+        return {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(usage)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class ChatCompletion(CompletionBuilder):
+    id_prefix = "chatcmpl"
+    chunk_kind = "chat.completion.chunk"
+
+    def whole(self, choices: Sequence[ChatChoice], tally: TokenCounts) -> dict[str, Any]:
+        return {
+            **self._head("chat.completion"),
+            "choices": [_choice(choice, "message", _message(choice)) for choice in choices],
+            "usage": usage_of(tally),
+        }
+
+    def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
+        """``first``: the choice's first chunk; ``usage``: given on the request's last."""
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta.update(_reasoning(choice))
+        if choice.text or (first and not choice.tool_calls):
+            delta["content"] = choice.text
+        if choice.tool_calls:
+            delta["tool_calls"] = call_deltas(choice.tool_calls)
+        head = {**self._head(self.chunk_kind), "choices": [_choice(choice, "delta", delta)]}
+        return head if usage is None else {**head, "usage": usage_of(usage)}
+
+
+def _message(choice: ChatChoice) -> dict[str, Any]:
+    content = None if choice.tool_calls and not choice.text else choice.text
+    message = {"role": "assistant", "content": content, **_reasoning(choice)}
+    return {**message, "tool_calls": whole_calls(choice.tool_calls)} if choice.tool_calls else message
+
+
+def _reasoning(choice: ChatChoice) -> dict[str, Any]:
+    """Under both names that clients know it by; OpenAI's own API has none."""
+    return {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning} if choice.reasoning else {}
+
+
+def whole_calls(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """The calls of a whole answer."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
+def call_deltas(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    """The parts of calls in a chunk; the first part of each says its id and its name."""
+    deltas = []
+    for call in calls:
+        if call.id is None:
+            deltas.append({"index": call.index, "function": {"arguments": call.arguments}})
+        else:
+            deltas.append({"index": call.index, **whole_calls([call])[0]})
+    return deltas
+
+
+def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        key: value,
+        "logprobs": None if choice.logprobs is None else {"content": logprob_entries(choice.logprobs), "refusal": None},
+        "finish_reason": reason_of(choice),
+    }
+
+
+def logprob_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """One of each token."""
+    return [_logprob(entry) for entry in entries]
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [_named(*alternative) for alternative in alternatives(entry)]
+    return {**_named(entry.token_id, entry.logprob, entry.token), "top_logprobs": top}
+
+
+def reason_of(choice: ChatChoice) -> str | None:
+    reason = choice.finish_reason
+    return reason.value if isinstance(reason, FinishReason) else reason
+
+
+def alternatives(entry: TokenLogprob) -> Iterator[tuple[int, float, bytes | None]]:
+    """The most likely tokens at a position: id, log-probability and bytes."""
+    for (token_id, logprob), token in zip_longest(entry.top, entry.top_tokens):
+        yield token_id, logprob, token
+
+
+def token_name(token_id: int, token: bytes | None) -> str:
+    """The text of a token. Bytes that are a part of a character are escaped, so that no two tokens look alike."""
+    return f"token_id:{token_id}" if token is None else token.decode("utf-8", "backslashreplace")
+
+
+def _named(token_id: int, logprob: float, token: bytes | None) -> dict[str, Any]:
+    shown = None if token is None else list(token)
+    return {"token": token_name(token_id, token), "logprob": finite(logprob), "bytes": shown}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry: OpenAI writes -9999.0 for impossible tokens."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def usage_of(tally: TokenCounts) -> dict[str, Any]:
+    usage = usage_counts(tally.prompt_tokens, tally.completion_tokens)
+    if tally.cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
+    if tally.reasoning_tokens:
+        usage["completion_tokens_details"] = {"reasoning_tokens": tally.reasoning_tokens}
+    return usage
+
+
+def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
+    """The object of an answer without its id, its time and the number of cached tokens."""
+    whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
+    whole["usage"].pop("prompt_tokens_details", None)
+    return whole
+
+
+class TextCompletion(CompletionBuilder):
+    id_prefix = "cmpl"
+    chunk_kind = "text_completion"  # also of the whole answer
+
+    def whole(self, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
+        answers = [_text_choice(choice, 0) for choice in choices]
+        return {**self._head(self.chunk_kind), "choices": answers, "usage": usage_of(counts)}
+
+    def chunk(self, choice: ChatChoice, offset: int) -> dict[str, Any]:
+        """``offset``: characters of the tokens that earlier chunks of the choice have shown."""
+        return {**self._head(self.chunk_kind), "choices": [_text_choice(choice, offset)]}
+
+
+def shown_length(entries: Sequence[TokenLogprob]) -> int:
+    """The number of characters of these tokens, which ``text_offset`` counts."""
+    return sum(len(_name(entry)) for entry in entries)
+
+
+def _text_choice(choice: ChatChoice, offset: int) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs, offset),
+        "finish_reason": reason_of(choice),
+    }
+
+
+def _logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    tokens = [_name(entry) for entry in entries]
+    ends = accumulate(map(len, tokens), initial=offset)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
+        "top_logprobs": [dict(_top(entry)) for entry in entries] if any(entry.top for entry in entries) else None,
+        "text_offset": [start for start, _ in zip(ends, tokens, strict=False)],
+    }
+
+
+def _top(entry: TokenLogprob) -> Iterator[tuple[str, float]]:
+    """The alternatives and, as OpenAI has it, the chosen token, which may be none of them."""
+    for token_id, logprob, token in alternatives(entry):
+        yield token_name(token_id, token), finite(logprob)
+    yield _name(entry), finite(entry.logprob)
+
+
+def _name(entry: TokenLogprob) -> str:
+    return token_name(entry.token_id, entry.token)

@@ -1,0 +1,227 @@
+"""Builds the response object of OpenAI's Responses API and the items of its output."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlserver_torch_stream.protocol.openai_objects import TokenCounts
+from mlserver_torch_stream.protocol.spelling import JsonObject
+
+# The parameters of its request that a response repeats, with the values for those that the request does not give.
+_REPEATED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+}
+_FIXED: Mapping[str, Any] = {
+    "background": False,
+    "max_tool_calls": None,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "store": False,
+    "truncation": "disabled",
+}
+
+
+def repeated_values(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a body that its response repeats."""
+    return {key: body[key] if body.get(key) is not None else default for key, default in _REPEATED.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The values that all states of one response have in common. ``created`` is in seconds since the epoch."""
+
+    request_id: str
+    model: str
+    created: int
+    repeated: Mapping[str, Any]
+
+    def state(
+        self,
+        status: str,
+        output: Sequence[JsonObject] = (),
+        *,
+        usage: TokenCounts | None = None,
+        incomplete: str | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> JsonObject:
+        """``usage`` None: the answer has not ended. ``incomplete``: the reason why it is not complete."""
+        return {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": error,
+            "incomplete_details": None if incomplete is None else {"reason": incomplete},
+            "model": self.model,
+            "output": list(output),
+            **self.repeated,
+            **_FIXED,
+            "usage": None if usage is None else response_usage(usage),
+        }
+
+
+def response_usage(counts: TokenCounts) -> JsonObject:
+    """``cache_write_tokens`` is there for the SDK, whose type needs it: nothing is charged for writing."""
+    return {
+        "input_tokens": counts.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counts.cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": counts.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+    }
+
+
+IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+
+
+class OutputItem(ABC):
+    """One item while it grows. ``index``: its place in the output. Messages have no ``sequence_number`` yet."""
+
+    prefix: str  # of its id
+
+    def __init__(self, request_id: str, index: int) -> None:
+        self.id = f"{self.prefix}_{request_id}_{index}"
+        self._index = index
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[JsonObject]:
+        return [self._item_message("added", self._begun()), *self._opening()]
+
+    def end(self, status: str) -> list[JsonObject]:
+        return [*self._closing(), self._item_message("done", self.shown(status))]
+
+    @abstractmethod
+    def shown(self, status: str) -> JsonObject:
+        """The item with its content so far."""
+
+    @abstractmethod
+    def _begun(self) -> JsonObject: ...
+
+    def _opening(self) -> list[JsonObject]:
+        return []
+
+    @abstractmethod
+    def _closing(self) -> list[JsonObject]: ...
+
+    def _content(self) -> str:
+        return "".join(self._pieces)
+
+    def _item_message(self, kind: str, item: JsonObject) -> JsonObject:
+        return {"type": f"response.output_item.{kind}", "output_index": self._index, "item": item}
+
+    def _message(self, kind: str, **more: Any) -> JsonObject:
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self._index, **more}
+
+
+class _TextualItem(OutputItem):
+    """An item whose content is one part with text."""
+
+    part_kind: str
+
+    def delta(self, text: str, **more: Any) -> JsonObject:
+        self._pieces.append(text)
+        return self._part_message(f"{self.part_kind}.delta", delta=text, **more)
+
+    def shown(self, status: str) -> JsonObject:
+        return {**self._head(status), "content": [self.part(self._content())]}
+
+    def part(self, text: str) -> JsonObject:
+        return {"type": self.part_kind, "text": text}
+
+    @abstractmethod
+    def _head(self, status: str) -> JsonObject:
+        """The item without its content."""
+
+    def _begun(self) -> JsonObject:
+        return {**self._head(IN_PROGRESS), "content": []}
+
+    def _opening(self) -> list[JsonObject]:
+        return [self._part_message("content_part.added", part=self.part(""))]
+
+    def _closing(self) -> list[JsonObject]:
+        part = self.part(self._content())
+        told = {key: value for key, value in part.items() if key in ("text", "logprobs")}
+        return [
+            self._part_message(f"{self.part_kind}.done", **told),
+            self._part_message("content_part.done", part=part),
+        ]
+
+    def _part_message(self, kind: str, **more: Any) -> JsonObject:
+        return self._message(kind, content_index=0, **more)
+
+
+class MessageItem(_TextualItem):
+    """Text. ``logprobs``: those of OpenAI's objects."""
+
+    prefix = "msg"
+    part_kind = "output_text"
+
+    def __init__(self, request_id: str, index: int) -> None:
+        super().__init__(request_id, index)
+        self._logprobs: list[JsonObject] = []
+
+    def say(self, text: str, logprobs: Sequence[JsonObject]) -> JsonObject:
+        self._logprobs += logprobs
+        return self.delta(text, logprobs=list(logprobs))
+
+    def _head(self, status: str) -> JsonObject:
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant"}
+
+    def part(self, text: str) -> JsonObject:
+        return {**super().part(text), "annotations": [], "logprobs": list(self._logprobs) if text else []}
+
+
+class ReasoningItem(_TextualItem):
+    """Reasoning. Its summary is always empty."""
+
+    prefix = "rs"
+    part_kind = "reasoning_text"
+
+    def _head(self, status: str) -> JsonObject:
+        return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "encrypted_content": None}
+
+
+class CallItem(OutputItem):
+    """A call of a function, with the id by which the client answers it."""
+
+    prefix = "fc"
+
+    def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
+        super().__init__(request_id, index)
+        self._call_id, self._name = call_id, name
+
+    def delta(self, arguments: str) -> JsonObject:
+        self._pieces.append(arguments)
+        return self._message("function_call_arguments.delta", delta=arguments)
+
+    def shown(self, status: str) -> JsonObject:
+        return self._call(status, self._content())
+
+    def _begun(self) -> JsonObject:
+        return self._call(IN_PROGRESS, "")
+
+    def _closing(self) -> list[JsonObject]:
+        return [self._message("function_call_arguments.done", name=self._name, arguments=self._content())]
+
+    def _call(self, status: str, arguments: str) -> JsonObject:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": arguments,
+        }

@@ -1,0 +1,155 @@
+"""Refuses HTTP requests and gRPC calls without a key, and gives gRPC ports their certificate.
+
+A call is refused before a message of it is read; of a call with many messages, each is a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import grpc
+import orjson
+from grpc import aio
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlserver_torch_stream.errors import Unauthorized
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
+from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.rest.prediction_errors import status_and_body
+from mlserver_torch_stream.server.rest.refusal import send_json
+
+_POLICY_VIOLATION = 1008  # a WebSocket that is closed before it is accepted is answered 403
+_PREFLIGHT = ("origin", "access-control-request-method")
+_TORCHSERVE = re.compile(r"/(predictions|explanations)/.*|/v1/models/[^/]+:(predict|explain)", re.DOTALL)
+
+
+class RestGuard:
+    """Middleware; ``metrics_endpoint`` is the path of the metrics, None where there are none.
+
+    ``preflights``: whether the application answers a browser's preflights itself, which bear no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, metrics_endpoint: str | None, preflights: bool = False
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._metrics_endpoint = metrics_endpoint
+        self._preflights = preflights
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._passes(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _refuse(_path(scope), send)
+        else:
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+
+    def _passes(self, scope: Scope) -> bool:
+        keys, headers = self._access.keys, Headers(scope=scope)
+        if keys is None or keys.accept(headers.getlist("authorization")):
+            return True
+        if self._preflights and scope.get("method") == "OPTIONS" and all(name in headers for name in _PREFLIGHT):
+            return True
+        return self._access.open.rest(scope.get("method", ""), _path(scope), self._metrics_endpoint)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _refuse(path: str, send: Send) -> None:
+    """Answers 401 in the spelling of the path."""
+    error = Unauthorized()
+    headers = [(b"www-authenticate", b"Bearer")]
+    if _TORCHSERVE.fullmatch(path):
+        status, body = status_and_body(error)
+    elif path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
+        status, spelled = OPENAI_CHAT.refusal(error)
+        body = orjson.dumps(spelled)
+        headers += [(name.encode(), value.encode()) for name, value in OPENAI_CHAT.headers(str(uuid4())).items()]
+    else:
+        status, body = error.status, orjson.dumps({"error": error.message})
+    await send_json(send, status, body, headers)
+
+
+async def _abort(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, Unauthorized().message)
+
+
+def _check_each_message(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
+    """Stops reading messages when the key is no longer valid. Requests in flight are answered; then the call is
+    refused."""
+
+    async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        refused = False
+
+        async def accepted() -> AsyncIterator[Any]:
+            nonlocal refused
+            async for message in messages:
+                refused = not accepts()
+                if refused:
+                    return
+                yield message
+
+        async with aclosing(handler.stream_stream(accepted(), context)) as responses:
+            async for response in responses:
+                yield response
+        if refused:
+            await _abort(messages, context)
+
+    return grpc.stream_stream_rpc_method_handler(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+_REFUSED = grpc.stream_stream_rpc_method_handler(_abort)
+
+
+class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
+    def __init__(self, access: AccessControl) -> None:
+        self._access = access
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        keys, metadata = self._access.keys, handler_call_details.invocation_metadata
+        given = [value for name, value in metadata if name == "authorization"]
+        if keys is None or self._access.open.grpc(handler_call_details.method):
+            return await continuation(handler_call_details)
+        accepts = partial(keys.accept, given)
+        if not accepts():
+            return _REFUSED
+        handler = await continuation(handler_call_details)
+        streams = handler is not None and handler.stream_stream is not None
+        return _check_each_message(handler, accepts) if streams else handler
+
+
+class GuardedAio:
+    """Stands in for ``grpc.aio``, from which MLServer takes the function that creates its server."""
+
+    def __init__(self, access: AccessControl) -> None:
+        self._access = access
+
+    def server(self, *args: Any, interceptors: Any = (), **options: Any) -> aio.Server:
+        """``grpc.aio.server``, guarded; its ports have the certificate, if there is one, and may be of IPv6 hosts."""
+        server = aio.server(*args, interceptors=[GrpcGuard(self._access), *interceptors], **options)
+        listen = server.add_insecure_port
+        if self._access.tls is not None:
+            listen = partial(server.add_secure_port, server_credentials=self._access.tls.grpc_credentials())
+        server.add_insecure_port = lambda address: listen(_with_brackets(address))
+        return server
+
+
+def _with_brackets(address: str) -> str:
+    """The address as gRPC reads it: MLServer puts host and port together without the brackets of an IPv6 host."""
+    host, _, port = address.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else address

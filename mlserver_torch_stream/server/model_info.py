@@ -1,0 +1,94 @@
+"""A model as Triton's clients read it: its tensors, its configuration, and its statistics.
+
+What Triton configures and
+MLServer does not have is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mlserver import MLModel
+from mlserver.handlers import DataPlane
+from mlserver.registry import MultiModelRegistry
+from mlserver.types import MetadataModelResponse, MetadataTensor
+
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.observability.request_metrics import Duration
+from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
+from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
+
+
+async def read_config(data_plane: DataPlane, name: str, version: str | None) -> JsonObject:
+    """Raises MLServerError if there is no such model."""
+    metadata = await data_plane.model_metadata(name, version)
+    return _config(metadata, ours=is_ours(find_model(data_plane._model_registry, name, version)))
+
+
+def _config(metadata: MetadataModelResponse, *, ours: bool) -> JsonObject:
+    """``ours``: a model of this package, whose inputs are all optional and which streams."""
+    optional = {"optional": True} if ours else {}
+    return {
+        "name": metadata.name,
+        "platform": metadata.platform,
+        "backend": "mlserver",
+        "max_batch_size": 0,
+        "input": [{**_tensor(tensor), **optional} for tensor in metadata.inputs or ()],
+        "output": [_tensor(tensor) for tensor in metadata.outputs or ()],
+        "model_transaction_policy": {"decoupled": ours},
+    }
+
+
+def _tensor(tensor: MetadataTensor) -> dict[str, Any]:
+    datatype = str(getattr(tensor.datatype, "value", tensor.datatype))
+    return {
+        "name": tensor.name,
+        "data_type": "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}",
+        "dims": list(tensor.shape),
+    }
+
+
+async def read_statistics(registry: MultiModelRegistry, name: str, version: str | None) -> JsonObject:
+    """Statistics of one model, or of all models of this package if no name is given. Raises MLServerError if there is
+    no such model, and InvalidInput if its requests are not counted here."""
+    if not name:
+        return _all_statistics(filter(is_ours, all_models(registry)))
+    model = await registry.get_model(name, version)
+    if not is_ours(model):
+        raise InvalidInput("name", f"{name} is a model of another runtime, whose requests are not counted")
+    return _all_statistics([model])
+
+
+def _all_statistics(models: Iterable[MLModel]) -> JsonObject:
+    """An execution is a decode step; where there is no engine, it is a request."""
+    steps = {labels: stats.decode_steps for labels, stats in ENGINE_METRICS.counters().items()}
+    return {"model_stats": [_statistics(model.name, model.version or "", steps) for model in models]}
+
+
+def _statistics(name: str, version: str, steps: dict[tuple[str, str], int]) -> JsonObject:
+    counts = REQUEST_METRICS.of(name, version)
+    none = Duration()
+    durations = {
+        "success": counts.success,
+        "fail": counts.fail,
+        "queue": counts.queued,
+        "compute_input": none,
+        "compute_infer": counts.computed,
+        "compute_output": none,
+        "cache_hit": none,
+        "cache_miss": none,
+    }
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": int(counts.last_request * 1000),
+        "inference_count": counts.inferences,
+        "execution_count": steps.get((name, version), counts.inferences),
+        "inference_stats": {key: _duration(value) for key, value in durations.items()},
+    }
+
+
+def _duration(duration: Duration) -> JsonObject:
+    return {"count": duration.count, "ns": int(duration.seconds * 1e9)}

@@ -1,0 +1,83 @@
+"""Routes for liveness and readiness. They answer in JSON, which KServe's client reads, and 503 with the reason.
+
+MLServer's own routes answer for other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlserver import MLModel
+from mlserver.handlers import DataPlane
+from mlserver.rest.server import RESTServer
+from mlserver.rest.utils import to_status_code
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+
+_LIVE = "/v2/health/live"
+_PATHS = (
+    _LIVE,
+    "/v2/health/ready",
+    "/v2/models/{model_name}/ready",
+    "/v2/models/{model_name}/versions/{model_version}/ready",
+)
+
+
+def add_routes(server: RESTServer, lifecycle: Lifecycle) -> None:
+    """Puts our routes for health before MLServer's. Called once for a server."""
+    server._app.router.routes[:0] = [_HealthRoute(path, server._data_plane, lifecycle) for path in _PATHS]
+
+
+class _HealthRoute(SelectiveRoute):
+    """Answers for the whole server and for models of this package; MLServer's own route answers for other models."""
+
+    def __init__(self, path: str, data_plane: DataPlane, lifecycle: Lifecycle) -> None:
+        super().__init__(path, self._answer)
+        self._data_plane = data_plane
+        self._lifecycle = lifecycle
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        """A name without a model is ours during a shutdown: the registry forgets a model whose load is interrupted."""
+        if "model_name" not in path:
+            return True
+        models = self._models(path)
+        return any(map(is_ours, models)) or (not models and self._lifecycle.shutdown_reason is not None)
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        """MLServer's answer; 503 with the reason if there is trouble, also if that began while MLServer was asked."""
+        path = request.path_params
+        trouble = self._trouble(path)
+        healthy = trouble is None and await self._ask_mlserver(path)
+        trouble = trouble or self._trouble(path)
+        if trouble is not None:
+            headers = {"retry-after": str(NotServing.retry_after)}
+            return JSONResponse({"error": trouble}, NotServing.status, headers)
+        name = {"name": path["model_name"]} if "model_name" in path else {}
+        return JSONResponse({**name, "live" if self.path == _LIVE else "ready": healthy}, to_status_code(healthy))
+
+    async def _ask_mlserver(self, path: Mapping[str, str]) -> bool:
+        if self.path == _LIVE:
+            return bool(await self._data_plane.live())
+        if "model_name" in path:
+            return bool(await self._data_plane.model_ready(path["model_name"], path.get("model_version")))
+        return bool(await self._data_plane.ready())
+
+    def _trouble(self, path: Mapping[str, str]) -> str | None:
+        if self.path == _LIVE:
+            return self._lifecycle.failure
+        if self._lifecycle.shutdown_reason is not None and ("model_name" not in path or not self._models(path)):
+            return self._lifecycle.shutdown_reason
+        ours = filter(is_ours, self._models(path))
+        return next((f"model '{model.name}': {model.trouble}" for model in ours if model.trouble), None)
+
+    def _models(self, path: Mapping[str, str]) -> list[MLModel]:
+        if "model_name" not in path:
+            return all_models(self._data_plane._model_registry)
+        model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
+        return [] if model is None else [model]

@@ -1,0 +1,143 @@
+"""OpenAI's list of models, its OpenAPI document, and the answer to unknown paths below ``/v1``.
+
+Models of other runtimes, and handlers, which generate no tokens, are not listed; a path of
+a handler answers with its readiness, as in KServe's V1 protocol, which has the same path.
+
+Paths of other runtimes' models are left to MLServer, also KServe's V1 path, which
+MLServer does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from mlserver import MLModel
+from mlserver.handlers import DataPlane
+from mlserver.registry import MultiModelRegistry
+from mlserver.rest.server import RESTServer
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.types import Scope
+
+from mlserver_torch_stream.errors import NotServing, UnknownModel
+from mlserver_torch_stream.protocol.openai_document import openai_document
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
+from mlserver_torch_stream.protocol.openai_stream import error_object
+from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+
+_NAME = "torch_stream:models"
+_OWNER = "mlserver-torch-stream"
+
+
+def add_model_routes(server: RESTServer) -> None:
+    """Puts the routes before MLServer's. Called once for a server."""
+    models = OpenAIModels(server._data_plane)
+    for prefix in OPENAI_PREFIXES:
+        server._app.router.routes[:0] = [
+            Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
+            Route(f"{prefix}/models", models.listed, methods=["GET"], name=_NAME),
+            Route(f"{prefix}/models/{{model_name:path}}", models.one, methods=["GET"], name=_NAME),
+        ]
+
+
+class OpenAIModels:
+    """Answers from MLServer's registry. Each name is listed once, with its default version."""
+
+    def __init__(self, data_plane: DataPlane) -> None:
+        self._data_plane = data_plane
+
+    async def listed(self, request: Request) -> JSONResponse:
+        defaults = [versions.default for _, versions in sorted(self._data_plane._model_registry._models.items())]
+        shown = [shown_model(model) for model in defaults if hasattr(model, "generator")]
+        return openai_answer(request, 200, {"object": "list", "data": shown})
+
+    async def one(self, request: Request) -> JSONResponse:
+        name = request.path_params["model_name"]
+        model: Any = find_model(self._data_plane._model_registry, name, None)
+        if hasattr(model, "open_prediction"):
+            ready = bool(model.ready)
+            return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
+        if not hasattr(model, "generator"):
+            return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
+        return openai_answer(request, 200, shown_model(model))
+
+
+async def _document(request: Request) -> JSONResponse:
+    return openai_answer(request, 200, openai_document())
+
+
+def shown_model(model: MLModel) -> dict[str, Any]:
+    shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
+    with suppress(NotServing):
+        info = model.generator(EndpointKind.REST_UNARY).info
+        shown |= {"max_model_len": info.max_model_len, "has_chat_template": info.has_chat_template}
+    return shown
+
+
+def openai_answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:
+    request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
+    return JSONResponse(body, status, dict(OPENAI_CHAT.headers(request_id)))
+
+
+_OURS = "torch_stream:"  # the names of our routes begin with it
+_KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
+
+
+def add_fallback_routes(server: RESTServer) -> None:
+    """Called once for a server, before any other route of this package is added: later routes come before earlier
+    ones."""
+    router, registry = server._app.router, server._data_plane._model_registry
+    router.routes[:0] = [_UnknownRoute(prefix, router, registry) for prefix in OPENAI_PREFIXES]
+
+
+class _UnknownRoute(SelectiveRoute):
+    """Takes the paths below its prefix that no other route takes."""
+
+    def __init__(self, prefix: str, router: Router, registry: MultiModelRegistry) -> None:
+        super().__init__(f"{prefix}/{{rest:path}}", self._answer)
+        self.methods = None  # all of them; starlette takes None in its constructor for GET
+        self._router = router
+        self._registry = registry
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        """A path that ends with a slash is left to starlette, which redirects it to the one without."""
+        rest = path["rest"]
+        return bool(rest) and not rest.endswith("/") and all(map(_is_ours, self._other_routes(scope)))
+
+    def _other_routes(self, scope: Scope) -> list[BaseRoute]:
+        """The routes of the path; if they are ours, they take other methods, since a route that matches comes first."""
+        routes = [each for each in self._router.routes if not isinstance(each, _UnknownRoute)]
+        return [each for each in routes if each.matches(scope)[0] is not Match.NONE]
+
+    async def _answer(self, request: Request) -> JSONResponse:
+        path = request.scope["path"]
+        if self._is_foreign(path):
+            raise HTTPException(404)
+        routes = self._other_routes(request.scope)
+        allowed = sorted({method for route in routes for method in getattr(route, "methods", ())})
+        if not allowed:
+            message = f"{path} is not implemented by this runtime; use /v1/chat/completions"
+            return openai_answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
+        message = f"{path} takes {' and '.join(allowed)}, got {request.method}"
+        response = openai_answer(request, 405, {"error": error_object(405, message, code="method_not_supported")})
+        response.headers["allow"] = ", ".join(allowed)
+        return response
+
+    def _is_foreign(self, path: str) -> bool:
+        """True for KServe's path of another runtime's model, to which MLServer says that there is none."""
+        named = _KSERVE_V1.fullmatch(path)
+        model = find_model(self._registry, named[1], None) if named else None
+        return model is not None and not is_ours(model)
+
+
+def _is_ours(route: BaseRoute) -> bool:
+    return str(getattr(route, "name", "")).startswith(_OURS)

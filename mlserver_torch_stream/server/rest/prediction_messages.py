@@ -1,0 +1,181 @@
+"""Reads the path and the body of a request on TorchServe's paths, and makes the head of its reply.
+
+A header that a handler has set is checked, since the HTTP server writes it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+from uuid import uuid4
+
+from mlserver.registry import MultiModelRegistry
+from starlette.types import Scope
+
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
+from mlserver_torch_stream.server.registered_models import find_model
+from mlserver_torch_stream.server.rest.body import FormEvent, FormReader, PartBegan, PartPiece
+from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+
+MAX_FIELDS = 1000
+_AT_ONCE = 64 * 1024  # bytes of a form that are read before other requests have their turn
+_URL_ENCODED = "application/x-www-form-urlencoded"
+_MULTIPART = "multipart/form-data"
+_OF_FILES = "application/octet-stream"  # where a file names no content type
+
+
+@dataclass(frozen=True, slots=True)
+class BodyField:
+    """``content_type`` has no parameters; it is empty where the client has named none."""
+
+    name: str
+    content_type: str
+    value: bytes
+
+
+async def read_fields(body: bytes, content_type: str) -> list[BodyField]:
+    """As TorchServe reads them: fields of a form that are no files have no content type. Raises InvalidInput."""
+    kind = _kind(content_type)
+    if kind == _MULTIPART:
+        return await _multipart(body, content_type)
+    if kind == _URL_ENCODED:
+        return url_encoded(body)
+    return [BodyField("body", kind, body)]
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+async def _multipart(body: bytes, content_type: str) -> list[BodyField]:
+    form = FormReader(content_type)
+    fields = _FormFields()
+    for start in range(0, len(body), _AT_ONCE):
+        for event in form.feed(body[start : start + _AT_ONCE]):
+            fields.take(event)
+        await asyncio.sleep(0)
+    if not form.complete:
+        raise InvalidInput("body", "ends before the last boundary of its form")
+    return fields.found
+
+
+class _FormFields:
+    """Collects the fields of one form."""
+
+    def __init__(self) -> None:
+        self.found: list[BodyField] = []
+        self._name, self._kind, self._value = "", "", bytearray()
+
+    def take(self, event: FormEvent) -> None:
+        if isinstance(event, PartBegan):
+            _check_count(len(self.found))
+            self._name, self._value = event.name, bytearray()
+            self._kind = "" if event.filename is None else _kind(event.content_type) or _OF_FILES
+        elif isinstance(event, PartPiece):
+            self._value += event.data
+        else:
+            self.found.append(BodyField(self._name, self._kind, bytes(self._value)))
+
+
+def url_encoded(body: bytes) -> list[BodyField]:
+    """The fields of a form, or of the query of a URL. Raises InvalidInput."""
+    pairs = [pair for pair in body.split(b"&") if pair]
+    _check_count(len(pairs) - 1)
+    fields = []
+    for pair in pairs:
+        name, _, value = (unquote_to_bytes(part) for part in pair.replace(b"+", b" ").partition(b"="))
+        fields.append(BodyField(name.decode("utf-8", "replace"), "", value))
+    return fields
+
+
+def _check_count(before: int) -> None:
+    if before >= MAX_FIELDS:
+        raise InvalidInput("body", f"its form has more than {MAX_FIELDS} fields")
+
+
+REQUEST_ID = "x-request-id"
+_PREFIX = "x-request-id-prefix"
+# Headers of TorchServe's replies, unless the handler has set them.
+_NOT_CACHED = {
+    "pragma": "no-cache",
+    "cache-control": "no-cache; no-store, must-revalidate, private",
+    "expires": "Thu, 01 Jan 1970 00:00:00 UTC",
+}
+_ENCODED = tuple((name.encode(), value.encode()) for name, value in _NOT_CACHED.items())
+_ENCODED_ID = REQUEST_ID.encode()
+_OF_THE_SERVER = frozenset({REQUEST_ID, "content-length", "transfer-encoding", "connection", "date", "server"})
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_WITHOUT_BODY = (204, 304)
+
+
+class UnsendableHead(RequestError):
+    """The handler has set a status or a header that HTTP cannot carry."""
+
+    status = 503
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's own id; else a new one, after the prefix that the client has asked for."""
+    own = OPENAI_CHAT.request_id({}, headers)
+    if own:
+        return own
+    prefix = OPENAI_CHAT.request_id({}, {REQUEST_ID: headers.get(_PREFIX, "")})
+    return f"{prefix}:{uuid4()}" if prefix else str(uuid4())
+
+
+def first_headers(scope: Scope) -> dict[str, str]:
+    """A request's headers by their names in lower case; of a header that comes several times, the first value."""
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return headers
+
+
+def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:
+    """``own``: those of the handler; the headers of the connection are the server's. Raises UnsendableHead."""
+    handlers = {name.lower(): value for name, value in (own or {}).items() if name.lower() not in _OF_THE_SERVER}
+    if content_type:
+        handlers["content-type"] = content_type
+    for name, value in handlers.items():
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise UnsendableHead(f"the handler's header {name[:100]!r} cannot be sent")
+    if not handlers:
+        return [*_ENCODED, (_ENCODED_ID, request_id.encode("latin-1"))]
+    headers = {**_NOT_CACHED, **handlers, REQUEST_ID: request_id}
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def check_status(status: int) -> None:
+    """Raises UnsendableHead."""
+    if not 200 <= status < 600:
+        raise UnsendableHead(f"the handler's status {status} cannot be sent")
+
+
+def body_of(status: int, value: bytes) -> bytes:
+    return b"" if status in _WITHOUT_BODY else value
+
+
+_API = "v1"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionPath:
+    """``rest``: what TorchServe hands on to a handler as the header ``url_path``."""
+
+    name: str
+    version: str | None
+    rest: str
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str], registry: MultiModelRegistry) -> PredictionPath:
+        """As TorchServe reads it, but ``v1`` is no version where the model has none of this name and more follows."""
+        name, version = parameters["model_name"], parameters.get("model_version")
+        rest = parameters.get("url_path", "").rstrip("/")
+        if version == _API and rest and find_model(registry, name, _API) is None:
+            return cls(name, None, f"{_API}/{rest}")
+        return cls(name, version, rest)
