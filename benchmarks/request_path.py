@@ -1,0 +1,199 @@
+"""Counts the modules that one warm request enters, and lists the shapes that its prompt takes on the way.
+
+``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process, asks each
+kind of request twice, and profiles the second one in every thread. A module counts if one of its functions runs before
+the model's first forward, or before the handler is called; ``in all`` counts until the reply has ended. A shape is a
+class of ours whose new object holds the prompt itself, its text or its token ids, in a field or in a list or mapping
+there. The bytes of the request and what MLServer or our parser makes of them are shapes too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import grpc
+import httpx
+from mlserver.cli.serve import load_settings
+from mlserver.grpc import dataplane_pb2 as pb
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+from mlserver.server import MLServer
+
+from benchmarks.http_endpoint import HOST
+from benchmarks.process import free_ports
+
+_PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
+_PROMPT = "quokka harbour violin"  # stands for itself in every shape of the request
+_HANDLER = """
+def handle(data, context):
+    return None if data is None else [bytes(row["body"]).decode() for row in data]
+"""
+_READY_S = 300.0
+_FORWARDS = ("native_forward", "model_forward", "worker_rank")  # the modules that compute, or send to a handler
+_PAUSE_S = 0.5  # the last request's clean-up ends
+
+
+class PathRecorder:
+    """Notes the modules and the shapes of everything that runs while ``recording``, in every thread."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.modules: dict[str, None] = {}
+        self.before_forward: int | None = None  # the count of modules when the first forward began
+        self.shapes: dict[str, None] = {}
+        self._ids: set[tuple[int, ...]] = set()
+
+    def begin(self) -> None:
+        self.modules.clear()
+        self.shapes.clear()
+        self.before_forward = None
+        self.recording = True
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not self.recording or event not in ("call", "return"):
+            return
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith("mlserver_torch_stream"):
+            return
+        self.modules[module] = None
+        if self.before_forward is None and module.rpartition(".")[2] in _FORWARDS:
+            self.before_forward = len(self.modules)
+        if event == "return" and frame.f_code.co_name == "__init__" and "self" in frame.f_locals:
+            self._note_shape(frame.f_locals["self"])
+        elif event == "return" and frame.f_code.co_name in ("encode", "_encode_all"):
+            self._note_ids(argument)
+
+    def _note_ids(self, ids: Any) -> None:
+        for sequence in ids if isinstance(ids, list) and ids and not isinstance(ids[0], int) else [ids]:
+            if isinstance(sequence, Sequence) and sequence and isinstance(sequence[0], int):
+                self._ids.add(tuple(sequence))
+
+    def _note_shape(self, made: Any) -> None:
+        if any(self._holds_prompt(value) for value in _fields(made)):
+            self.shapes[type(made).__qualname__] = None
+
+    def _holds_prompt(self, value: Any, depth: int = 3) -> bool:
+        if isinstance(value, (str, bytes)):
+            return _PROMPT in (value if isinstance(value, str) else value.decode("utf-8", "replace"))
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+            return tuple(value) in self._ids
+        if depth and isinstance(value, dict):
+            return any(self._holds_prompt(inner, depth - 1) for inner in value.values())
+        if depth and isinstance(value, (list, tuple)):
+            return any(self._holds_prompt(inner, depth - 1) for inner in value)
+        return False
+
+
+def _fields(made: Any) -> Iterator[Any]:
+    yield from getattr(made, "__dict__", {}).values()
+    for kind in type(made).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        yield from (getattr(made, name) for name in names if hasattr(made, name))
+
+
+async def _serve_while(folder: Path, work: Callable[[str, str], None]) -> None:
+    """Runs MLServer on this thread, which its signals need, and ``work`` on another with the ports' addresses."""
+    http_port, grpc_port, metrics_port = free_ports(3)
+    given = {"host": HOST, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "debug": False}
+    given |= {"parallel_workers": 0, "model_repository_implementation": "mlserver_torch_stream.GuardedModelRepository"}
+    (folder / "settings.json").write_text(json.dumps(given))
+    for name, content in _MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "model-settings.json").write_text(json.dumps({"name": name, **content}))
+    (folder / "echo" / "handler.py").write_text(_HANDLER)
+    settings, models = await load_settings(str(folder))
+    server = MLServer(settings)
+    serving = asyncio.create_task(server.start(models))
+    try:
+        await asyncio.to_thread(work, f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}")
+    finally:
+        await server.stop()
+        await serving
+
+
+_MODELS: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "implementation": "mlserver_torch_stream.TorchStreamRuntime",
+        "parameters": {"uri": "embedded://smollm2-135m-instruct"},
+    },
+    "echo": {
+        "implementation": "mlserver_torch_stream.TorchServeRuntime",
+        "parameters": {"uri": "./handler.py"},
+    },
+}
+
+
+def _wait_until_ready(url: str) -> None:
+    waiting = threading.Event()
+    for _ in range(int(_READY_S / 0.2)):
+        try:
+            if httpx.get(f"{url}/v2/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        waiting.wait(0.2)
+    raise SystemExit("the server is not ready")
+
+
+def _post(url: str, body: Any) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+    response = httpx.post(url, content=content, headers={"Content-Type": kind}, timeout=60.0)
+    response.raise_for_status()
+
+
+def _stream_over_grpc(address: str) -> None:
+    message = pb.ModelInferRequest(model_name="smollm2", id="1")
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(_PROMPT.encode())
+    message.parameters["max_tokens"].int64_param = 4
+    with grpc.insecure_channel(address) as channel:
+        for _ in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message])):
+            pass
+
+
+def _requests(url: str, address: str) -> dict[str, Callable[[], None]]:
+    chat = {"model": "smollm2", "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 4, "stream": True}
+    flat = {"text_input": _PROMPT, "max_tokens": 4}
+    return {
+        "flat generate over REST": lambda: _post(f"{url}/v2/models/smollm2/generate", flat),
+        "chat streamed over /v1": lambda: _post(f"{url}/v1/chat/completions", chat),
+        "V2 stream over gRPC": lambda: _stream_over_grpc(address),
+        "/predictions to a handler": lambda: _post(f"{url}/predictions/echo", _PROMPT.encode()),
+    }
+
+
+def _report(url: str, address: str, recorder: PathRecorder) -> None:
+    _wait_until_ready(url)
+    for name, ask in _requests(url, address).items():
+        ask()
+        time.sleep(_PAUSE_S)
+        recorder.begin()
+        ask()
+        time.sleep(_PAUSE_S)
+        recorder.recording = False
+        modules = [module.removeprefix("mlserver_torch_stream.") for module in recorder.modules]
+        print(f"{name}: {recorder.before_forward} modules ({len(modules)} in all), {len(recorder.shapes) + 2} shapes")
+        print(f"  modules: {', '.join(modules)}")
+        print(f"  shapes: bytes, JSON object, {', '.join(recorder.shapes)}", flush=True)
+
+
+def main() -> None:
+    recorder = PathRecorder()
+    threading.setprofile(recorder.profile)
+    sys.setprofile(recorder.profile)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_serve_while(Path(folder), partial(_report, recorder=recorder)))
+
+
+if __name__ == "__main__":
+    main()
