@@ -83,7 +83,9 @@ def test_a_model_that_ignores_its_mask_is_found_out() -> None:
 
 WAYS = {
     "llama": Way.PACKED,
+    "gemma2": Way.PACKED,
     "gemma3_text": Way.PACKED,
+    "gpt_oss": Way.PACKED,
     "mixtral": Way.PACKED,
     "qwen3_next": Way.ROWS,
     "mamba2": Way.ROWS,
