@@ -323,6 +323,17 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
         build_engine(resolved, resources=ProcessResources())
 
 
+@pytest.mark.parametrize("engine", ["auto", "serial"])
+def test_a_config_that_makes_the_logits_nan_fails_the_load(engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    """NaN differs from itself, so that no way of taking a batch passes; it would be served one request at a time."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))
+    resolved = parse_settings(str(folder), {"engine": engine, "threads": 1}, environ={})
+    with pytest.raises(LoadFailed, match="the model's logits are NaN"):
+        build_engine(resolved, resources=ProcessResources())
+
+
 def test_a_model_that_takes_no_cache_of_ours_may_generate_all_the_same() -> None:
     model = tiny("openai-gpt", n_embd=32, n_layer=3, n_head=4)
     with torch.inference_mode():
