@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mlserver_torch_stream.engine.loading.file_damage import read_header
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import load_model
@@ -91,6 +92,23 @@ def test_weights_that_would_compute_something_else_are_refused(
     change(folder, edit)
     with pytest.raises(LoadFailed, match=says):
         load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weights_of_any_float_are_loaded_though_no_quantisation_is_named(folder: Path, dtype: torch.dtype) -> None:
+    change(folder, lambda weights: weights.update({name: weight.to(dtype) for name, weight in weights.items()}))
+    assert load(folder).dtype == torch.float32, "the config's"
+
+
+def test_a_header_of_as_many_tensors_as_a_mixture_of_experts_in_four_bits_has_is_read(tmp_path: Path) -> None:
+    """The experts of 48 layers, each with blocks, scales and zeros, in one file."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}" for layer in range(48) for expert in range(128)
+             for part in (f"{name}_proj.{leaf}" for name in ("gate", "up", "down")
+                          for leaf in ("qweight", "qzeros", "scales"))]  # fmt: skip
+    entries = {name: {"dtype": "I32", "shape": [0, 2048], "data_offsets": [0, 0]} for name in names}
+    header = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert len(read_header(tmp_path / "model.safetensors")) == 55_296
 
 
 def test_other_weights_that_the_model_does_not_take_are_named_in_one_warning(
@@ -192,8 +210,8 @@ def test_json_that_is_nested_deeply_is_named(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("model.safetensors", struct.pack("<Q", 2**23) + bytes(2**23), "has a header of 8,388,608 bytes; at most"),
-        ("config.json", b" " * (2**24 + 2), "has 16,777,218 bytes; at most"),
+        ("model.safetensors", struct.pack("<Q", 2**25) + bytes(2**25), "has a header of 33,554,432 bytes; at most"),
+        ("config.json", b" " * (2**25 + 2), "has 33,554,434 bytes; at most"),
     ],
 )
 def test_a_file_whose_reading_would_stop_all_streams_is_refused(

@@ -62,16 +62,20 @@ def test_rows_together_are_as_each_alone(page_size: int, kind: dict[str, int], h
         torch.testing.assert_close(torch_attention(query, layer, tensors, options), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [{}, {"softcap": 5.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_keeps_its_dtype(dtype: torch.dtype) -> None:
+def test_half_precision_keeps_its_dtype(dtype: torch.dtype, kind: dict[str, float]) -> None:
+    """Scores with a softcap or sinks are in float32, and rows are computed together and chunks alone."""
     torch.manual_seed(0)
     batch = batch_of(16, LayerGroup((0,)))
     layer = pool(batch, 16, 2, (8, 8), dtype)
     query = torch.randn(batch.tokens, 4, 8).to(dtype)
     tensors = batch_tensors(batch, 16, 1, CPU)
-    got = torch_attention(query, layer, tensors, AttentionOptions(0.3))
+    sinks = torch.randn(4).to(dtype) if kind.get("sinks") else None
+    options = AttentionOptions(0.3, softcap=kind.get("softcap"), sinks=sinks)
+    got = torch_attention(query, layer, tensors, options)
     assert got.dtype == dtype
-    expected = reference_attention(query.float(), layer, tensors, AttentionOptions(0.3))
+    expected = reference_attention(query.float(), layer, tensors, options)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 

@@ -83,7 +83,9 @@ def test_a_model_that_ignores_its_mask_is_found_out() -> None:
 
 WAYS = {
     "llama": Way.PACKED,
+    "gemma2": Way.PACKED,
     "gemma3_text": Way.PACKED,
+    "gpt_oss": Way.PACKED,
     "mixtral": Way.PACKED,
     "qwen3_next": Way.ROWS,
     "mamba2": Way.ROWS,
@@ -318,6 +320,17 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "failing.Failing"}}))
     resolved = parse_settings(str(folder), {"trust_remote_code": True, "engine": engine, "threads": 1}, environ={})
     with pytest.raises(LoadFailed, match=r"the model cannot generate: KeyError: 'lm_head\.weight'"):
+        build_engine(resolved, resources=ProcessResources())
+
+
+@pytest.mark.parametrize("engine", ["auto", "serial"])
+def test_a_config_that_makes_the_logits_nan_fails_the_load(engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    """NaN differs from itself, so that no way of taking a batch passes; it would be served one request at a time."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))
+    resolved = parse_settings(str(folder), {"engine": engine, "threads": 1}, environ={})
+    with pytest.raises(LoadFailed, match="the model's logits are NaN"):
         build_engine(resolved, resources=ProcessResources())
 
 

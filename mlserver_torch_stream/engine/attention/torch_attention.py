@@ -24,7 +24,7 @@ def torch_attention(
     output = query.new_empty((*query.shape[:2], layer.values.shape[-1]))
     query = query if _is_plain(options) else query.float()
     for sequences, places in rows:
-        output[places] = _attend_rows(query[places], layer, batch, options, sequences)
+        output[places] = _attend_rows(query[places], layer, batch, options, sequences).to(output.dtype)
     for sequence, first, stop in chunks:
         output[first:stop] = _attend_chunk(query[first:stop], layer, batch, options, sequence)
     return output

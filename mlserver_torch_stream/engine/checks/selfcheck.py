@@ -236,14 +236,19 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error of the check above that has nothing to do with batching ends the load.
+    So an error of the check above that has nothing to do with batching ends the load, and so does NaN, which differs
+    from itself.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
-    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    config = GenerationConfig(
+        max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+    )
     try:
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     except Exception as error:
         raise LoadFailed(f"the model cannot generate: {in_a_line(error)}") from error
+    if any(bool(logits.isnan().any()) for logits in found.logits):
+        raise LoadFailed("the model's logits are NaN: its config does not describe its weights")
 
 
 def check_forward(

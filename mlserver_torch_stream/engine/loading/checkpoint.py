@@ -28,7 +28,7 @@ Tensors = Mapping[str, StoredTensor]
 
 _OTHER_CONFIGS = ("generation_config.json", "tokenizer_config.json")
 _MAX_DEPTH = 64  # levels of a JSON file; libraries walk it recursively
-_MAX_JSON_BYTES = 2**24  # an index of 100,000 weights has 9 MB
+_MAX_JSON_BYTES = 2**25  # an index of 200,000 weights has 22 MB
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -214,7 +214,7 @@ def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
     """Refuses weights that the config calls quantised and that are dense, or dense and that are quantised."""
     own = next((fields["quantization_config"] for fields in _levels(config) if fields.get("quantization_config")), None)
     if own is None:
-        packed = next((name for name, tensor in tensors.items() if re.match(r"F[468]", tensor.dtype)), None)
+        packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)
         if packed is not None:
             raise LoadFailed(
                 f"{packed} is stored as {tensors[packed].dtype}, and config.json names no quantization_config"

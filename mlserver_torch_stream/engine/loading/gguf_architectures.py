@@ -228,7 +228,10 @@ def _has_bias(file: GgufFile, modules: Mapping[str, str]) -> bool:
 def _experts_used(file: GgufFile) -> int:
     if (function := file.take("expert_gating_func", int)) not in (None, _SOFTMAX):
         raise file.refused("expert_gating_func", f"is {function}, which is not supported here")
-    return file.need("expert_used_count", int)
+    used, count = file.need("expert_used_count", int), file.need("expert_count", int)
+    if not 1 <= used <= count:
+        raise file.refused("expert_used_count", f"is {used} of {count} experts")
+    return used
 
 
 def _refuse_single_experts(file: GgufFile) -> None:

@@ -6,6 +6,7 @@ read: the package gguf takes 5 MB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,16 @@ T = TypeVar("T", bool, int, float, str)
 # Keys of an architecture that change no result, whatever their value.
 _HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
 # Values with which a key means what its absence means.
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+    "attn_logit_softcapping": 0.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_weights_scale": 1.0,
+    "final_logit_softcapping": 0.0,
+    "pooling_type": 0,
+}
 
 
 class GgufFile:
@@ -45,7 +55,7 @@ class GgufFile:
     def take(self, key: str, kind: type[T]) -> T | None:
         """Returns the value of a key; None if it is absent. A list of equal values, one for each layer, is one value.
 
-        Raises LoadFailed if the value is of another type.
+        Raises LoadFailed if the value is of another type, negative, infinite or NaN.
         """
         if key not in self._keys:
             return None
@@ -55,6 +65,8 @@ class GgufFile:
             value = value[0]
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole if kind is int else (whole or isinstance(value, float)) if kind is float else isinstance(value, kind):
+            if kind in (int, float) and not 0 <= value < math.inf:
+                raise self.refused(key, f"is {value}")
             return kind(value)
         raise self.refused(key, f"is {str(value)[:80]} in place of one {kind.__name__}")
 
@@ -74,9 +86,13 @@ class GgufFile:
         return value
 
     def token_id(self, role: str) -> int | None:
-        """Returns the id of a special token, such as that of ``eos``."""
-        value = self._contents(f"tokenizer.ggml.{role}_token_id")
-        return value if isinstance(value, int) else None
+        """Returns the id of a special token, such as that of ``eos``. Raises LoadFailed if no token has it."""
+        name = f"tokenizer.ggml.{role}_token_id"
+        value = self._contents(name)
+        tokens = self.shape("token_embd.weight")[0]
+        if value is None or (isinstance(value, int) and 0 <= value < tokens):
+            return value
+        raise LoadFailed(f"the key {name} is {str(value)[:80]}, and the file has {tokens:,} tokens")
 
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
         self._tensors_left.discard(name)

@@ -54,6 +54,8 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
             raise file.refused("rope.scaling.yarn_ext_factor", "is not 1, which is not supported here")
         given = {name: file.take(key, float) for key, name in _YARN.items()}
         original = file.need("rope.scaling.original_context_length", int)
+        if original < 1:
+            raise file.refused("rope.scaling.original_context_length", f"is {original}")
         own = {name: value for name, value in given.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **own}
     if kind not in ("linear", "none", "longrope"):
