@@ -1,4 +1,4 @@
-"""``mlserver-torch-stream import-mar``: makes a folder that ``mlserver start`` serves from a TorchServe archive."""
+"""``mlserver-torch-stream import-mar``: makes a folder to serve from a TorchServe archive."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def import_mar(
         _write(folder, copied, model_settings(chosen, place, version, {**extra, **bounds}), force)
     finally:
         archive.close()
-    return [f"wrote {folder}/{SETTINGS}: start it with `mlserver start {folder}`", *notes]
+    return [f"wrote {folder}/{SETTINGS}: start it with `mlserver-torch-stream serve {folder}`", *notes]
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
