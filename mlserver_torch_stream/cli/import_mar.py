@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mlserver_torch_stream.cli.argument_types import positive
+from mlserver_torch_stream.log_text import log_text
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.handlers.config.archive import Archive
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
         bounds = {key: number for key, number in bounds.items() if number is not None}
         lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties, bounds)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {log_text(error)}", file=sys.stderr)
         return 1
-    print("\n".join(lines))
+    print("\n".join(map(log_text, lines)))
     return 0
 
 

@@ -42,11 +42,11 @@ def main(argv: Sequence[str]) -> int:
     folder = OwnFolder()
     try:
         variables, lines = prepare(arguments, folder.path)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("\n".join(map(log_text, lines)), file=sys.stderr, flush=True)
         os.environ.update(variables)
         start_mlserver(str(folder.path))
     except (LoadFailed, SettingsError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {log_text(error)}", file=sys.stderr)
         return 1
     finally:
         folder.remove()
@@ -115,7 +115,7 @@ def write_models(
             if isinstance(error, SettingsError) and each.name is not None:  # the configuration gives a wrong name
                 raise SettingsError(why) from None
             _write_settings(folder / path.name, unreadable_settings(path.name, why))
-            lines.append(f"not served: {log_text(why)}")
+            lines.append(f"not served: {why}")
             continue
         if each.version not in (None, version):
             place = f"config.properties: model_snapshot: {name} {each.version}"

@@ -168,7 +168,8 @@ _MAR, DEFAULT_VERSION = "marName", "defaultVersion"
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot says of it."""
+    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot
+    says of it."""
 
     path: Path
     name: str | None = None
