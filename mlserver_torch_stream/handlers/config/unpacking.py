@@ -183,13 +183,13 @@ class _Target:
             for chunk in self._counted(content):
                 file.write(chunk)
 
-    def skip(self, content: IO[bytes]) -> None:
+    def skip(self, content: IO[bytes] | gzip.GzipFile) -> None:
         """Reads what follows the last member to its end, within the same bound; a record of padding is usual."""
         self._bytes = -tarfile.RECORDSIZE
         for _ in self._counted(content):
             pass
 
-    def _counted(self, content: IO[bytes]) -> Iterator[bytes]:
+    def _counted(self, content: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
         while chunk := content.read(_CHUNK):
             self._bytes += len(chunk)
             if self._bytes > self._most_bytes:
