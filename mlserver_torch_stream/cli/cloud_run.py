@@ -244,7 +244,7 @@ def _described(planned: RunPlan) -> str:
         lines.append(f"chunks: {count} of at most {format_bytes(run.chunking.chunk_bytes)}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:
-        lines.append(f"missing: {len(missing)}: {', '.join(missing[:5])}")
+        lines.append(f"cannot be read: {len(missing)}, each an error row: {', '.join(missing[:5])}")
     if planned.output is None:
         lines.append("output: stdout")
     else:

@@ -227,6 +227,45 @@ def test_keys_that_the_library_has_no_name_for_are_error_rows_in_their_places_an
     }
 
 
+@pytest.mark.parametrize("unnameable", [False, True])
+def test_a_place_in_a_bucket_is_taken_as_it_is_written(
+    aws: dict[str, str], bucket: str, server: ModelServer, unnameable: bool
+) -> None:
+    """Also by our own listing, where a key has no name in the library."""
+    for key in ("50%25 a?b#c/a.txt", "50% a?b#c/no.txt", "50%25 a/no.txt", *(["50%25 a?b#c/e//f.txt"] * unnameable)):
+        _put_raw(aws, f"/{bucket}/{key}", b"text")
+    place = f"s3://{bucket}/50%25 a?b#c"
+    assert cloud("run", "--input", place, "--url", server.url, "--output", f"s3://{bucket}/out#1?") == int(unnameable)
+
+    async def read() -> tuple[list[str], bytes]:
+        keys = [info.key async for info in Store.open(f"s3://{bucket}/").list()]
+        part = await Store.open(f"s3://{bucket}/out#1?").get("part-000000.jsonl")
+        await settle()
+        return keys, part
+
+    if unnameable:
+        plain_http.delete(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/{quote('50%25 a?b#c/e//f.txt')}")
+    keys, part = asyncio.run(read())
+    assert "out#1?/part-000000.jsonl" in keys
+    found = [json.loads(line)["key"] for line in part.splitlines()]
+    assert found == ["a.txt", *(["e//f.txt"] * unnameable)]
+
+
+def test_a_place_that_the_library_would_change_is_refused() -> None:
+    for place in ("a/../b", "a/./b", "a//b", "a\nb"):
+        with pytest.raises(RunRefused, match="has no way to name it"):
+            Store.open(f"s3://bucket/{place}", {"region": "us-east-1"})
+
+
+def test_a_listing_of_our_own_is_signed_for_the_region_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    listing = S3Listing.find("s3://b/in", {"access_key_id": "k", "secret_access_key": "s"}, _SOON_S)
+    assert listing is not None and listing.credentials is not None
+    assert (listing.endpoint, listing.credentials.region) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
+
+
 def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_listed_otherwise(
     aws: dict[str, str], bucket: str, server: ModelServer, capfd: Any
 ) -> None:
@@ -270,7 +309,15 @@ def test_an_output_within_the_input_is_seen_however_either_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for inner, outer in ((".", "."), ("out", "."), (f"{tmp_path}/in/x", "./in"), ("file://" + str(tmp_path), "..")):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to("in")
+    for inner, outer in (
+        (".", "."),
+        ("out", "."),
+        ("link/out", "in"),
+        (f"{tmp_path}/in/x", "./in"),
+        ("file://" + str(tmp_path), ".."),
+    ):
         assert lies_within(inner, outer)
     for inner, outer in (("out", "in"), ("s3://b/input", "s3://b/in"), ("in", "s3://b"), (".", "in")):
         assert not lies_within(inner, outer)
