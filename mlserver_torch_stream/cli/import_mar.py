@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         bounds = {key: number for key, number in bounds.items() if number is not None}
         lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties, bounds)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
-        print(f"error: {log_text(error)}", file=sys.stderr)
+        print(f"error: {log_text(error).removeprefix('parameters.uri: ')}", file=sys.stderr)
         return 1
     print("\n".join(map(log_text, lines)))
     return 0

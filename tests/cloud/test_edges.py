@@ -324,6 +324,9 @@ def test_an_output_within_the_input_is_seen_however_either_is_spelled(
 def test_a_glob_and_an_address_that_mean_nothing_are_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(RunRefused, match=r"--glob: \[z-a\]"):
         glob_pattern("[z-a]*")
+    (tmp_path / "a.jsonl").write_text("")
+    assert cloud("run", "--input", tmp_path / "a.jsonl", "--glob", "*.txt", "--dry-run") == 2
+    assert "--glob: chooses among several objects, and --input names one: a.jsonl" in capsys.readouterr().err
     assert cloud("run", "--input", tmp_path, "--url", "http://[::1") == 2
     assert "--url: http://[::1 does not say" in capsys.readouterr().err
 

@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, capsys: py
         (wrong, "batchSize"),
         (named, "not a valid name for a model"),
         (steering, "cannot read \\x9b2J: "),
-        (str(tmp_path / "none.mar"), "no such"),
+        (str(tmp_path / "none.mar"), "error: no such archive"),
     ):
         assert main(["import-mar", uri, "--into", str(tmp_path / "models")]) == 1
         assert said in capsys.readouterr().err
