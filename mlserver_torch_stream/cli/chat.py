@@ -20,6 +20,7 @@ from mlserver_torch_stream.cli.argument_types import KEY_VARIABLE, key_in_file, 
 from mlserver_torch_stream.client import Delta, ToolCallDelta
 from mlserver_torch_stream.client.address import without_credentials
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         with _open_client(arguments) as server:
             model = arguments.model or _only_model(server, arguments.url)
             chat = Chat(server, model, _parameters(arguments), arguments.system)
-            return chat.run(sys.stdin, sys.stdout, f"{model} at {without_credentials(arguments.url)}")
+            return chat.run(sys.stdin, sys.stdout, log_text(f"{model} at {without_credentials(arguments.url)}"))
     except (client.ClientError, ValueError) as error:
         _complain(error)
     except BrokenPipeError:
@@ -264,7 +265,8 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
 
 def _complain(error: object) -> None:
     """In one line, whatever the server said."""
-    print(f"error: {' '.join(without_key(str(error)).split())[:_MAX_ERROR_CHARACTERS]}", file=sys.stderr)
+    text = " ".join(without_key(str(error)).split())[:_MAX_ERROR_CHARACTERS]
+    print(f"error: {log_text(text)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mlserver_torch_stream.cli.cloud_options import INTERRUPTED, REFUSED, check, parser
 from mlserver_torch_stream.cli.interruptible import Interrupted, LeftBehind, leave
 from mlserver_torch_stream.cloud.rows import RunRefused
+from mlserver_torch_stream.log_text import log_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,5 +36,5 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted before anything was inferred", file=sys.stderr)
         return INTERRUPTED
     except RunRefused as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {log_text(error.message)}", file=sys.stderr)
         return REFUSED

@@ -17,6 +17,7 @@ from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run import plan
 from mlserver_torch_stream.cloud.sink import Done, find_done
 from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.log_text import log_text
 
 
 def run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -70,5 +71,5 @@ def run_lane(argv: Sequence[str]) -> int:
 
 
 def _refused(error: RunRefused) -> int:
-    print(f"error: {error.message}", file=sys.stderr)
+    print(f"error: {log_text(error.message)}", file=sys.stderr)
     return options.REFUSED

@@ -30,6 +30,7 @@ from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, Row, RunRefused, StorageFull
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.log_text import log_text
 
 _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
@@ -76,7 +77,8 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
         status = options.ENDED
     if not arguments.dry_run:
-        say(summary(metrics, stopwatch.elapsed()))
+        for line in summary(metrics, stopwatch.elapsed()).splitlines():
+            say(line)
         if arguments.metrics is not None:
             _write_metrics(arguments.metrics, metrics)
     return status
@@ -242,7 +244,7 @@ def _described(planned: RunPlan) -> str:
         lines.append(f"chunks: {count} of at most {format_bytes(run.chunking.chunk_bytes)}")
     missing = [each.info.key for each in objects if each.failure is not None]
     if missing:
-        lines.append(f"missing: {len(missing)}: {', '.join(missing[:5])}")
+        lines.append(f"cannot be read: {len(missing)}, each an error row: {', '.join(missing[:5])}")
     if planned.output is None:
         lines.append("output: stdout")
     else:
@@ -250,7 +252,7 @@ def _described(planned: RunPlan) -> str:
         if planned.done.failed:
             there += f" with {planned.done.failed} failed rows" + (" to try again" if run.retry_failed else "")
         lines.append(f"output: {planned.output.url}, parts of {run.part_rows} rows, {there}")
-    return "\n".join(lines)
+    return "\n".join(map(log_text, lines))
 
 
 def _write_metrics(path: str, metrics: RunMetrics) -> None:
@@ -261,4 +263,5 @@ def _write_metrics(path: str, metrics: RunMetrics) -> None:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Prints one line, whatever a server, a handler or a key has put into it."""
+    print(log_text(text), file=sys.stderr, flush=True)

@@ -47,6 +47,8 @@ def _check(arguments: argparse.Namespace) -> None:
                 raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
             raise RunRefused("--queue: SQS reports objects in s3:// alone; without it --input is polled")
+        if arguments.queue is not None:
+            read_credentials(os.environ)  # before a model is loaded
         if lies_within(arguments.output, arguments.input):
             raise RunRefused("--output: lies within --input, so that results would be read as input")
 

@@ -1,4 +1,4 @@
-"""``mlserver-torch-stream import-mar``: makes a folder that ``mlserver start`` serves from a TorchServe archive."""
+"""``mlserver-torch-stream import-mar``: makes a folder to serve from a TorchServe archive."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mlserver_torch_stream.cli.argument_types import positive
+from mlserver_torch_stream.log_text import log_text
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.handlers.config.archive import Archive
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
         bounds = {key: number for key, number in bounds.items() if number is not None}
         lines = import_mar(arguments.archive, Path(arguments.into), arguments.name, arguments.force, properties, bounds)
     except (LoadFailed, SettingsError, OSError, UnicodeDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {log_text(error).removeprefix('parameters.uri: ')}", file=sys.stderr)
         return 1
-    print("\n".join(lines))
+    print("\n".join(map(log_text, lines)))
     return 0
 
 
@@ -73,7 +74,7 @@ def import_mar(
         _write(folder, copied, model_settings(chosen, place, version, {**extra, **bounds}), force)
     finally:
         archive.close()
-    return [f"wrote {folder}/{SETTINGS}: start it with `mlserver start {folder}`", *notes]
+    return [f"wrote {folder}/{SETTINGS}: start it with `mlserver-torch-stream serve {folder}`", *notes]
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:

@@ -60,7 +60,7 @@ class EngineInfer:
             resolved = parse_settings(model, extra)
             built = await in_a_thread(lambda: build(resolved, "cloud", lambda error: None))
         except (SettingsError, LoadFailed) as error:
-            raise RunRefused(f"--model: {error}") from None
+            raise RunRefused(f"--model: {str(error).removeprefix('parameters.uri: ')}") from None
         metrics.load_model_latency_milli_secs.update(round((time.monotonic() - began) * 1e3))
         metrics.model_byte_size.update(_peak_bytes() - before)
         source = resolved.source.name

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         device_type = "cpu" if arguments.device == _HOST else "cuda"
         size = read_size(source, arguments.dtype, arguments.revision, device_type)
     except (SettingsError, LoadFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).removeprefix('parameters.uri: ')}", file=sys.stderr)
         return 2
     context = min(arguments.context, size.max_model_len)
     plans = plan_model(size, device, context, arguments.devices, on_host=arguments.device == _HOST)

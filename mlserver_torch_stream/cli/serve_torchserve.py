@@ -42,11 +42,11 @@ def main(argv: Sequence[str]) -> int:
     folder = OwnFolder()
     try:
         variables, lines = prepare(arguments, folder.path)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("\n".join(map(log_text, lines)), file=sys.stderr, flush=True)
         os.environ.update(variables)
         start_mlserver(str(folder.path))
     except (LoadFailed, SettingsError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {log_text(error)}", file=sys.stderr)
         return 1
     finally:
         folder.remove()
@@ -94,7 +94,8 @@ def write_models(
 ) -> list[str]:
     """Writes a model-settings.json for each. Raises SettingsError for a configuration that is wrong.
 
-    An archive that cannot be read becomes a model that cannot be loaded, so that the server's log has the reason.
+    An archive that is missing, cannot be read, or is the second of a model and version becomes a model that cannot be
+    loaded, so that the server's log has the reason.
     """
     from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
     from mlserver_torch_stream.server.lifecycle.unreadable_model import unreadable_settings
@@ -104,20 +105,22 @@ def write_models(
     for each in stored:
         path = each.path.absolute()
         try:
+            if not path.exists():
+                raise LoadFailed(f"{path}: there is no such archive in the model store")
             name, version, yaml = read_named(path, each.name)
+            if (name, version) in served:
+                raise LoadFailed(f"{path}: {served[name, version]} is version {version} of {name} already")
         except (LoadFailed, SettingsError) as error:
             why = f"{path}: {error}" if isinstance(error, SettingsError) else str(error)
             if isinstance(error, SettingsError) and each.name is not None:  # the configuration gives a wrong name
                 raise SettingsError(why) from None
             _write_settings(folder / path.name, unreadable_settings(path.name, why))
-            lines.append(f"not served: {log_text(why)}")
+            lines.append(f"not served: {why}")
             continue
         if each.version not in (None, version):
             place = f"config.properties: model_snapshot: {name} {each.version}"
             problem = f"{path.name} is version {version}, and a model has the version of its archive"
             raise SettingsError(f"{place}: {problem}")
-        if (name, version) in served:
-            raise SettingsError(f"{each.path} and {served[name, version]} are both version {version} of {name}")
         served[name, version] = each.path
         extra = {**defaults.extra(name, version, yaml), **_own_extra(each, properties, name, version)}
         _write_settings(folder / name / version, model_settings(name, str(path), version, extra))

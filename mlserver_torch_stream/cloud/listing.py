@@ -60,6 +60,8 @@ async def list_objects(place: InputLocation, glob: str | None, manifest: bytes |
     if manifest is not None:
         return await heads(place.store, _manifest_keys(manifest), retry)
     if place.only is not None:
+        if glob is not None:
+            raise RunRefused(f"--glob: chooses among several objects, and --input names one: {place.only}")
         return await heads(place.store, [place.only], retry)
     pattern = glob_pattern(glob or "**")
     found = await _without_folders(place.store, await retry.run(_listed, place.store, pattern), retry)

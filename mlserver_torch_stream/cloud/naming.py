@@ -125,7 +125,7 @@ def lies_within(inner: str, outer: str) -> bool:
 
 def _place(url: str) -> str:
     local = "://" not in url or url.startswith("file://")
-    return (os.path.abspath(os.path.expanduser(url.removeprefix("file://"))) if local else url).rstrip("/")
+    return (os.path.realpath(os.path.expanduser(url.removeprefix("file://"))) if local else url).rstrip("/")
 
 
 def digest(value: Mapping[str, Any]) -> str:

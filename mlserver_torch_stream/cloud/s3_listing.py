@@ -37,7 +37,8 @@ class S3Listing:
         """None where the URL is not S3's, or the credentials or the address are not in ``options`` or the environment,
         but those of the machine's role, for example."""
         given = {f"AWS_{name.upper().removeprefix('AWS_')}": value for name, value in options.items()}
-        environ = {"AWS_REGION": "us-east-1", **os.environ, **given}
+        environ = {**os.environ, **given}
+        environ.setdefault("AWS_REGION", environ.get("AWS_DEFAULT_REGION") or "us-east-1")
         credentials = Credentials.find(environ)
         public = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
         hosted = environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true")

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from mlserver_torch_stream.cloud.backoff import Retry, within
 from mlserver_torch_stream.cloud.rows import (
@@ -70,6 +71,7 @@ _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is
 _LISTED_AT_ONCE = 1000
 _UNNAMED = "the library of stores has no way to name it"
 _UNNAMEABLE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # a key for which the library has no name
+_AS_KEY = {ord(each): quote(each) for each in "%?#"}
 _LOCK_LOOK_S = 0.01
 _SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
@@ -132,6 +134,9 @@ class Store:
                 if not make and not folder.is_dir():
                     return cls(obstore.store.MemoryStore(), str(folder), stall_s)
                 return cls(obstore.store.LocalStore(folder, mkdir=True), str(folder), stall_s)
+            place = url.partition("://")[2].strip("/")
+            if scheme in _SCHEMES and place and _UNNAMEABLE.search(place):
+                raise RunRefused(f"{url}: {_UNNAMED}")
             backend = _remote(url, scheme, dict(options or {}))
             return cls(backend, url.rstrip("/"), stall_s, scheme in _SCHEMES, options)
         except CloudError:
@@ -418,6 +423,8 @@ def _first_line(error: BaseException) -> str:
 def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
     import obstore.store
 
+    if scheme in _SCHEMES:  # a key, of which the library would decode %41, and drop what follows ? or #
+        url = url.translate(_AS_KEY)
     # ``within`` watches for silence and the caller retries: both keep the bytes that are received already.
     client: dict[str, Any] = {"timeout": "1h", "connect_timeout": "10s"}
     if scheme == "http" or _endpoint(options).startswith("http://"):

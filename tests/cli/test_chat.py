@@ -171,6 +171,12 @@ def test_a_refusal_of_many_lines_is_one_line() -> None:
     assert printed.count("\n") == 2 and len(printed) < 600
 
 
+def test_what_a_server_says_steers_no_terminal() -> None:
+    with scripted_server([b"\x1b]0;owned\x07\xc2\x9b2J\xe2\x80\xaego"], status=502) as server:
+        status, printed = _chat(server, "Hi\n", "--model", "m")
+    assert (status, printed) == (1, "\nerror: the server answered 502: \\x1b]0;owned\\x07\\x9b2J\\u202ego\n")
+
+
 def test_ctrl_c_just_behind_an_answer_leaves_the_conversation_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     class Keyboard(io.StringIO):
         def isatty(self) -> bool:

@@ -130,6 +130,16 @@ def test_how_many_failures_end_a_run(
     assert ("more than 0; the last: r2" in err) == (status == 3)
 
 
+def test_what_a_server_or_a_key_says_steers_no_terminal(rows: Path, server: ModelServer, capsys: Any) -> None:
+    (rows / "a.jsonl").rename(rows / "a\x9b2J.jsonl")
+    server.trouble = lambda prompt, before: {"message": "\x1b]0;owned\x07\nforged\u202e"}
+    typed = ("run", "--input", rows, "--url", server.url)
+    assert cloud(*typed, "--dry-run") == 0
+    assert "first: a\\x9b2J.jsonl, b.jsonl\n" in capsys.readouterr().out
+    assert cloud(*typed, "--fail-fast") == 3
+    assert " answered 400: \\x1b]0;owned\\x07\\nforged\\u202e\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -227,6 +227,43 @@ def test_keys_that_the_library_has_no_name_for_are_error_rows_in_their_places_an
     }
 
 
+@pytest.mark.parametrize("unnameable", [False, True])
+def test_a_place_in_a_bucket_is_taken_as_it_is_written(
+    aws: dict[str, str], bucket: str, server: ModelServer, unnameable: bool
+) -> None:
+    """Also by our own listing, where a key has no name in the library."""
+    for key in ("50%25 a?b#c/a.txt", "50% a?b#c/no.txt", "50%25 a/no.txt", *(["50%25 a?b#c/e//f.txt"] * unnameable)):
+        _put_raw(aws, f"/{bucket}/{key}", b"text")
+    place = f"s3://{bucket}/50%25 a?b#c"
+    assert cloud("run", "--input", place, "--url", server.url, "--output", f"s3://{bucket}/out#1?") == int(unnameable)
+
+    async def read() -> tuple[list[str], bytes]:
+        keys = [info.key async for info in Store.open(f"s3://{bucket}/out").list()]
+        part = await Store.open(f"s3://{bucket}/out#1?").get("part-000000.jsonl")
+        await settle()
+        return keys, part
+
+    keys, part = asyncio.run(read())
+    assert not keys
+    found = [json.loads(line)["key"] for line in part.splitlines()]
+    assert found == ["a.txt", *(["e//f.txt"] * unnameable)]
+
+
+def test_a_place_that_the_library_would_change_is_refused() -> None:
+    for place in ("a/../b", "a/./b", "a//b", "a\nb"):
+        with pytest.raises(RunRefused, match="has no way to name it"):
+            Store.open(f"s3://bucket/{place}", {"region": "us-east-1"})
+
+
+def test_a_listing_of_our_own_is_signed_for_the_region_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    listing = S3Listing.find("s3://b/in", {"access_key_id": "k", "secret_access_key": "s"}, _SOON_S)
+    assert listing is not None and listing.credentials is not None
+    assert (listing.endpoint, listing.credentials.region) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
+
+
 def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_listed_otherwise(
     aws: dict[str, str], bucket: str, server: ModelServer, capfd: Any
 ) -> None:
@@ -270,7 +307,15 @@ def test_an_output_within_the_input_is_seen_however_either_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for inner, outer in ((".", "."), ("out", "."), (f"{tmp_path}/in/x", "./in"), ("file://" + str(tmp_path), "..")):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to("in")
+    for inner, outer in (
+        (".", "."),
+        ("out", "."),
+        ("link/out", "in"),
+        (f"{tmp_path}/in/x", "./in"),
+        ("file://" + str(tmp_path), ".."),
+    ):
         assert lies_within(inner, outer)
     for inner, outer in (("out", "in"), ("s3://b/input", "s3://b/in"), ("in", "s3://b"), (".", "in")):
         assert not lies_within(inner, outer)
@@ -279,6 +324,9 @@ def test_an_output_within_the_input_is_seen_however_either_is_spelled(
 def test_a_glob_and_an_address_that_mean_nothing_are_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(RunRefused, match=r"--glob: \[z-a\]"):
         glob_pattern("[z-a]*")
+    (tmp_path / "a.jsonl").write_text("")
+    assert cloud("run", "--input", tmp_path / "a.jsonl", "--glob", "*.txt", "--dry-run") == 2
+    assert "--glob: chooses among several objects, and --input names one: a.jsonl" in capsys.readouterr().err
     assert cloud("run", "--input", tmp_path, "--url", "http://[::1") == 2
     assert "--url: http://[::1 does not say" in capsys.readouterr().err
 

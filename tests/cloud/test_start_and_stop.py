@@ -41,7 +41,7 @@ def test_a_run_whose_model_is_not_there_leaves_nothing_and_the_right_command_is_
     pytest.importorskip("torch")
     run = ("run", "--input", rows, "--output", tmp_path / "out")
     assert cloud(*run, "--model", "/nonexist") == 2
-    assert "--model: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "--model: no such file or folder: /nonexist" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cloud("watch", *run[1:], "--model", "/nonexist") == 2
     assert not (tmp_path / "out").exists()
     assert cloud(*run, "--url", server.url) == 0

@@ -294,11 +294,30 @@ def _encrypted(path: Path) -> str:
     return str(path)
 
 
+def _cut(path: Path) -> str:
+    path.write_bytes(Path(write_mar(path, _FILES, _MODEL)).read_bytes()[:-200])
+    return str(path)
+
+
+def _no_archive(path: Path) -> str:
+    path.write_bytes(b"<html>not found</html>")
+    return str(path)
+
+
+def _tar_without_its_last_bytes(path: Path) -> str:
+    """All members are whole; the checksum is not there."""
+    path.write_bytes(Path(_as_tar(path, _FILES, _MODEL)).read_bytes()[:-4])
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (_flipped, "cannot unpack .*decompressing"),
         (_encrypted, "cannot unpack .*encrypted"),
+        (_cut, "cannot unpack .*: it is a zip that is damaged or cut off"),
+        (_no_archive, "cannot unpack .*: it is neither a zip nor a .tar.gz"),
+        (_tar_without_its_last_bytes, "cannot unpack .*: Compressed file ended"),
         (lambda path: write_mar(path, {**_FILES, "model-config.yaml": "a: 2024-13-45"}, _MODEL), "cannot read"),
         (lambda path: write_mar(path, {"MAR-INF/MANIFEST.json": "[" * 200_000}), "not JSON"),
     ],

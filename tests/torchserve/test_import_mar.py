@@ -94,10 +94,12 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path, capsys: py
         tmp_path / "w.mar", {"config.yaml": "batchSize: many"}, {"handler": "h.py", "configFile": "config.yaml"}
     )
     named = write_mar(tmp_path / "n.mar", {}, {"modelName": "../out", "handler": "h.py"})
+    steering = write_mar(tmp_path / "s.mar", {}, {"modelName": "s", "handler": "h.py", "configFile": "\x9b2J"})
     for uri, said in (
         (wrong, "batchSize"),
         (named, "not a valid name for a model"),
-        (str(tmp_path / "none.mar"), "no such"),
+        (steering, "cannot read \\x9b2J: "),
+        (str(tmp_path / "none.mar"), "error: no such archive"),
     ):
         assert main(["import-mar", uri, "--into", str(tmp_path / "models")]) == 1
         assert said in capsys.readouterr().err

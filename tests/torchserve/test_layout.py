@@ -305,15 +305,12 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("number_of_gpu=-1", "number_of_gpu: must not be below 0, got -1"),
         ("service_envelope=\\ud83d", "half of a character is missing"),
         ("max_request_size=0", "max_request_size: must be above 0, got 0"),
-        ("load_models=none.mar", "load_models: no none.mar in the model store"),
         ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
         ("load_models=a=https://x.org/a.mar", "load_models: https://x.org/a.mar: nothing is downloaded"),
         ("load_models=a/b=dog.mar", "'a/b' is not a valid name for a model"),
-        ("load_models=x=dog.mar,x=dog.mar", "are both version 1.0 of x"),
         ("model_snapshot={", "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"modelCount":1}', "model_snapshot: must be a JSON object of models and their versions"),
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
-        ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', "model_snapshot: a 1: no no.mar in"),
         (
             'model_snapshot={"models":{"dog":{"2.0":{"marName":"dog.mar"}}}}',
             "model_snapshot: dog 2.0: dog.mar is version 1.0",
@@ -396,10 +393,33 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
         (
             f"cannot unpack {broken}: ",
             f"{store}/folder: ",
-            f"{store}/gone.mar: parameters.uri: no such archive",
+            f"{store}/gone.mar: there is no such archive",
             f"{store}/spaced.mar: 'a name of words' is not a valid name",
         )
     ):
         assert why[place].startswith(start)
     assert {"cat 1.0", "cat 2.0", "dog 1.0", "broken.mar None", "folder None"} < set(settings)
     assert variables["MLSERVER_TORCH_STREAM_SKIP_FAILED_MODELS"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("properties", "served", "why"),
+    [
+        ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: there is no", "{}/none.mar: there is no"]),
+        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is version 1.0 of x already"]),
+        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is version 1.0 of dog already"]),
+        ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', set(), ["{}/no.mar: there is no such archive"]),
+    ],
+)
+def test_an_archive_that_is_missing_or_is_there_twice_costs_its_own_model_alone(
+    folder: Path, properties: str, served: set[str], why: list[str]
+) -> None:
+    _properties(folder, properties)
+    settings, _, lines = _prepared(folder)
+    assert {name for name in settings if not name.endswith(" None")} == served
+    store = f"{folder}/model-store"
+    found = sorted(line for line in lines if line.startswith("not served: "))
+    assert len(found) == len(why)
+    for line, start in zip(found, why, strict=True):
+        assert line.startswith(f"not served: {start.format(store, store)}")
+        assert line.removeprefix("not served: ") in [each.get("extra", {}).get("why") for each in settings.values()]

@@ -179,7 +179,7 @@ def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
     except OSError as error:  # its text names the folder that the archive is unpacked into
         raise LoadFailed(f"cannot read {name}: {error.strerror}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise LoadFailed(f"cannot read {name}: {error}") from None
+        raise LoadFailed(f"cannot read {name}: {' '.join(str(error).split())}") from None  # a YAML error has lines
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")
     return found or {}

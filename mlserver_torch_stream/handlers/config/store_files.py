@@ -168,7 +168,8 @@ _MAR, DEFAULT_VERSION = "marName", "defaultVersion"
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot says of it."""
+    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot
+    says of it."""
 
     path: Path
     name: str | None = None
@@ -217,8 +218,6 @@ def _in_store(store: Path, file: str, place: str) -> Path:
     path = store / file
     if ".." in Path(file).parts or Path(file).is_absolute():
         raise SettingsError(f"{place}: {file} is not in the model store {store}")
-    if not path.exists():
-        raise SettingsError(f"{place}: no {file} in the model store {store}")
     return path
 
 

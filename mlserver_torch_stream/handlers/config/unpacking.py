@@ -35,6 +35,7 @@ _MAX_RATIO = 100
 _LEAST_BYTES = 1 << 30  # the bound of a small archive
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
 _CHUNK = 1 << 16  # bytes of one read, and the bound of a long name or other headers of one member
+_ZIP, _GZIP = b"PK", b"\x1f\x8b"
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
 
@@ -76,9 +77,19 @@ def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = e
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
             target.write(members)
+    elif _begins(archive, _ZIP):
+        raise zipfile.BadZipFile("it is a zip that is damaged or cut off")
+    elif not _begins(archive, _GZIP):
+        raise zipfile.BadZipFile("it is neither a zip nor a .tar.gz")
     else:
         with _BoundedReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
             target.write(_of_tar(tar))
+            target.skip(content)  # the checksum is behind the last member
+
+
+def _begins(archive: Path, signature: bytes) -> bool:
+    with archive.open("rb") as file:
+        return file.read(len(signature)) == signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +180,24 @@ class _Target:
 
     def _copy(self, content: IO[bytes], path: Path) -> None:
         with path.open("xb") as file:
-            while chunk := content.read(_CHUNK):
-                self._bytes += len(chunk)
-                if self._bytes > self._most_bytes:
-                    raise LoadFailed(
-                        f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
-                        f"if that is meant, set parameters.extra.{BYTES_KEY}"
-                    )
+            for chunk in self._counted(content):
                 file.write(chunk)
+
+    def skip(self, content: IO[bytes] | gzip.GzipFile) -> None:
+        """Reads what follows the last member to its end, within the same bound; a record of padding is usual."""
+        self._bytes = -tarfile.RECORDSIZE
+        for _ in self._counted(content):
+            pass
+
+    def _counted(self, content: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+        while chunk := content.read(_CHUNK):
+            self._bytes += len(chunk)
+            if self._bytes > self._most_bytes:
+                raise LoadFailed(
+                    f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
+                    f"if that is meant, set parameters.extra.{BYTES_KEY}"
+                )
+            yield chunk
 
 
 logger = logging.getLogger(__name__)
