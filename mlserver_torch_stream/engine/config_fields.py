@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from mlserver_torch_stream.errors import LoadFailed
@@ -44,8 +43,14 @@ def check_hub(hub_id: str, revision: str | None) -> None:
 
     huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
     """
-    if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
-        return
+    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # whose httpx takes memory
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
+            return
+    except HFValidationError:
+        return  # no hub id: reading its config says what is wrong
     hub = urlsplit(constants.ENDPOINT)
     port = hub.port or {"http": 80}.get(hub.scheme, 443)
     try:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from mlserver_torch_stream.engine.attention.paged_attention import (
@@ -28,6 +27,8 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCach
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Writes the keys and values of the new tokens, and returns the keys and values that a model's attention gets."""
 
+
+_MASKING = "transformers.masking_utils"  # by its name: importing it would import torch's compiler
 
 Positions = Callable[[torch.device], torch.Tensor]
 """Returns the positions ``[tokens]`` of a packed row's tokens, on a device."""
@@ -162,7 +163,7 @@ class MovedCache(StepCache):
         return length, self._moved(offset)
 
     def _moved(self, number: int) -> int:
-        if _asker() == masking_utils.__name__:
+        if _asker() == _MASKING:
             return number
         self.asked = True
         moved = number + self._more
