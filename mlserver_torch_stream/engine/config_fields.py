@@ -44,7 +44,7 @@ def check_hub(hub_id: str, revision: str | None) -> None:
     huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
     """
     from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # whose httpx takes memory
-    from huggingface_hub.utils import HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
