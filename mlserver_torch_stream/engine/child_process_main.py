@@ -17,8 +17,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from mlserver_torch_stream.engine.child_process import LOG, PACKAGE, RAISED, RETURNED
-from mlserver_torch_stream.engine.tensor_parallel.rank_main import die_with
+from mlserver_torch_stream.engine.child_process import LOG, PACKAGE, RAISED, RETURNED, die_with
 from mlserver_torch_stream.errors import LoadFailed
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings

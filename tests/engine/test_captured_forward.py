@@ -13,16 +13,16 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
+from mlserver_torch_stream.engine.batching import CapturedForwards
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.captured_forward import CapturedForwards
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.fingerprint import weights_key
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.model import prepare
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
-from mlserver_torch_stream.engine.prepared_model import prepare
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.settings import parse_settings

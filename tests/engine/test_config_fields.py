@@ -14,8 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import take_fast_path
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.checks.verify_native import take_fast_path
 from mlserver_torch_stream.engine.config_fields import declared_fields
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from tests.engine.test_native import prefilled

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.settings import parse_settings

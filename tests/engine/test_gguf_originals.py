@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers

@@ -21,18 +21,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from mlserver_torch_stream.engine import factory, prepared_model
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
+from mlserver_torch_stream.engine.model import prepare
 from mlserver_torch_stream.engine.native import packed_rows, weights
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.prepared_model import prepare
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
@@ -215,7 +215,7 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

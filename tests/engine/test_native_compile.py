@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.native import compile_kernels as compiling
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library

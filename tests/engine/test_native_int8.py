@@ -16,8 +16,8 @@ from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_mod
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import verify_native
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import take_rounded
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.checks.verify_native import take_rounded
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise, round_weights
@@ -141,7 +141,7 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
-    from mlserver_torch_stream.engine.factory import build_engine
+    from mlserver_torch_stream.engine.build import build_engine
 
     resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.replicas import ReplicatedEngine
 from mlserver_torch_stream.engine.step.batcher import BatcherReplacement

@@ -19,7 +19,7 @@ import torch
 
 from mlserver_torch_stream.engine import forward_choice
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.fingerprint import weights_key
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 from mlserver_torch_stream.engine.process_resources import ProcessResources

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from mlserver_torch_stream.engine import prepared_model
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.prepared_model import prepare_ranks
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.ranks import prepare_ranks
 from mlserver_torch_stream.engine.tensor_parallel import rank_group, shard
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed
 from mlserver_torch_stream.settings import parse_settings

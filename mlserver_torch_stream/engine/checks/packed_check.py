@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,14 +15,13 @@ from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.checks.packed_check import check_packed
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.checks.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
@@ -43,50 +40,10 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
+from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.stage_log import stage
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
-from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache, RankedForward
-from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
-from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard, send_settings
-from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
-from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.settings import ResolvedSettings
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedModel:
-    """Rank 0's shard and the leader of the other ranks. ``cache`` makes a cache on all ranks, like ``PagedCache``."""
-
-    shard: Shard
-    leader: Leader
-    cache: Callable[..., RankedCache]
-    forward: RankedForward
-
-
-def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Blocks while all ranks load. Ends all ranks before it raises LoadFailed. ``module`` is that of ``form``."""
-    settings = resolved.settings
-    check_settings(settings)
-    if files.gguf_file is not None:
-        raise LoadFailed(f"{KEY}: needs the converted {files.gguf_file.name}: set a writable cache_dir")
-    revision, trust = settings.revision or "main", settings.trust_remote_code
-    config = read_config(resolved.source.name, files.location, revision=revision, trust_remote_code=trust)
-    check_model(config, settings.tensor_parallel_size)
-    group, other_ranks = form(settings.tensor_parallel_size, os.environ, module)
-    try:
-        send_settings(resolved, group)
-        shard = load_shard(resolved, group)
-    except BaseException as error:
-        fate = other_ranks.fate(0 if isinstance(error, LoadFailed) else 1)
-        other_ranks.end(0)
-        group.leave()
-        if isinstance(error, RuntimeError):
-            raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
-        raise
-    leader = Leader(group, other_ranks)
-    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader, group))
-
 
 logger = logging.getLogger(__name__)
 

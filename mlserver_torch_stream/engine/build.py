@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from mlserver_torch_stream.engine.api import Engine
-from mlserver_torch_stream.engine.batcher_choice import choose_batcher
+from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.code_pages import drop_code
@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, l
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
-from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
+from mlserver_torch_stream.engine.model import PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
