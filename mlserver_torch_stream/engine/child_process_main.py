@@ -1,4 +1,4 @@
-"""The process that ``load_process`` starts: it calls one function.
+"""The process that ``child_process`` starts: it calls one function.
 
 It imports modules, then reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
 to its parent, as pickles on a pipe. It ends when its parent ends.

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
-from mlserver_torch_stream.engine import factory, prepared_model
+from mlserver_torch_stream.engine import build as build_module
+from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
@@ -122,7 +123,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", check_with_wrong_kernels)
+    monkeypatch.setattr(model_module, "check_packed", check_with_wrong_kernels)
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
         summary(tiny_file, kernel_cache)
 
@@ -130,7 +131,7 @@ def test_kernels_that_compute_something_else_fail_the_load(
 def test_a_killed_process_of_the_check_fails_the_load(
     tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", die)
+    monkeypatch.setattr(model_module, "check_packed", die)
     with pytest.raises(LoadFailed, match="the process that loads the model was killed by SIGKILL"):
         summary(tiny_file, kernel_cache)
 
@@ -146,7 +147,7 @@ def test_a_killed_process_of_the_check_fails_the_load(
 def test_a_file_or_kernels_other_than_the_checked_ones_fail_the_load(
     check: Any, said: str, tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", check)
+    monkeypatch.setattr(model_module, "check_packed", check)
     cache = shutil.copytree(kernel_cache, tmp_path / "cache")  # of this test alone: a file in it is removed
     with pytest.raises(LoadFailed, match=rf"extra\.weights: packed cannot be used here: .*{said}"):
         summary(write_tiny_gguf(tmp_path / "tiny.gguf"), cache)
@@ -176,7 +177,7 @@ def test_a_load_that_fails_after_the_engine_has_started_stops_it(
         raise MemoryError
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(factory, "drop_code", no_memory)
+    monkeypatch.setattr(build_module, "drop_code", no_memory)
     with pytest.raises(MemoryError):
         summary(tiny_file, kernel_cache)
     assert set(threading.enumerate()) <= before

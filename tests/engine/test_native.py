@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.checks import verify_native
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -218,7 +218,7 @@ def test_kernels_that_compute_something_else_are_found_out(
             super().__init__(*args)  # type: ignore[arg-type]
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
+    monkeypatch.setattr(forward_choice, "NativeForward", Wrong)
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         assert "differ" in str(kernels_of(model, folder))
         assert check_forward(model, ModelForward(model)) is None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks import verify_native
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import take_rounded
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
@@ -93,7 +93,7 @@ def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeyp
             super().__init__(*args, **options)
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
+    monkeypatch.setattr(forward_choice, "NativeForward", Wrong)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .* differ from the model's"):
         take_rounded(ExpectedLogits(model), check_batching(model), 1, folder, "int8")
 

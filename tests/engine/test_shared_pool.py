@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine import forward_choice
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.fingerprint import weights_key
 from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
 from mlserver_torch_stream.engine.process_resources import ProcessResources

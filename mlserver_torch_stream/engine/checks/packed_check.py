@@ -1,6 +1,6 @@
 """Loads packed weights into transformers' model, and checks that our kernels give its logits with them.
 
-``prepared_model`` runs this in a process of its own.
+``engine.model`` runs this in a process of its own.
 """
 
 from __future__ import annotations
