@@ -36,9 +36,9 @@ from mlserver_torch_stream.engine.model import PreparedModel
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
-from mlserver_torch_stream.engine.process_resources import ProcessResources
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.step.drafts import PromptLookup

@@ -24,13 +24,12 @@ from mlserver_torch_stream.engine.loading.code_pages import drop_code
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
 from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
-from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
 from mlserver_torch_stream.engine.model import PreparedModel, give_back_weights, prepare
-from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.shared_pool import PROCESS, Lease, ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed

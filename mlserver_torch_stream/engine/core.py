@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.event_delivery import Inbox, end_for_readers, post_events
+from mlserver_torch_stream.engine.failures import in_short
+from mlserver_torch_stream.engine.fair_lock import FairLock, Work
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import FairLock, Work
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
 from mlserver_torch_stream.engine.scheduler.queue import Admission

@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check
 from mlserver_torch_stream.engine.checks.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
@@ -32,15 +33,14 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
-from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
-from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
+from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.settings import ResolvedSettings

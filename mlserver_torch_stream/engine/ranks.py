@@ -32,7 +32,7 @@ from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, decode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together

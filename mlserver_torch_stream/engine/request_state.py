@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.client_messages import log_failure
+from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
 from mlserver_torch_stream.engine.text.detokenizer import StopStrings

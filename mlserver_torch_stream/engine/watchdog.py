@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.event_delivery import end_for_readers
-from mlserver_torch_stream.engine.process_resources import Work
+from mlserver_torch_stream.engine.failures import StepTimeout
+from mlserver_torch_stream.engine.fair_lock import Work
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.scheduler.limits import Deadlines, QueueLimits
 from mlserver_torch_stream.errors import TimedOut

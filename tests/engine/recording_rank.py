@@ -20,8 +20,8 @@ from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention, Ga
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.engine.rank_main import main
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from tests.engine.tape import TapeRecorder
 
 

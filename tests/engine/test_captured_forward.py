@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.model import prepare
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.emulated import laid_out

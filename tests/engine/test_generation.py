@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import (
     EOS,

@@ -34,7 +34,7 @@ from mlserver_torch_stream.engine.native import packed_rows, weights
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled

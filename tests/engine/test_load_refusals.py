@@ -15,7 +15,7 @@ from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig,
 
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading.model_files import SERVED, refuse_other_kinds
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny_gguf import write_tiny_gguf

@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import errors_of

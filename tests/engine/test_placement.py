@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of

@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tokens_of

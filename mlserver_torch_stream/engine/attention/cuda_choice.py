@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.comparison import in_a_line
+from mlserver_torch_stream.engine.failures import in_a_line
 
 _TRIAL_TOKENS = 10_000  # of the longest sequence of a trial
 _CHUNK = 70  # new tokens of a prompt in a trial

@@ -10,7 +10,7 @@ import torch
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
 from mlserver_torch_stream.engine.machine import Host
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
 # Share of a GPU's free memory after loading. The rest is for activations, for the memory of CUDA graphs, and for the

@@ -21,8 +21,8 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_forward, check_kernels
 from mlserver_torch_stream.engine.checks.verify_attention import AttentionChoice, take_attention_kernels
-from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way

@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import in_a_line
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
