@@ -32,7 +32,7 @@ from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.machine import Host, read_host
-from mlserver_torch_stream.engine.model import PreparedModel
+from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
@@ -70,14 +70,14 @@ class BatcherChoice:
 
 
 def choose_batcher(
-    resolved: ResolvedSettings,
+    load: ModelLoad,
     prepared: PreparedModel,
     loaded: LoadedModel,
     samplers: SamplerFactory,
     owner: object,
-    resources: ProcessResources,
 ) -> BatcherChoice:
     """``owner`` is that of ``cache_budget``. Raises LoadFailed."""
+    resolved, resources = load.resolved, load.resources
     problem = _why_serial(resolved, prepared, loaded)
     if problem is not None:
         return _batch_serially(resolved, prepared, loaded, samplers, problem)

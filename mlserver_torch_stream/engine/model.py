@@ -36,6 +36,7 @@ from mlserver_torch_stream.engine.loading.placement import (
 from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
@@ -46,6 +47,23 @@ from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """What all steps of a load need. ``threads``: those of torch and of our kernels."""
+
+    resolved: ResolvedSettings
+    threads: int
+    resources: ProcessResources
+
+    @property
+    def kernels(self) -> KernelOptions:
+        return KernelOptions(self.threads, self.resolved.cache_dir)
+
+    def lock_on(self, device: torch.device) -> FairLock:
+        """Returns the lock of the engines that share a device. The engines of one model alone share its GPU."""
+        return self.resources.cpu_lock if device.type == "cpu" else FairLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +96,13 @@ class PreparedModel:
         check_devices({self.device, *self.findings.specs})
 
 
-def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
+def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """Raises LoadFailed."""
-    settings = resolved.settings
+    resolved, settings = load.resolved, load.resolved.settings
     if files.packed:
-        return _prepare_packed(files, resolved, threads, resources)
+        return _prepare_packed(files, load)
     if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(files, resolved, resources)
+        return _prepare_ranks(files, load)
     if launched(os.environ):
         waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
@@ -105,27 +123,25 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
         if findings.problem is not None:
             check_generate(weights.model)
         else:
-            choice = choose_forward(expected, findings, settings, threads, resolved.cache_dir)
+            choice = choose_forward(expected, findings, settings, load.kernels)
             if settings.pipeline == "auto" and isinstance(choice.forward, ModelForward):
-                pipeline = take_pipeline(weights.model, threads, choice.forward)
+                pipeline = take_pipeline(weights.model, load.threads, choice.forward)
         del expected  # its logits and caches take memory
     device = input_device(weights.model)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
-    fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
+    fair_lock = None if pipeline is not None else load.lock_on(device)
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
-def _prepare_packed(
-    files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
-) -> PreparedModel:
+def _prepare_packed(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """The only way of a load that leaves transformers' modeling code out of this process. Raises LoadFailed."""
-    folder, name, cache_dir = Path(files.location), resolved.source.name, resolved.cache_dir
+    folder, name = Path(files.location), load.resolved.source.name
     try:
-        checked = in_process(check_packed, folder, name, threads, cache_dir)
+        checked = in_process(check_packed, folder, name, load.kernels)
         with torch.inference_mode():
             decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
-            forward = NativeForward(decoder, threads, cache_dir)
+            forward = NativeForward(decoder, load.kernels)
     except (NotPacked, NoKernels, UnsupportedLayout, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if forward.variant != checked.variant:
@@ -135,18 +151,16 @@ def _prepare_packed(
     logger.info("Loaded the weights of %s", name)
     choice, device = ForwardChoice(forward), torch.device("cpu")
     return PreparedModel(
-        checked.weights, checked.findings, choice, device, resources.cpu_lock, placement=checked.placement
+        checked.weights, checked.findings, choice, device, load.lock_on(device), placement=checked.placement
     )
 
 
-def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
-    ranks = prepare_ranks(files, resolved)
+def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
+    ranks = prepare_ranks(files, load.resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
-    fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()
-    return PreparedModel(
-        weights, findings, ForwardChoice(ranks.forward, ranks.shard.attention), device, fair_lock, ranks=ranks
-    )
+    choice = ForwardChoice(ranks.forward, ranks.shard.attention)
+    return PreparedModel(weights, findings, choice, device, load.lock_on(device), ranks=ranks)
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -29,8 +29,9 @@ from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
-from mlserver_torch_stream.engine.model import prepare
+from mlserver_torch_stream.engine.model import ModelLoad, prepare
 from mlserver_torch_stream.engine.native import packed_rows, weights
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.structure import read_decoder
@@ -77,7 +78,7 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     with torch.inference_mode():
         exact = expected(ids).logits[0]
         assert torch.allclose(packed.model(ids).logits[0], exact, atol=1e-3 * exact.std().item())
-        forward, findings = verify_packed(packed.model, read_decoder(packed.model), 2, folder)
+        forward, findings = verify_packed(packed.model, read_decoder(packed.model), KernelOptions(2, folder))
         got, _ = prefilled(forward, expected, PROMPT, chunk=4)
     assert findings.problem is None and findings.chunked
     assert (got - exact[-1]).pow(2).mean().sqrt() < 0.1 * exact.std()
@@ -192,7 +193,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         files = locate_packed(resolved)
         assert files is not None
-        prepared = prepare(files, resolved, 2, ProcessResources())
+        prepared = prepare(files, ModelLoad(resolved, 2, ProcessResources()))
     assert prepared.choice is not None and prepared.findings.problem is None and prepared.findings.chunked
     logged = " | ".join(record.getMessage() for record in caplog.records)
     converted, compared = "Converting tiny.gguf once", "Comparing the logits of the kernels with those of transformers"
@@ -201,7 +202,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     with torch.inference_mode():
         (got, _), (expected, _) = (
             prefilled(forward, model, PROMPT, chunk=4)
-            for forward in (prepared.choice.forward, NativeForward(model, 2, kernel_cache))
+            for forward in (prepared.choice.forward, NativeForward(model, KernelOptions(2, kernel_cache)))
         )
     assert torch.equal(got, expected)
     tokenizer, usual = load_tokenizer(files, resolved), AutoTokenizer.from_pretrained(files.location)
@@ -223,7 +224,7 @@ peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") i
 with torch.inference_mode():
     for place in sys.argv[1:3]:
         model = load_packed(Path(place)).model
-        forward, _ = verify_packed(model, read_decoder(model), 1, Path(sys.argv[3]))
+        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, Path(sys.argv[3])))
         del model
         print(peak(), forward._weights.size)
 """
@@ -255,7 +256,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
     monkeypatch.setattr(weights, "BLOCK", 32)
     model = load_packed(tmp_path).model
     with torch.inference_mode(), LargestFloats() as floats:
-        forward, _ = verify_packed(model, read_decoder(model), 1, folder)
+        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
     assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
     assert forward._weights.size < 0.25 * 4 * 2 * 10 * 256 * 256
 
@@ -288,6 +289,6 @@ def test_the_real_file_loses_hardly_any_perplexity(tmp_path: Path, folder: Path)
     with torch.inference_mode():
         packed = load_packed(Path(files.location))
         exact = perplexity_of_model(packed.model, rows)
-        forward = NativeForward(packed.model, 2, folder)
+        forward = NativeForward(packed.model, KernelOptions(2, folder))
         found = perplexity_of_forward(forward, CacheLayout(packed.model.config), rows)
     assert found == pytest.approx(exact, rel=0.005)

@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
 from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
@@ -55,7 +56,7 @@ class ForwardChoice:
 
 
 def choose_forward(
-    expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, threads: int, cache_dir: Path
+    expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
     """``findings`` say that the model can be batched. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
@@ -64,16 +65,16 @@ def choose_forward(
             raise LoadFailed(
                 f"parameters.extra.weights: {settings.weights} is for dense weights, this checkpoint is quantised"
             )
-        return ForwardChoice(take_rounded(expected, findings, threads, cache_dir, settings.weights))
+        return ForwardChoice(take_rounded(expected, findings, kernels, settings.weights))
     no_kernels = None
     if settings.fast_path == "auto" and not quantised:
-        taken = take_fast_path(expected, findings, threads, cache_dir)
-        if not isinstance(taken, str):
-            return ForwardChoice(taken)
-        no_kernels = taken
+        native = take_fast_path(expected, findings, kernels)
+        if not isinstance(native, str):
+            return ForwardChoice(native)
+        no_kernels = native
     if settings.fast_path != "auto":
         return ForwardChoice(ModelForward(model, findings.way))
-    forward, attention = with_attention(expected, findings, cache_dir)
+    forward, attention = with_attention(expected, findings, kernels.cache_dir)
     return ForwardChoice(forward, attention, no_kernels, pack_linears(model))
 
 
@@ -137,35 +138,33 @@ def _problem(
         return in_a_line(error)
 
 
-def take_fast_path(
-    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path
-) -> NativeForward | str:
+def take_fast_path(expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions) -> NativeForward | str:
     """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
-    taken = _verified(expected, findings, threads, cache_dir)
-    if isinstance(taken, str):
+    forward = _verified(expected, findings, kernels)
+    if isinstance(forward, str):
         # The kernels are for CPUs: on a GPU their absence is normal.
         level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
-        logger.log(level, "our own kernels are not used, transformers' forward runs: %s", taken)
-    return taken
+        logger.log(level, "our own kernels are not used, transformers' forward runs: %s", forward)
+    return forward
 
 
 def take_rounded(
-    expected: ExpectedLogits, findings: SelfCheckResult, threads: int, cache_dir: Path, weights: str
+    expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str
 ) -> NativeForward:
     """Returns the verified forward with the weights rounded to int8 or int4, and frees the model's own weights.
 
     Raises LoadFailed if there is none: no other forward can use such weights.
     """
-    taken = findings.problem or _verified(expected, findings, threads, cache_dir, ROUNDED[weights])
-    if isinstance(taken, str):
-        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {taken}")
-    return taken
+    forward = findings.problem or _verified(expected, findings, kernels, ROUNDED[weights])
+    if isinstance(forward, str):
+        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {forward}")
+    return forward
 
 
-def verify_packed(model: Any, decoder: Decoder, threads: int, cache_dir: Path) -> tuple[NativeForward, SelfCheckResult]:
+def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
     """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
 
     ``gguf_packed`` has loaded the model.
@@ -173,7 +172,7 @@ def verify_packed(model: Any, decoder: Decoder, threads: int, cache_dir: Path) -
     Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
     """
     try:
-        forward = NativeForward(decoder, threads, cache_dir)
+        forward = NativeForward(decoder, kernels)
         trim_heap()  # packing frees 13 MB
         with stage(logger, "Comparing the logits of the kernels with those of transformers"):
             # transformers computes in float32, so the difference is the rounding of activations to int8.
@@ -188,13 +187,12 @@ def verify_packed(model: Any, decoder: Decoder, threads: int, cache_dir: Path) -
 def _verified(
     expected: ExpectedLogits,
     findings: SelfCheckResult,
-    threads: int,
-    cache_dir: Path,
+    kernels: KernelOptions,
     rounded: Rounding | None = None,
 ) -> NativeForward | str:
     model = expected.model
     try:
-        forward = NativeForward(model, threads, cache_dir, rounded)
+        forward = NativeForward(model, kernels, rounded)
         if rounded is not None:  # the same rounding in transformers' forward lets the check be as strict as otherwise
             round_weights(read_decoder(model), rounded)
             expected = ExpectedLogits(model)

@@ -21,6 +21,7 @@ from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_pac
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 
 
@@ -46,9 +47,9 @@ class CheckedWeights:
     variant: str
 
 
-def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> CheckedWeights:
+def check_packed(folder: Path, name: str, kernels: KernelOptions) -> CheckedWeights:
     """``folder`` is one of ``gguf_packed``, ``name`` the model's. Raises NotPacked or LoadFailed."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(kernels.threads)
     with torch.inference_mode():
         packed = load_packed(folder)
         model, placement = packed.model, read_placement(packed.model)
@@ -62,7 +63,7 @@ def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> Chec
             raise NotPacked(f"its cache or its context needs {type(model.config).__name__}")
         # What is checked is what the other process runs: the decoder as it is read from the pickle and the file.
         read = unpickle_decoder(decoder, packed.tensors.__getitem__)
-        forward, findings = verify_packed(model, read, threads, cache_dir)
+        forward, findings = verify_packed(model, read, kernels)
     weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
     return CheckedWeights(decoder, weights, findings, placement, forward.variant)
 
