@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed, write_packed
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed

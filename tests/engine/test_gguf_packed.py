@@ -24,9 +24,8 @@ from mlserver_torch_stream.engine import build as build_module
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, prepare
@@ -217,7 +216,7 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

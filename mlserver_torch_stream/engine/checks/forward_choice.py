@@ -9,9 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
@@ -19,7 +17,7 @@ from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_forward, check_kernels
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_forward
 from mlserver_torch_stream.engine.checks.verify_attention import AttentionChoice, take_attention_kernels
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.failures import in_a_line
@@ -27,14 +25,12 @@ from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
-from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
@@ -162,26 +158,6 @@ def take_rounded(
     if isinstance(forward, str):
         raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {forward}")
     return forward
-
-
-def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
-
-    ``gguf_packed`` has loaded the model.
-
-    Raises NotPacked, or LoadFailed as ``take_fast_path`` does.
-    """
-    try:
-        forward = NativeForward(decoder, kernels)
-        trim_heap()  # packing frees 13 MB
-        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
-            # transformers computes in float32, so the difference is the rounding of activations to int8.
-            findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
-    except (NoKernels, UnsupportedLayout) as error:
-        raise NotPacked(str(error)) from None
-    if findings.problem is not None:
-        raise NotPacked(findings.problem)
-    return forward, findings
 
 
 def _verified(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,21 @@ from transformers import PreTrainedConfig
 
 from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
+from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_kernels
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
+from mlserver_torch_stream.engine.machine import trim_heap
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.stage_log import stage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,26 @@ def check_packed(folder: Path, name: str, kernels: KernelOptions) -> CheckedWeig
         forward, findings = verify_packed(model, read, kernels)
     weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
     return CheckedWeights(decoder, weights, findings, placement, forward.variant)
+
+
+def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
+    """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
+
+    ``gguf_packed`` has loaded the model.
+
+    Raises NotPacked, or LoadFailed as ``NativeForward`` does.
+    """
+    try:
+        forward = NativeForward(decoder, kernels)
+        trim_heap()  # packing frees 13 MB
+        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+            # transformers computes in float32, so the difference is the rounding of activations to int8.
+            findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
+    except (NoKernels, UnsupportedLayout) as error:
+        raise NotPacked(str(error)) from None
+    if findings.problem is not None:
+        raise NotPacked(findings.problem)
+    return forward, findings
 
 
 def _cache_groups(model: Any) -> object:
