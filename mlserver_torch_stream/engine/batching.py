@@ -275,12 +275,12 @@ class CapturedForwards:
             capture,
             copies_keys=copies_keys(own.attention),
             pipeline=pipeline,
-            check=None if pipeline is None else lambda taken: check_pipeline(self._model, pipeline, taken, cache),
+            check=None if pipeline is None else lambda graphs: check_pipeline(self._model, pipeline, graphs, cache),
         )
 
 
-def _describe_graphs(graphs: GraphForward, taken: int) -> str:
-    size = f" in {format_bytes(taken)}" if taken > 0 else ""
+def _describe_graphs(graphs: GraphForward, reserved: int) -> str:
+    size = f" in {format_bytes(reserved)}" if reserved > 0 else ""
     return f"CUDA graphs of up to {graphs.max_sequences} sequences{size}, "
 
 

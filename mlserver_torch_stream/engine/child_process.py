@@ -65,12 +65,12 @@ def in_process(function: Callable[..., T], *args: object) -> T:
     with cancellation().interrupted_by(process.kill), process:
         try:
             _send(process, pickle.dumps((function, args)))
-            kind, value, *told = _last_message(process)
+            kind, value, *trace = _last_message(process)
         except BaseException:
             process.kill()
             raise
     if kind == RAISED:
-        raise value from (RemoteTraceback(*told) if told else None)
+        raise value from (RemoteTraceback(*trace) if trace else None)
     result: T = value
     return result
 

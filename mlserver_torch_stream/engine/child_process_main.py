@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> None:
         die_with(int(parent))  # which reads stdin too
         channel.send(RETURNED, function(*args))
     except Exception as error:
-        told = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]
-        channel.send(RAISED, _as_it_arrives(error), *told)
+        trace = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]
+        channel.send(RAISED, _as_it_arrives(error), *trace)
     os._exit(0)  # the interpreter would free everything first
 
 

@@ -103,14 +103,14 @@ class ProcessResources:
         self.engines: SharedPool[Any] = SharedPool()
         self.templates = TextProcesses()  # render the chat templates of all models
 
-    def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
-        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``asked``, or a default.
+    def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:
+        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``setting``, or a default.
 
         The default is half of the memory that is not promised yet, divided among ``engines`` of the same kind.
         """
         with self._lock:
             free = max(0, available - sum(self._promised.values()))
-            self._promised[owner] = default_kv_budget(free, engines) if asked is None else asked
+            self._promised[owner] = default_kv_budget(free, engines) if setting is None else setting
             return self._promised[owner]
 
     def release(self, owner: object) -> None:

@@ -70,8 +70,8 @@ class CudaAttention:
     @property
     def summary(self) -> str:
         """What was chosen so far, and why nothing before it was."""
-        found = dict.fromkeys(f"{name} ({reason})" if reason else name for name, _, reason in self._chosen.values())
-        return ", ".join(found) or "not chosen yet"
+        names = dict.fromkeys(f"{name} ({reason})" if reason else name for name, _, reason in self._chosen.values())
+        return ", ".join(names) or "not chosen yet"
 
     @property
     def copies_keys(self) -> bool:

@@ -297,8 +297,8 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens
     if more <= 0:
         return None
-    moved, asked = forward.tried(batch, trial.cache, more)
-    if not asked:
+    moved, was_read = forward.tried(batch, trial.cache, more)
+    if not was_read:
         return None
     comparison = Comparison(torch.float32)
     for pair in zip(forward.tried(batch, trial.cache)[0], moved, strict=True):
