@@ -32,6 +32,7 @@ from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
 from mlserver_torch_stream.engine.machine import read_host
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
@@ -123,10 +124,12 @@ def main() -> None:
 def our_forward(options: argparse.Namespace, model: Any, weights: str) -> NativeForward:
     settings = parse_settings(options.model, {"weights": weights})
     if weights in DENSE:
-        return NativeForward(model, options.threads, Path(settings.cache_dir), ROUNDED.get(weights))
+        return NativeForward(model, KernelOptions(options.threads, Path(settings.cache_dir)), ROUNDED.get(weights))
     files = locate_packed(settings)
     assert files is not None
-    return NativeForward(load_packed(Path(files.location)).model, options.threads, Path(settings.cache_dir))
+    return NativeForward(
+        load_packed(Path(files.location)).model, KernelOptions(options.threads, Path(settings.cache_dir))
+    )
 
 
 def report(columns: dict[str, Column], options: argparse.Namespace) -> None:

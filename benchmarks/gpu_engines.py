@@ -21,9 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
-from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading import loader
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters

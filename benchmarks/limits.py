@@ -35,6 +35,7 @@ from mlserver_torch_stream.engine.loading.loader import load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
 from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.settings import parse_settings
@@ -140,7 +141,7 @@ def time_forwards(options: argparse.Namespace) -> None:
     with torch.inference_mode():
         loaded = load_weights(locate(settings), settings).model
         model, layout = model_of(loaded), CacheLayout(loaded.config)
-        forward = NativeForward(loaded, options.threads, Path(settings.cache_dir))
+        forward = NativeForward(loaded, KernelOptions(options.threads, Path(settings.cache_dir)))
         ours = Column(forward, layout, 16)
         variant = forward.variant.partition(",")[0]
         names = [each.name for each in runnable()]

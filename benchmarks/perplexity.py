@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
 from mlserver_torch_stream.engine.machine import read_host
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
@@ -84,14 +85,14 @@ def main() -> None:
             print(f"{name:40}{found:9.4f}{100 * (found / best - 1):+8.2f} %", flush=True)
 
         for name, rounded in (("bfloat16", None), *ROUNDED.items()):
-            forward = NativeForward(loaded.model, options.threads, settings.cache_dir, rounded)
+            forward = NativeForward(loaded.model, KernelOptions(options.threads, settings.cache_dir), rounded)
             show(f"our kernels, {name}", perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows))
         if settings.source.kind in ("embedded", "gguf"):
             asked = parse_settings(options.model, {"dtype": "bfloat16", "weights": "packed"})
             packed_files = locate_packed(asked)
             assert packed_files is not None
             packed = load_packed(Path(packed_files.location))
-            forward = NativeForward(packed.model, options.threads, settings.cache_dir)
+            forward = NativeForward(packed.model, KernelOptions(options.threads, settings.cache_dir))
             show("our kernels, packed", perplexity_of_forward(forward, CacheLayout(packed.model.config), rows))
             show("the file dequantised, float32", perplexity_of_model(packed.model, rows))
 

@@ -22,8 +22,8 @@ from itertools import count
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, FinishReason, SamplingParameters
 

@@ -49,7 +49,7 @@ def request_parameters() -> Rows:
 
 
 def metrics() -> Rows:
-    from mlserver_torch_stream.engine.process_resources import ProcessResources
+    from mlserver_torch_stream.engine.shared_pool import ProcessResources
     from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
     from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
 

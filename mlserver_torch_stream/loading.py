@@ -22,12 +22,12 @@ from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 if TYPE_CHECKING:
     from mlserver import ModelSettings
 
-    from mlserver_torch_stream.engine.factory import BuiltEngine
+    from mlserver_torch_stream.engine.build import BuiltEngine
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
 # The code of engines, and transformers' modeling code, which packed weights need in no server.
-_CODE = ("mlserver_torch_stream.engine.factory", "mlserver_torch_stream.engine.loading.model_code")
+_CODE = ("mlserver_torch_stream.engine.build", "mlserver_torch_stream.engine.loading.model_code")
 _CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
 
 
@@ -87,6 +87,6 @@ def _engine_builder(model_code: bool = True) -> Callable[..., BuiltEngine]:
                     gc.enable()
             gc.collect()
             gc.freeze()
-    from mlserver_torch_stream.engine.factory import build_engine
+    from mlserver_torch_stream.engine.build import build_engine
 
     return build_engine

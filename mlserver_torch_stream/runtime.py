@@ -25,7 +25,7 @@ from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.factory import BuiltEngine
+    from mlserver_torch_stream.engine.build import BuiltEngine
 
 
 class TorchStreamRuntime(BaseRuntime):
@@ -57,7 +57,7 @@ class TorchStreamRuntime(BaseRuntime):
     async def unload(self) -> bool:
         built = await self._slot.unload()
         if built is not None:
-            from mlserver_torch_stream.engine.factory import reclaim_memory
+            from mlserver_torch_stream.engine.build import reclaim_memory
 
             ENGINE_METRICS.remove(self.name, self.version, built.engine.stats)
             del built

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
+from itertools import product
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -146,6 +147,53 @@ def _circular(graph: Mapping[str, set[str]]) -> set[str]:
         if kept == left:
             return set(left)
         left = kept
+
+
+def test_no_folders_import_each_other() -> None:
+    """Inside rooms too. A folder and the one that it lies in may: the modules of a room use its folders."""
+    graph = {module: _inner_imports(module) for module in _MODULES if not module.startswith(_SHIM)}
+    assert _mutual(graph, _folders) == {}
+
+
+def _folders(module: str) -> list[str]:
+    """The folders that a module lies in, from the innermost to that of its room."""
+    room = _room(module) or ""
+    parents = [str(parent) for parent in PurePosixPath(module, "x").parents[:-1]]
+    folders = parents if _PATHS[module].name == "__init__.py" else parents[1:]
+    return [folder for folder in folders if f"{folder}/".startswith(f"{room}/")]
+
+
+def _mutual(
+    graph: Mapping[str, set[str]], folders_of: Callable[[str], Sequence[str]]
+) -> dict[tuple[str, str], tuple[str, str]]:
+    """Two folders that import each other, neither of which lies in the other -> an import of the first folder."""
+    imports = {
+        (folder, other): (module, known)
+        for module, imported in graph.items()
+        for known in imported
+        for folder, other in product(folders_of(module), folders_of(known))
+        if not f"{folder}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{folder}/")
+    }
+    return {pair: found for pair, found in imports.items() if pair[::-1] in imports}
+
+
+def test_folders_that_import_each_other_are_found_and_nested_ones_are_not() -> None:
+    def folders_of(module: str) -> list[str]:
+        return [module.rpartition("/")[0]]
+
+    mutual = {"r/a/x": {"r/b/y"}, "r/b/z": {"r/a/w"}, "r/c/v": {"r/a/x", "r/u"}, "r/u": {"r/c/v"}}
+    assert _mutual(mutual, folders_of).keys() == {("r/a", "r/b"), ("r/b", "r/a")}
+
+
+def test_only_what_builds_an_engine_imports_the_checks_of_a_load() -> None:
+    """No folder of the engine does: what is checked does not know its checks."""
+    importers = {
+        module
+        for module in _MODULES
+        if "engine/checks" not in _folders(module)
+        and any(known.startswith("engine/checks/") for known in _inner_imports(module))
+    }
+    assert importers <= {"engine/batching", "engine/model", "engine/ranks"}
 
 
 def test_circles_are_found_and_chains_are_not() -> None:

@@ -14,7 +14,7 @@ import sentencepiece
 from mlserver_torch_stream import loading
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
-from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.loading import build
 from mlserver_torch_stream.settings import parse_settings

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
-_NAMED = {"server/process_state.py", "engine/process_resources.py", "handlers/pool/handler_metrics.py"}
+_NAMED = {"server/process_state.py", "engine/shared_pool.py", "handlers/pool/handler_metrics.py"}
 
 
 @cache

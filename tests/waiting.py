@@ -27,4 +27,4 @@ def rank_pids(parent: int) -> list[int]:
     """The ranks that this process has started."""
     tasks = Path(f"/proc/{parent}/task").glob("*/children")
     pids = [int(child) for task in tasks for child in task.read_text().split()]
-    return [each for each in pids if b"tensor_parallel.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in pids if b"engine.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]

@@ -31,7 +31,7 @@ from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequ
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.api import TokenStream
-    from mlserver_torch_stream.engine.factory import BuiltEngine
+    from mlserver_torch_stream.engine.build import BuiltEngine
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 _BROKEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)

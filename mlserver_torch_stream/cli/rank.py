@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {', '.join(missing)} not set: start this with torchrun, or set them", file=sys.stderr)
         return 2
     if os.environ["RANK"] != "0":
-        from mlserver_torch_stream.engine.tensor_parallel.follower import follow
+        from mlserver_torch_stream.engine.ranks import follow
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_launched
 
         return follow(lambda: find_launched(os.environ))

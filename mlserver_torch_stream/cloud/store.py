@@ -29,7 +29,6 @@ from mlserver_torch_stream.cloud.rows import (
     StorageFull,
     StoreUnavailable,
 )
-from mlserver_torch_stream.cloud.s3_listing import S3Listing
 
 
 class _OpenFile(Protocol):
@@ -206,6 +205,8 @@ class Store:
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
         """``unnamed``: what the library said of the key."""
+        from mlserver_torch_stream.cloud.s3_listing import S3Listing  # whose httpx takes memory
+
         listing = S3Listing.find(self.url, self._options, self._stall_s)
         if listing is None:
             raise RunRefused(

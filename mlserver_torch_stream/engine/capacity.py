@@ -150,8 +150,8 @@ def read_size(
         raise LoadFailed(f"{source.name} ({config.model_type}) makes no causal language model: {what}") from error
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     total = _first_count(text, "num_local_experts", "num_experts", "n_routed_experts")
-    taken = _first_count(text, "num_experts_per_tok", "top_k_experts")
-    if experts and not (total and taken):
+    per_token = _first_count(text, "num_experts_per_tok", "top_k_experts")
+    if experts and not (total and per_token):
         raise LoadFailed(f"models of type {config.model_type} do not say how many experts a token takes")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
@@ -161,7 +161,7 @@ def read_size(
         element=kind.itemsize,
         parameters=sum(p.numel() for p in model.parameters()),
         experts=experts,
-        expert_share=taken / total if experts else 1.0,
+        expert_share=per_token / total if experts else 1.0,
         unread=0 if tied else embedding.numel(),
         spec=_spec(model, page_size_of({device_type})),
         max_model_len=max_model_len(model, None),

@@ -7,17 +7,18 @@ transformers' modeling code takes 105 MB, which a server that computes with our 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import how_it_ended
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.work_threads import cancellation
 
@@ -26,6 +27,7 @@ PACKAGE = "mlserver_torch_stream"
 LOG, RETURNED, RAISED = range(3)  # the kinds of messages that the process sends
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
 
 # Holds the process that ``started_ahead`` has started, until ``in_process`` takes it.
 _AHEAD: ContextVar[list[subprocess.Popen[bytes]]] = ContextVar("started ahead")
@@ -63,12 +65,12 @@ def in_process(function: Callable[..., T], *args: object) -> T:
     with cancellation().interrupted_by(process.kill), process:
         try:
             _send(process, pickle.dumps((function, args)))
-            kind, value, *told = _last_message(process)
+            kind, value, *trace = _last_message(process)
         except BaseException:
             process.kill()
             raise
     if kind == RAISED:
-        raise value from (RemoteTraceback(*told) if told else None)
+        raise value from (RemoteTraceback(*trace) if trace else None)
     result: T = value
     return result
 
@@ -120,3 +122,29 @@ def _last_message(process: subprocess.Popen[bytes]) -> tuple[Any, ...]:
 
 def _how_it_ended(status: int) -> str:
     return how_it_ended(status) + (" (usually a lack of memory)" if status == -signal.SIGKILL else "")
+
+
+def how_it_ended(status: int) -> str:
+    """Returns a text such as ``was killed by SIGKILL`` for the exit status of a process."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def die_with(parent: int) -> None:
+    """Ends this process when ``parent`` ends, for whatever reason.
+
+    On Linux the kernel kills it, even if it hangs. The kernel does nothing if the parent has ended before this call,
+    and there is no such signal elsewhere. So a thread also reads stdin, a pipe that the parent holds open and never
+    writes to.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (actual := os.getppid()) != parent:
+        print(f"process {os.getpid()} ends: its parent is {actual}, not {parent}", file=sys.stderr, flush=True)
+        os._exit(1)
+    threading.Thread(target=_end_with_stdin, name="parent-death", daemon=True).start()
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)

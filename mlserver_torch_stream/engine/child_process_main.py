@@ -1,4 +1,4 @@
-"""The process that ``load_process`` starts: it calls one function.
+"""The process that ``child_process`` starts: it calls one function.
 
 It imports modules, then reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
 to its parent, as pickles on a pipe. It ends when its parent ends.
@@ -17,8 +17,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from mlserver_torch_stream.engine.child_process import LOG, PACKAGE, RAISED, RETURNED
-from mlserver_torch_stream.engine.tensor_parallel.rank_main import die_with
+from mlserver_torch_stream.engine.child_process import LOG, PACKAGE, RAISED, RETURNED, die_with
 from mlserver_torch_stream.errors import LoadFailed
 
 
@@ -65,8 +64,8 @@ def main(argv: Sequence[str]) -> None:
         die_with(int(parent))  # which reads stdin too
         channel.send(RETURNED, function(*args))
     except Exception as error:
-        told = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]
-        channel.send(RAISED, _as_it_arrives(error), *told)
+        trace = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]
+        channel.send(RAISED, _as_it_arrives(error), *trace)
     os._exit(0)  # the interpreter would free everything first
 
 

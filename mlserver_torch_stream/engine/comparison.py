@@ -70,8 +70,3 @@ class Comparison:
             return self._worst
         mean = sum(self._means) / max(1, len(self._means))
         return None if mean <= _HALF_MEAN_TOLERANCE else mean
-
-
-def in_a_line(error: Exception) -> str:
-    """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from mlserver_torch_stream.errors import LoadFailed
@@ -44,8 +43,14 @@ def check_hub(hub_id: str, revision: str | None) -> None:
 
     huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
     """
-    if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
-        return
+    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # whose httpx takes memory
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
+            return
+    except HFValidationError:
+        return  # no hub id: reading its config says what is wrong
     hub = urlsplit(constants.ENDPOINT)
     port = hub.port or {"http": 80}.get(hub.scheme, 443)
     try:
@@ -55,10 +60,10 @@ def check_hub(hub_id: str, revision: str | None) -> None:
         raise LoadFailed(f"cannot load {hub_id}: {where}: {error}") from error
 
 
-def plain_config(given: Mapping[str, Any]) -> PreTrainedConfig:
+def plain_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     """Returns these fields as a config of no family, whose class would import transformers' modeling code."""
     config = PreTrainedConfig()
-    vars(config).update(given)
+    vars(config).update(values)
     return config
 
 
@@ -67,24 +72,28 @@ def declared_fields(config_class: type) -> list[str]:
     names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
     for each in config_class.__mro__:
         if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
-            given = inspect.signature(vars(each)["__init__"]).parameters.values()
-            names += [one.name for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+            parameters = inspect.signature(vars(each)["__init__"]).parameters.values()
+            names += [
+                parameter.name
+                for parameter in parameters
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            ]
     return [name for name in dict.fromkeys(names) if name != "self"]
 
 
 def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
     """Returns the keys of all ropes; the kinds of layers can have ropes of their own."""
     for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(config, name, None)
-        if isinstance(given, Mapping):
-            yield from given.items()
+        rope = getattr(config, name, None)
+        if isinstance(rope, Mapping):
+            yield from rope.items()
 
 
 def named_lengths(config: Any) -> set[int]:
     """Returns the lengths, in tokens, that the config of a decoder names, for any of its layers."""
     names = declared_fields(type(config))
-    given = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
-    return {length for name, value in (*given, *rope_keys(config)) for length in _lengths(name, value)}
+    values = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
+    return {length for name, value in (*values, *rope_keys(config)) for length in _lengths(name, value)}
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
@@ -101,8 +110,8 @@ def _lengths(name: str, value: Any) -> Iterator[int]:
         for key, inner in value.items():
             yield from _lengths(str(key), inner)
     elif _LENGTH.search(name) and not _NO_LENGTH.search(name):
-        given = value if isinstance(value, list | tuple) else [value]
-        yield from (each for each in given if type(each) is int and each > 1)
+        values = value if isinstance(value, list | tuple) else [value]
+        yield from (length for length in values if type(length) is int and length > 1)
 
 
 logger = logging.getLogger(__name__)
@@ -112,22 +121,22 @@ UNLIMITED_CONTEXT = 32768
 _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
 
 
-def max_model_len(model: Any, asked: int | None) -> int:
-    """Returns the most tokens of a sequence, prompt included. ``asked`` is the setting."""
+def max_model_len(model: Any, setting: int | None) -> int:
+    """Returns the most tokens of a sequence, prompt included; ``setting`` is the one of that name."""
     own = _own_limit(model)
     if own is None:
-        return asked or UNLIMITED_CONTEXT
-    if asked is not None and asked > own:
-        logger.warning("max_model_len %d is more than the model's %d positions: using %d", asked, own, own)
+        return setting or UNLIMITED_CONTEXT
+    if setting is not None and setting > own:
+        logger.warning("max_model_len %d is more than the model's %d positions: using %d", setting, own, own)
     steady = steady_positions(model)
-    if asked is None and steady is not None and steady < own:
+    if setting is None and steady is not None and steady < own:
         logger.warning(
             "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_model_len set to more it "
             "runs one request at a time",
             *(steady, steady, own),
         )
         return steady
-    return min(own, asked or own)
+    return min(own, setting or own)
 
 
 def comparable_context(model: Any) -> int:
@@ -139,8 +148,8 @@ def comparable_context(model: Any) -> int:
 def _own_limit(model: Any) -> int | None:
     """Returns None if there is no limit. XLNet's config expresses that by a length of -1."""
     config = model.config.get_text_config(decoder=True)
-    given = (getattr(config, key, None) for key in _LIMITS)
-    return next((limit for limit in given if isinstance(limit, int) and limit > 0), None)
+    lengths = (getattr(config, key, None) for key in _LIMITS)
+    return next((limit for limit in lengths if isinstance(limit, int) and limit > 0), None)
 
 
 def steady_positions(model: Any) -> int | None:
@@ -150,7 +159,7 @@ def steady_positions(model: Any) -> int | None:
     the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
     """
     config = model.config.get_text_config(decoder=True)
-    given = getattr(config, "rope_parameters", None) or {}
-    kinds = [given, *(each for each in given.values() if isinstance(each, Mapping))]  # of all layers, or by their type
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # of all layers, or by their type
     limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     return min(limits, default=None)

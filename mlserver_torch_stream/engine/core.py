@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.client_messages import in_short
 from mlserver_torch_stream.engine.event_delivery import Inbox, end_for_readers, post_events
+from mlserver_torch_stream.engine.failures import in_short
+from mlserver_torch_stream.engine.fair_lock import FairLock, Work
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import FairLock, Work
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
 from mlserver_torch_stream.engine.scheduler.queue import Admission
@@ -121,13 +121,13 @@ class EngineCore:
         """Lets the stream of an open request extend its prompt."""
         if len(requests) != 1:
             raise ValueError("an open prompt is the only request of its stream")
-        given = requests[0]
-        known = len(given.prompt_ids)
+        open_request = requests[0]
+        known = len(open_request.prompt_ids)
 
         def extend(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
             known = len(prompt_ids) if whole else known + len(prompt_ids)
-            self._admission.check_prompt(given, prompt_ids, known, self._batcher.refusal, whole=whole)
+            self._admission.check_prompt(open_request, prompt_ids, known, self._batcher.refusal, whole=whole)
             ids = list(prompt_ids)
             for request in self._open.get(mailbox, ()) if whole else ():
                 # Its wait begins, even if the engine's thread is in a step that does not return.
@@ -153,7 +153,7 @@ class EngineCore:
         error = NotServing(why)
         end = EndRequest(tuple(self._all_requests()), FinishReason.ABORT, error, time.monotonic())
         if self._inbox.post(lambda: self._end_all(FinishReason.ABORT, error)):
-            self._watchdog.asked(end)
+            self._watchdog.expect(end)
 
     def fail(self, error: BaseException, patience: float = math.inf) -> None:
         """Makes the engine's thread die of ``error`` before its next step. From any thread.

@@ -57,12 +57,12 @@ def device_name(place: str | int | torch.device) -> str:
 
 def execution_device(module: nn.Module) -> str | int | torch.device | None:
     """Returns the device on which accelerate's hooks run the module; None without hooks."""
-    for each in module.modules():
-        hook = getattr(each, "_hf_hook", None)
+    for inner in module.modules():
+        hook = getattr(inner, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):
             if (place := getattr(part, "execution_device", None)) is not None:
-                found: str | int | torch.device = place
-                return found
+                result: str | int | torch.device = place
+                return result
     return None
 
 

@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest, EngineStats, TokenStream
-from mlserver_torch_stream.engine.client_messages import StepTimeout
+from mlserver_torch_stream.engine.failures import StepTimeout
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
 

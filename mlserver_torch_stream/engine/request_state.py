@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.client_messages import log_failure
+from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
 from mlserver_torch_stream.engine.text.detokenizer import StopStrings
@@ -177,7 +177,7 @@ class RequestState:
 
     def __init__(
         self,
-        given: EngineRequest,
+        request: EngineRequest,
         mailbox: Mailbox,
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
@@ -185,25 +185,25 @@ class RequestState:
         default_timeout: float | None = None,
     ) -> None:
         """``max_model_len`` is the model's context, or less if the cache is small."""
-        self.prompt = list(given.prompt_ids)
-        self.params = given.sampling
+        self.prompt = list(request.prompt_ids)
+        self.params = request.sampling
         self.mailbox = mailbox
         self.max_model_len = max_model_len
-        self.answer = given.answer
-        self.constraint = given.constraint
-        self.end_ids = _end_ids(given.sampling, eos_token_ids)
-        self.sealed = not given.open
-        self.priority = given.priority
-        self.client = given.client
+        self.answer = request.answer
+        self.constraint = request.constraint
+        self.end_ids = _end_ids(request.sampling, eos_token_ids)
+        self.sealed = not request.open
+        self.priority = request.priority
+        self.client = request.client
         # From submit to the last token.
-        self.timeout_s = default_timeout if given.timeout_s is None else given.timeout_s
+        self.timeout_s = default_timeout if request.timeout_s is None else request.timeout_s
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
         self.kept = 0  # the first ids of an open prompt that ``grow`` did not change when it was sealed
         self.cached_tokens = 0  # of the prompt: found in the prefix cache
-        indices = range(given.first_index, given.first_index + given.sampling.n)
-        stops = StopStrings(given.sampling.stop)
+        indices = range(request.first_index, request.first_index + request.sampling.n)
+        stops = StopStrings(request.sampling.stop)
         self.sequences = [SequenceState(self, index, codec, stops) for index in indices]
 
     @property

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlserver_torch_stream.engine.client_messages import StepTimeout
 from mlserver_torch_stream.engine.event_delivery import end_for_readers
-from mlserver_torch_stream.engine.process_resources import Work
+from mlserver_torch_stream.engine.failures import StepTimeout
+from mlserver_torch_stream.engine.fair_lock import Work
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.scheduler.limits import Deadlines, QueueLimits
 from mlserver_torch_stream.errors import TimedOut
@@ -67,7 +67,7 @@ class WatchdogState:
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
         self._deadlines = Deadlines()
-        self._asked: list[EndRequest] = []
+        self._expected: list[EndRequest] = []
         self._logged: list[tuple[float, int]] = []  # overdue work: a ``Work`` would keep the sequences of its step
 
     def watch(self, requests: Sequence[RequestState]) -> None:
@@ -81,9 +81,9 @@ class WatchdogState:
         """Starts the request's time in the queue: its prompt is whole now."""
         self._deadlines.add(request, self._queue_limits.queue_timeout, while_waiting=True)
 
-    def asked(self, end: EndRequest) -> None:
+    def expect(self, end: EndRequest) -> None:
         """Records that the engine's thread was asked to end requests."""
-        self._asked.append(end)
+        self._expected.append(end)
 
     def next_deadline(self, now: float) -> float:
         """Returns the seconds until the next deadline, at most an hour."""
@@ -95,9 +95,9 @@ class WatchdogState:
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
         ask = self.due(now)
-        self._asked += ask
-        unanswered = [end for end in self._asked if end.asked_at + PATIENCE <= now]
-        self._asked = [end for end in self._asked if end.asked_at + PATIENCE > now]
+        self._expected += ask
+        unanswered = [end for end in self._expected if end.asked_at + PATIENCE <= now]
+        self._expected = [end for end in self._expected if end.asked_at + PATIENCE > now]
         overdue = [work for work in works if is_overdue(work, self._queue_limits, now)]
         fresh = [work for work in overdue if (work.since, work.tokens) not in self._logged]
         self._logged = [(work.since, work.tokens) for work in overdue]
@@ -116,7 +116,7 @@ class WatchdogState:
     def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
         """Returns the seconds until the next decision, which is before work that begins now can be overdue."""
         queue_limits = self._queue_limits
-        moments = [end.asked_at + PATIENCE for end in self._asked]
+        moments = [end.asked_at + PATIENCE for end in self._expected]
         moments += [now + _overdue_limit(1, queue_limits)]
         moments += [work.since + queue_limits.step_limit(work.tokens) for work in works]
         moments += [
@@ -199,9 +199,9 @@ class Watchdog:
         with self._changed:
             return self._state.due(time.monotonic())
 
-    def asked(self, end: EndRequest) -> None:
+    def expect(self, end: EndRequest) -> None:
         with self._changed:
-            self._state.asked(end)
+            self._state.expect(end)
             self._wake()
 
     def look(self) -> None:

@@ -7,7 +7,7 @@ objects stand for, also exist once in a process.
 
 Classes take what they need as constructor arguments; only the functions that MLServer calls without any (the patches,
 the runtimes and the observers of requests) read these names. Two objects of this kind are elsewhere, because the rooms
-that use them do not import ``server``: ``engine.process_resources.PROCESS`` and
+that use them do not import ``server``: ``engine.shared_pool.PROCESS`` and
 ``torchserve.handler_metrics.HANDLER_METRICS``.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.batches.row_slots import ClientLoad
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle

@@ -17,7 +17,7 @@ import yaml
 
 from deploy.monitoring import dashboard
 from mlserver_torch_stream import client
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.free_port import free_port
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
+from mlserver_torch_stream.engine import ranks
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention, GatheredAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.process_resources import PROCESS
-from mlserver_torch_stream.engine.tensor_parallel import shard
-from mlserver_torch_stream.engine.tensor_parallel.rank_main import main
+from mlserver_torch_stream.engine.rank_main import main
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from tests.engine.tape import TapeRecorder
 
 
 def attends_as_on_cuda(
     expected: Any, findings: Any, *_: Any, attention: PagedAttention = gathered_attention
 ) -> tuple[ModelForward, str]:
-    """Replaces ``shard._choose_forward``: what computes on CPUs are kernels whose calls no tape sees."""
+    """Replaces ``ranks._choose_forward``: what computes on CPUs are kernels whose calls no tape sees."""
     return ModelForward(expected.model, findings.way, attention), "gathered keys"
 
 
@@ -85,5 +85,5 @@ if __name__ == "__main__":
     _replays.write_text("0")
     PROCESS.capture_on = lambda kind: _RECORDERS[recorder.read_text()]()
     attention = _CopiesKeys([("gathered keys", GatheredAttention())])
-    shard._choose_forward = partial(attends_as_on_cuda, attention=attention)  # type: ignore[assignment]
+    ranks._choose_forward = partial(attends_as_on_cuda, attention=attention)  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources, SharedPool
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.work_threads import Cancellation, WorkCancelled, in_thread, raise_if_cancelled
 from tests.engine.process_jobs import wait_for_ever

@@ -13,17 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
+from mlserver_torch_stream.engine.batching import CapturedForwards
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.captured_forward import CapturedForwards
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.fingerprint import weights_key
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.model import ModelLoad, prepare
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
-from mlserver_torch_stream.engine.prepared_model import prepare
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.emulated import laid_out
@@ -169,7 +169,7 @@ def test_an_engine_captures_over_its_own_cache_and_says_so(fast_path: str, tmp_p
     resolved = parse_settings(str(tmp_path), extra, environ={})
     # What computes on CPUs are kernels whose calls no tape sees.
     plain = parse_settings(str(tmp_path), {**extra, "fast_path": "off"}, environ={})
-    prepared = prepare(locate(plain), plain, 1, recorders.resources)
+    prepared = prepare(locate(plain), ModelLoad(plain, 1, recorders.resources))
     choice = ForwardChoice(ModelForward(prepared.weights.model, attention=gathered_attention), "gathered keys")
     object.__setattr__(prepared, "choice", choice)
     lease = recorders.resources.weights.lease(weights_key(resolved, 1), lambda: prepared)

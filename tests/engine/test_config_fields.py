@@ -14,9 +14,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import take_fast_path
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.checks.verify_native import take_fast_path
 from mlserver_torch_stream.engine.config_fields import declared_fields
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
@@ -81,7 +82,9 @@ def stays_sound(family: str, change: dict[str, Any], folder: Path) -> bool:
             return False
         model, expected = sound
         expected_logits = ExpectedLogits(model)
-        forward = take_fast_path(expected_logits, check_batching(model, expected=expected_logits), 1, folder)
+        forward = take_fast_path(
+            expected_logits, check_batching(model, expected=expected_logits), KernelOptions(1, folder)
+        )
         if not isinstance(forward, str):
             logits, _ = prefilled(forward, model, list(ids), 50)
             assert (logits - expected).abs().max() <= 1e-3 * expected.std(), change
@@ -113,7 +116,9 @@ def test_ministral_3_gets_the_tokens_of_generate_beyond_its_original_length(
     expected = [reference(model, prompt, 20) for prompt in prompts]
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         findings = check_batching(model)
-        assert "llama_4_scaling_beta 0.1" in str(take_fast_path(ExpectedLogits(model), findings, 1, folder))
+        assert "llama_4_scaling_beta 0.1" in str(
+            take_fast_path(ExpectedLogits(model), findings, KernelOptions(1, folder))
+        )
     assert findings.problem is None
     with running(model, findings=findings) as engine:
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of

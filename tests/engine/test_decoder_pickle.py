@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
 from mlserver_torch_stream.engine.native.rotary import angles_of
@@ -29,7 +29,7 @@ def assert_same_bits(model: Any, decoder: Decoder, folder: Path) -> None:
     ids = prompt_of(20, 1)
     with torch.inference_mode():
         (expected, _), (got, _) = (
-            prefilled(NativeForward(each, 2, folder), model, ids, 7) for each in (model, decoder)
+            prefilled(NativeForward(each, KernelOptions(2, folder)), model, ids, 7) for each in (model, decoder)
         )
     assert torch.equal(got, expected)
 

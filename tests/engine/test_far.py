@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_
 from mlserver_torch_stream.engine.config_fields import named_lengths
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from tests.engine.tiny_models import tiny_model
 
@@ -129,9 +130,9 @@ def test_kernels_with_a_far_window_that_is_off_by_one_are_found_out(
 ) -> None:
     model = tiny_model("mistral", **WINDOW).to(dtype)
     with torch.inference_mode():
-        problem = check_forward(model, forward_class(model, 1, folder))
+        problem = check_forward(model, forward_class(model, KernelOptions(1, folder)))
         assert problem is not None and re.search(f"at position ({LENGTH - 1}|{LENGTH}|{LENGTH + 2})$", problem)
-        assert check_forward(model, NativeForward(model, 1, folder)) is None
+        assert check_forward(model, NativeForward(model, KernelOptions(1, folder))) is None
 
 
 def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:

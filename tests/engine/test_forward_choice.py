@@ -11,11 +11,11 @@ import torch
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
 from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import choose_attention, with_attention
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.forward_choice import choose_attention, with_attention
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import byte_tokenizer, greedy, prompt_of, reference, run, tiny_model, tokens_of
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import (
     EOS,

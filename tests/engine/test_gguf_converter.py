@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from tests.engine import convert_hf
 from tests.engine.gguf_originals import BY_TRANSFORMERS, ORIGINALS, make_original, write_original
 from tests.engine.test_gguf_originals import WITHOUT_KERNELS, check_same

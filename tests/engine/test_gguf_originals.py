@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed, write_packed
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.gguf_originals import ORIGINALS, make_original, write_original
@@ -77,7 +77,7 @@ def test_our_kernels_turn_positions_as_the_file_says(name: str, tmp_path: Path, 
     write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
     model = load_packed(tmp_path).model
     with torch.inference_mode():
-        forward, findings = verify_packed(model, read_decoder(model), 1, folder)
+        forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
         got, _ = prefilled(forward, original, PROMPT, chunk=16)
         exact = original(torch.tensor([PROMPT])).logits[0, -1]
     assert findings.problem is None

@@ -20,20 +20,21 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
-from mlserver_torch_stream.engine import factory, prepared_model
+from mlserver_torch_stream.engine import build as build_module
+from mlserver_torch_stream.engine import model as model_module
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.loading.gguf_blocks import write_packed
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import locate_packed
+from mlserver_torch_stream.engine.model import ModelLoad, prepare
 from mlserver_torch_stream.engine.native import packed_rows, weights
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.prepared_model import prepare
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
@@ -76,7 +77,7 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     with torch.inference_mode():
         exact = expected(ids).logits[0]
         assert torch.allclose(packed.model(ids).logits[0], exact, atol=1e-3 * exact.std().item())
-        forward, findings = verify_packed(packed.model, read_decoder(packed.model), 2, folder)
+        forward, findings = verify_packed(packed.model, read_decoder(packed.model), KernelOptions(2, folder))
         got, _ = prefilled(forward, expected, PROMPT, chunk=4)
     assert findings.problem is None and findings.chunked
     assert (got - exact[-1]).pow(2).mean().sqrt() < 0.1 * exact.std()
@@ -122,7 +123,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", check_with_wrong_kernels)
+    monkeypatch.setattr(model_module, "check_packed", check_with_wrong_kernels)
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
         summary(tiny_file, kernel_cache)
 
@@ -130,7 +131,7 @@ def test_kernels_that_compute_something_else_fail_the_load(
 def test_a_killed_process_of_the_check_fails_the_load(
     tiny_file: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", die)
+    monkeypatch.setattr(model_module, "check_packed", die)
     with pytest.raises(LoadFailed, match="the process that loads the model was killed by SIGKILL"):
         summary(tiny_file, kernel_cache)
 
@@ -146,7 +147,7 @@ def test_a_killed_process_of_the_check_fails_the_load(
 def test_a_file_or_kernels_other_than_the_checked_ones_fail_the_load(
     check: Any, said: str, tmp_path: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "check_packed", check)
+    monkeypatch.setattr(model_module, "check_packed", check)
     cache = shutil.copytree(kernel_cache, tmp_path / "cache")  # of this test alone: a file in it is removed
     with pytest.raises(LoadFailed, match=rf"extra\.weights: packed cannot be used here: .*{said}"):
         summary(write_tiny_gguf(tmp_path / "tiny.gguf"), cache)
@@ -176,7 +177,7 @@ def test_a_load_that_fails_after_the_engine_has_started_stops_it(
         raise MemoryError
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(factory, "drop_code", no_memory)
+    monkeypatch.setattr(build_module, "drop_code", no_memory)
     with pytest.raises(MemoryError):
         summary(tiny_file, kernel_cache)
     assert set(threading.enumerate()) <= before
@@ -191,7 +192,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         files = locate_packed(resolved)
         assert files is not None
-        prepared = prepare(files, resolved, 2, ProcessResources())
+        prepared = prepare(files, ModelLoad(resolved, 2, ProcessResources()))
     assert prepared.choice is not None and prepared.findings.problem is None and prepared.findings.chunked
     logged = " | ".join(record.getMessage() for record in caplog.records)
     converted, compared = "Converting tiny.gguf once", "Comparing the logits of the kernels with those of transformers"
@@ -200,7 +201,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     with torch.inference_mode():
         (got, _), (expected, _) = (
             prefilled(forward, model, PROMPT, chunk=4)
-            for forward in (prepared.choice.forward, NativeForward(model, 2, kernel_cache))
+            for forward in (prepared.choice.forward, NativeForward(model, KernelOptions(2, kernel_cache)))
         )
     assert torch.equal(got, expected)
     tokenizer, usual = load_tokenizer(files, resolved), AutoTokenizer.from_pretrained(files.location)
@@ -215,14 +216,14 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 with torch.inference_mode():
     for place in sys.argv[1:3]:
         model = load_packed(Path(place)).model
-        forward, _ = verify_packed(model, read_decoder(model), 1, Path(sys.argv[3]))
+        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, Path(sys.argv[3])))
         del model
         print(peak(), forward._weights.size)
 """
@@ -254,7 +255,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
     monkeypatch.setattr(weights, "BLOCK", 32)
     model = load_packed(tmp_path).model
     with torch.inference_mode(), LargestFloats() as floats:
-        forward, _ = verify_packed(model, read_decoder(model), 1, folder)
+        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
     assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
     assert forward._weights.size < 0.25 * 4 * 2 * 10 * 256 * 256
 
@@ -287,6 +288,6 @@ def test_the_real_file_loses_hardly_any_perplexity(tmp_path: Path, folder: Path)
     with torch.inference_mode():
         packed = load_packed(Path(files.location))
         exact = perplexity_of_model(packed.model, rows)
-        forward = NativeForward(packed.model, 2, folder)
+        forward = NativeForward(packed.model, KernelOptions(2, folder))
         found = perplexity_of_forward(forward, CacheLayout(packed.model.config), rows)
     assert found == pytest.approx(exact, rel=0.005)

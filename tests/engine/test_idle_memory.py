@@ -17,7 +17,7 @@ _LOADED = """
 import json, sys
 import mlserver.cli
 import mlserver_torch_stream.server.extension
-import mlserver_torch_stream.engine.factory
+import mlserver_torch_stream.engine.build
 from mlserver_torch_stream.loading import build
 from mlserver_torch_stream.settings import parse_settings
 

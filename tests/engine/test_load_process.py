@@ -188,10 +188,10 @@ def test_only_packed_weights_on_the_cpu_start_a_process_ahead(
     model: str, extra: dict[str, object], starts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved, others = parse_settings(model, extra, environ={}), children()
-    monkeypatch.delitem(sys.modules, "mlserver_torch_stream.engine.factory", raising=False)
+    monkeypatch.delitem(sys.modules, "mlserver_torch_stream.engine.build", raising=False)
     with process_ahead(resolved):
         assert len(children() - others) == starts
-    monkeypatch.setitem(sys.modules, "mlserver_torch_stream.engine.factory", sys)
+    monkeypatch.setitem(sys.modules, "mlserver_torch_stream.engine.build", sys)
     with process_ahead(resolved):  # nothing to import at the same time
         assert children() == others
 

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, FinishReason, SamplingParameters
 from tests.engine.named_schemas import SCHEMAS

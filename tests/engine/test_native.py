@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.checks import verify_native
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native import native_forward
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
 from tests.engine.kernels import kernels_of
@@ -76,7 +77,7 @@ def test_in_float32_sequences_that_join_and_leave_get_the_tokens_of_generate(nam
     model = known_model(name)
     expected = expected_answers(model, REQUESTS)
     with torch.inference_mode():
-        assert answers(model, NativeForward(model, 2, folder), REQUESTS, CHUNK) == expected
+        assert answers(model, NativeForward(model, KernelOptions(2, folder)), REQUESTS, CHUNK) == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -84,7 +85,9 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
     model = known_model(name).to(torch.bfloat16)
     exact = copy.deepcopy(model).float()
     with torch.inference_mode():
-        errors = errors_of({"ours": NativeForward(model, 2, folder), "theirs": ModelForward(model)}, model, exact)
+        errors = errors_of(
+            {"ours": NativeForward(model, KernelOptions(2, folder)), "theirs": ModelForward(model)}, model, exact
+        )
     assert errors["ours"] <= 1.1 * errors["theirs"]
 
 
@@ -97,7 +100,7 @@ def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) 
         for layer in model.model.layers:
             layer.mlp.gate_proj.bias.fill_(gate)
         expected = model(torch.tensor([prompt_of(20, 1)]), use_cache=False).logits[0, -1]
-        logits, _ = prefilled(NativeForward(model, 2, folder), model, prompt_of(20, 1), 20)
+        logits, _ = prefilled(NativeForward(model, KernelOptions(2, folder)), model, prompt_of(20, 1), 20)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -112,7 +115,7 @@ def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
     ids = prompt_of(600, 1)
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, chunk)
+        logits, _ = prefilled(NativeForward(model, KernelOptions(2, folder)), model, ids, chunk)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -121,7 +124,7 @@ def test_positions_go_on_beyond_the_first_table(folder: Path) -> None:
     ids = prompt_of(2100, 1)
     with torch.inference_mode():
         expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        logits, _ = prefilled(NativeForward(model, 2, folder), model, ids, 700)
+        logits, _ = prefilled(NativeForward(model, KernelOptions(2, folder)), model, ids, 700)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -130,7 +133,7 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
     model = tiny_model().to(dtype)
     model.get_input_embeddings().weight.data[9] = float("nan")
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
         book.step(forward, {name: [3, 4, 5] for name in "abc"})
         found = book.step(forward, {"a": [1], "b": [9], "c": [2], "d": [8, 9, 8], "e": [8, 8, 8]})
     assert [bool(logits.isnan().any()) for logits in found.values()] == [False, True, False, True, False]
@@ -146,7 +149,7 @@ def test_a_step_without_memory_leaves_the_forward_as_it_was(
     other = PagedCache(CacheLayout(model.config), 8, [2**44], 0)
 
     def answers_of(fail: Callable[[NativeForward, PageBook], object]) -> dict[str, torch.Tensor]:
-        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
         book.step(forward, {name: prompt_of(12, number) for number, name in enumerate("abc")})
         fail(forward, book)
         return book.step(forward, {"a": [7], "b": [8]})
@@ -218,7 +221,7 @@ def test_kernels_that_compute_something_else_are_found_out(
             super().__init__(*args)  # type: ignore[arg-type]
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
+    monkeypatch.setattr(forward_choice, "NativeForward", Wrong)
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         assert "differ" in str(kernels_of(model, folder))
         assert check_forward(model, ModelForward(model)) is None
@@ -242,7 +245,7 @@ def in_company(model: PreTrainedModel, forward_of: Callable[[int], Forward]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: torch.dtype, folder: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True).to(dtype)
-    first, *others = in_company(model, lambda threads: NativeForward(model, threads, folder))
+    first, *others = in_company(model, lambda threads: NativeForward(model, KernelOptions(threads, folder)))
     assert all(torch.equal(logits, first) for logits in others)
 
 
@@ -251,7 +254,7 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
     model = tiny_model()
     seen: set[bytes] = set()
     with torch.inference_mode():
-        forward = NativeForward(model, 8, folder)
+        forward = NativeForward(model, KernelOptions(8, folder))
         for _ in range(150):
             _, book = prefilled(forward, model, prompt_of(20, 1), 9)
             logits = book.step(forward, {"row": [7], "other": prompt_of(9, 2)})["row"]
@@ -262,4 +265,4 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
 def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
     """Of C++'s own containers, whatever a system calls it: a decoder on a negative number of threads."""
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"the decoder failed in the kernels: .*vector"):
-        NativeForward(tiny_model(), -1, folder)
+        NativeForward(tiny_model(), KernelOptions(-1, folder))

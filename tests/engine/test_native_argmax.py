@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED
@@ -39,7 +40,7 @@ def test_the_argmax_is_that_of_the_logits(vocab_size: int, kind: str, threads: i
     give_ties_and_infinities(model, infinite=kind != "int8")
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
     with torch.inference_mode():
-        forward = NativeForward(model, threads, folder, ROUNDED["int8"] if kind == "int8" else None)
+        forward = NativeForward(model, KernelOptions(threads, folder), ROUNDED["int8"] if kind == "int8" else None)
         found = check_argmax(model, forward)
     assert -1 in found and len(set(found)) > 10
     assert max(found) < -(-vocab_size // 2), "the first of two equal logits"
@@ -51,7 +52,7 @@ def test_logits_below_zero_lose_to_no_padding(folder: Path) -> None:
     model.get_output_embeddings().weight.data.zero_()
     model.get_output_embeddings().weight.data[:, 0] = torch.linspace(1, 2, 259)
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         found = check_argmax(model, forward)
     assert {0, 258} == set(found), "the first hidden value has either sign"
 
@@ -120,7 +121,7 @@ def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Pat
             return await asyncio.gather(*(collect(engine, [request]) for request in requests))
 
         with torch.inference_mode():
-            forward = wrap(NativeForward(model, 2, folder))
+            forward = wrap(NativeForward(model, KernelOptions(2, folder)))
         with running(model, forward=forward, prefill_tokens=16, lookup=PromptLookup(4)) as engine:
             ends = run(scenario())
         return [{index: event.token_ids for index, event in end.items()} for end in ends]
@@ -137,7 +138,7 @@ def test_logits_beyond_the_tokenizer_change_no_token(beyond: str, folder: Path) 
         findings = check_batching(model)
         table = model.get_output_embeddings().weight
         table[250:252] = torch.nan if beyond == "NaN" else torch.stack([table[5], -table[5]]) * 1e3
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
 
     def tokens(forward: Forward) -> list[int]:
         with running(model, forward=forward, findings=findings, vocab_size=200) as engine:

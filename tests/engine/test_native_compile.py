@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.factory import build_engine
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.native import compile_kernels as compiling
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.kernels import kernels_of
 from tests.engine.tiny import tiny_model as make_tiny_model

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeDraw, NativeForward
 from mlserver_torch_stream.engine.sampling import sampler
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED, draw
@@ -55,7 +56,7 @@ def results(folder: Path) -> Logits:
     """Logits of a step, whose forward is gone when they are drawn from."""
     model = tiny_model("llama")
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         book = PageBook(model)
         logits = forward(book.batch({"a": [1, 2, 3]}, 1), book.cache)
     del forward

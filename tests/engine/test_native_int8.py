@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks import verify_native
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import take_rounded
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.checks.verify_native import take_rounded
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import errors_of
@@ -59,7 +60,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> Non
     model = LAYOUTS[name]().to(torch.bfloat16)
     exact, theirs = rounded(copy.deepcopy(model).float()), rounded(model)
     with torch.inference_mode():
-        ours = NativeForward(model, 2, folder, ROUNDED["int8"])
+        ours = NativeForward(model, KernelOptions(2, folder), ROUNDED["int8"])
         errors = errors_of({"ours": ours, "theirs": ModelForward(theirs)}, model, exact)
     assert errors["ours"] <= 8 * errors["theirs"]  # activations are rounded to int8, here to bfloat16
 
@@ -69,7 +70,9 @@ def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(tied: bool
     """More inputs than a block; 300 are no whole number of the matrix unit's, the vector tiles take them."""
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     model = tiny_model("llama", tie_word_embeddings=tied, **sizes).to(torch.bfloat16)
-    first, *others = in_company(model, lambda threads: NativeForward(model, threads, folder, ROUNDED["int8"]))
+    first, *others = in_company(
+        model, lambda threads: NativeForward(model, KernelOptions(threads, folder), ROUNDED["int8"])
+    )
     assert all(torch.equal(logits, first) for logits in others)
 
 
@@ -78,8 +81,8 @@ def test_once_taken_the_models_own_weights_are_gone_and_int8_takes_little_more_t
     model = tiny_model("llama", vocab_size=4000, **sizes).to(torch.bfloat16)
     with torch.inference_mode():
         findings = check_batching(model)
-        plain = NativeForward(model, 1, folder)
-        narrow = take_rounded(ExpectedLogits(model), findings, 1, folder, "int8")
+        plain = NativeForward(model, KernelOptions(1, folder))
+        narrow = take_rounded(ExpectedLogits(model), findings, KernelOptions(1, folder), "int8")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert 64 * narrow._weights.size == 34 * plain._weights.size  # bits of 32 weights and a scale
 
@@ -93,16 +96,16 @@ def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeyp
             super().__init__(*args, **options)
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    monkeypatch.setattr(verify_native, "NativeForward", Wrong)
+    monkeypatch.setattr(forward_choice, "NativeForward", Wrong)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .* differ from the model's"):
-        take_rounded(ExpectedLogits(model), check_batching(model), 1, folder, "int8")
+        take_rounded(ExpectedLogits(model), check_batching(model), KernelOptions(1, folder), "int8")
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mixtral", "recurrent_gemma"])
 def test_a_model_that_the_kernels_do_not_know_fails_to_load(family: str, folder: Path) -> None:
     model = tiny_model(family).to(torch.bfloat16)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*: \w") as raised:
-        take_rounded(ExpectedLogits(model), check_batching(model), 1, folder, "int8")
+        take_rounded(ExpectedLogits(model), check_batching(model), KernelOptions(1, folder), "int8")
     assert "\n" not in str(raised.value)
 
 
@@ -119,7 +122,7 @@ def test_a_model_whose_weights_cannot_be_rounded_fails_to_load(change: Any, said
     findings = check_batching(model)
     change(model)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=rf"extra\.weights: int8 .*{said}"):
-        take_rounded(ExpectedLogits(model), findings, 1, folder, "int8")
+        take_rounded(ExpectedLogits(model), findings, KernelOptions(1, folder), "int8")
 
 
 def test_without_a_compiler_it_fails_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +130,7 @@ def test_without_a_compiler_it_fails_to_load(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("CXX", raising=False)
     model = tiny_model().to(torch.bfloat16)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*no C\+\+ compiler"):
-        take_rounded(ExpectedLogits(model), check_batching(model), 1, tmp_path, "int8")
+        take_rounded(ExpectedLogits(model), check_batching(model), KernelOptions(1, tmp_path), "int8")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_settings_that_leave_no_room_for_it_are_refused_by_name(other: dict[str,
 
 
 def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, folder: Path) -> None:
-    from mlserver_torch_stream.engine.factory import build_engine
+    from mlserver_torch_stream.engine.build import build_engine
 
     resources = ProcessResources()
     common = {"dtype": "bfloat16", "cache_dir": str(folder)}
@@ -168,6 +171,6 @@ def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
     rows = windows(loaded, TEXT.read_text(encoding="utf-8"), 64)[:6]
     with torch.inference_mode():
         before = perplexity_of_model(loaded.model, rows)
-        forward = NativeForward(loaded.model, 2, folder, ROUNDED["int8"])
+        forward = NativeForward(loaded.model, KernelOptions(2, folder), ROUNDED["int8"])
         after = perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows)
     assert after < 1.02 * before

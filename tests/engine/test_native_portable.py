@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.attention.reference import AttentionShape, far
 from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.checks.verify_attention import TOLERANCE
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
-from mlserver_torch_stream.engine.native.kernel_library import VARIABLE
+from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
@@ -65,12 +65,12 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("qwen3", head_dim=20).to(dtype)
         with torch.inference_mode():
-            forward = NativeForward(model, 2, tmp_path)
+            forward = NativeForward(model, KernelOptions(2, tmp_path))
             assert forward.variant == ("compiled for this CPU" if name == _OLD else f"{name}, compiled here")
             assert check_forward(model, forward) is None
             check_argmax(model, forward)
     with torch.inference_mode():
-        forward = NativeForward(model, 2, tmp_path, ROUNDED["int8"])
+        forward = NativeForward(model, KernelOptions(2, tmp_path), ROUNDED["int8"])
         round_weights(read_decoder(model), ROUNDED["int8"])
         assert check_forward(model, forward) is None
     native = NativeAttention(tmp_path, reference_attention)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward, PackedBatch
 from tests.engine.page_book import PageBook, prefilled
 from tests.engine.test_native import KNOWN, known_model
@@ -51,7 +52,7 @@ def test_in_mixed_steps_each_sequence_gets_the_bits_that_it_gets_alone(
     assert name in KNOWN
     model = known_model(name).to(dtype)
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
         long, late = prompt_of(300, 9), prompt_of(40, 8)
         book.step(forward, {who: prompt_of(length, length) for who, length in _LENGTHS.items()})
         book.step(forward, {"long": long[:100], "a": [11], "d": [12]}, {"long": 0})
@@ -80,7 +81,7 @@ def test_pages_of_any_size_and_prompts_cut_anyhow_give_the_same_bits(
     model = tiny_model("mistral" if window else "llama", max_position_embeddings=1024, **changes).to(dtype)
     ids, seen = prompt_of(350, 1), set[bytes]()
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         for page_size, chunk in ((16, 350), (1, 90), (256, 1), (16, 349), (33, 60), (7, 7), (32, 257), (64, 64)):
             logits, book = prefilled(forward, model, ids, chunk, page_size)
             after = book.step(forward, {"row": [5]})["row"]
@@ -95,7 +96,7 @@ def test_pages_of_any_size_and_prompts_cut_anyhow_give_the_same_bits(
 def test_a_window_may_begin_anywhere_in_a_page(window: int, page_size: int, folder: Path) -> None:
     model, ids = tiny_model("mistral", sliding_window=window), prompt_of(60, 1)
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model, page_size)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model, page_size)
         found = [book.step(forward, {"row": ids[:15]}, 0), *(book.step(forward, {"row": [t]}) for t in ids[15:])]
         close(torch.cat([each["row"] for each in found]), expected_of(model, ids)[15:])
 
@@ -116,7 +117,7 @@ def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
         return book.step(forward, {"row": [token]})["row"]
 
     with torch.inference_mode():
-        forward, book = NativeForward(model, 4, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(4, folder)), PageBook(model)
         if computed:
             book.step(forward, {"first": prompt[:computed]}, 0)
         own = book.batch({"first": prompt[computed:]}, wanted).sequences[0]
@@ -133,7 +134,7 @@ def test_drafts_get_the_bits_of_steps_of_one_token(dtype: torch.dtype, folder: P
     """So a verified draft changes no answer. The last two are rejected, and their places written again."""
     model, prompt = known_model("qwen3").to(dtype), prompt_of(30, 3)
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
         book.step(forward, {"row": prompt})
         found = book.step(forward, {"row": [4, 5, 6, 7, 8]}, 5)["row"]
         same(found, alone(forward, model, prompt, (4, 5, 6, 7, 8))[1:])
@@ -145,7 +146,7 @@ def test_128_sequences_and_a_step_of_several_calls(folder: Path) -> None:
     """More tokens than one call takes: prompts are cut between calls, and the bits are those of whole ones."""
     model = tiny_model("llama", max_position_embeddings=2048)
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model, pages=400)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model, pages=400)
         prompts = {str(n): prompt_of(1 + n % 23, n) for n in range(128)}
         first = book.step(forward, prompts)
         long = {"long": prompt_of(700, 2), "longer": prompt_of(900, 3)}
@@ -161,7 +162,7 @@ def test_128_sequences_and_a_step_of_several_calls(folder: Path) -> None:
 def test_a_prompt_of_one_token(folder: Path) -> None:
     model = known_model("phi3")
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         close(alone(forward, model, [7], [3, 9]), expected_of(model, [7, 3, 9]))
 
 
@@ -169,7 +170,7 @@ def test_pages_are_copied_before_they_are_written_to(folder: Path) -> None:
     """Two sequences part in the middle of a page: one takes a copy of it."""
     model, prompt = known_model("mistral, window of 6"), prompt_of(20, 2)
     with torch.inference_mode():
-        forward, book = NativeForward(model, 2, folder), PageBook(model)
+        forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
         book.step(forward, {"one": prompt})
         book.share("two", "one", 0)
         twin = book.batch({"two": prompt}).sequences[0]
@@ -194,7 +195,7 @@ def test_block_tables_are_read_where_they_are(folder: Path) -> None:
     model, prompt = known_model("llama"), prompt_of(40, 1)
     found = []
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         for given in (table, list(table), tuple(table), array("q", table)):
             book = PageBook(model)
             found.append(forward(Batch((BatchSequence(prompt, 0, (given,)),)), book.cache).tensor.clone())
@@ -204,7 +205,7 @@ def test_block_tables_are_read_where_they_are(folder: Path) -> None:
 def test_a_forward_takes_one_cache_after_another(folder: Path) -> None:
     model, prompt = known_model("llama"), prompt_of(20, 1)
     with torch.inference_mode():
-        forward = NativeForward(model, 2, folder)
+        forward = NativeForward(model, KernelOptions(2, folder))
         expected = alone(forward, model, prompt, [4])[-1:]
         books = [PageBook(model, page_size) for page_size in (16, 4)]
         for book in books:

@@ -13,10 +13,10 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.page_counts import size_cache
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading.placement import (
     bytes_of,
     describe_moves,
@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of

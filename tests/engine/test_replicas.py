@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
-from mlserver_torch_stream.engine.client_messages import StepTimeout
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.failures import StepTimeout
 from mlserver_torch_stream.engine.replicas import ReplicatedEngine
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.batcher import BatcherReplacement
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing, QueueFull
 from mlserver_torch_stream.settings import parse_settings

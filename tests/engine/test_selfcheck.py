@@ -12,15 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_forward, check_generate
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tokens_of

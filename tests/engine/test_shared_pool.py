@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from mlserver_torch_stream.engine import forward_choice
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.fingerprint import weights_key
-from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources, SharedPool
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 from mlserver_torch_stream.types import SamplingParameters

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.capacity import read_size
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import leader
 from mlserver_torch_stream.engine.tensor_parallel.validate import check_model
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed, NotServing

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.factory import build_engine
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
-from mlserver_torch_stream.engine.prepared_model import prepare_ranks
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.ranks import prepare_ranks
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation

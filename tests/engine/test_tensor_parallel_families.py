@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.factory import build_engine
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, tiny_model
 

@@ -20,12 +20,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mlserver_torch_stream.engine import prepared_model
+from mlserver_torch_stream.engine import model as model_module
+from mlserver_torch_stream.engine import ranks as ranks_module
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.factory import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.prepared_model import prepare_ranks
-from mlserver_torch_stream.engine.tensor_parallel import rank_group, shard
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.ranks import prepare_ranks
+from mlserver_torch_stream.engine.tensor_parallel import rank_group
 from mlserver_torch_stream.errors import GenerationFailed, LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import FinishReason
@@ -66,8 +67,8 @@ class Ranks:
 def recording(folder: Path, own: Path) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECORDER", str(own / "recorder"))
-        patch.setattr(prepared_model, "prepare_ranks", partial(prepare_ranks, module="tests.engine.recording_rank"))
-        patch.setattr(shard, "_choose_forward", attends_as_on_cuda)
+        patch.setattr(model_module, "prepare_ranks", partial(prepare_ranks, module="tests.engine.recording_rank"))
+        patch.setattr(ranks_module, "_choose_forward", attends_as_on_cuda)
         yield Ranks(folder, own / "recorder")
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []

@@ -23,11 +23,11 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.fair_lock import FairLock, StepProgress
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
-from mlserver_torch_stream.engine.process_resources import FairLock, StepProgress
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step.batcher import InlineForwards
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.fair_lock import FairLock, StepProgress, Work
 from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.process_resources import FairLock, StepProgress, Work
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
@@ -87,7 +87,7 @@ class TestWhatIsDecided:
     def test_what_the_thread_was_asked_is_done_without_it_when_its_time_is_over(self, waiting: RequestState) -> None:
         state = WatchdogState(BOUNDS)
         end = EndRequest((waiting,), FinishReason.ABORT, NotServing("the end"), 10.0)
-        state.asked(end)
+        state.expect(end)
         assert state.decide(10.0 + PATIENCE / 2, []).unanswered == []
         assert state.decide(10.0 + PATIENCE, []).unanswered == [end]
 

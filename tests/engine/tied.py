@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from mlserver_torch_stream.engine.tensor_parallel.rank_main import die_with
+from mlserver_torch_stream.engine.child_process import die_with
 
 if __name__ == "__main__":
     die_with(int(sys.argv[4]))

@@ -19,12 +19,12 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
-from mlserver_torch_stream.engine.process_resources import FairLock
 from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits, SchedulerLimits

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from mlserver_torch_stream.engine.tensor_parallel.rank_main import die_with
+from mlserver_torch_stream.engine.child_process import die_with
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_local
 from mlserver_torch_stream.errors import LoadFailed
 

@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.comparison import in_a_line
+from mlserver_torch_stream.engine.failures import in_a_line
 
 _TRIAL_TOKENS = 10_000  # of the longest sequence of a trial
 _CHUNK = 70  # new tokens of a prompt in a trial
@@ -70,8 +70,8 @@ class CudaAttention:
     @property
     def summary(self) -> str:
         """What was chosen so far, and why nothing before it was."""
-        found = dict.fromkeys(f"{name} ({reason})" if reason else name for name, _, reason in self._chosen.values())
-        return ", ".join(found) or "not chosen yet"
+        names = dict.fromkeys(f"{name} ({reason})" if reason else name for name, _, reason in self._chosen.values())
+        return ", ".join(names) or "not chosen yet"
 
     @property
     def copies_keys(self) -> bool:

@@ -21,11 +21,11 @@ def gathered_attention(
     for rows, tokens, count in equal_parts(batch):
         queries = query[tokens].unflatten(0, (-1, count))
         positions = batch.positions[tokens].unflatten(0, (-1, count))
-        found = _attend(queries, positions, batch.tables[layer.group][rows], layer, options).flatten(0, 1)
-        if len(found) == len(query):
-            return found
-        output = query.new_empty((len(query), *found.shape[1:])) if output is None else output
-        output[tokens] = found
+        result = _attend(queries, positions, batch.tables[layer.group][rows], layer, options).flatten(0, 1)
+        if len(result) == len(query):
+            return result
+        output = query.new_empty((len(query), *result.shape[1:])) if output is None else output
+        output[tokens] = result
     assert output is not None
     return output
 
@@ -68,8 +68,8 @@ def _attend(
     folded = query.transpose(1, 2).unflatten(1, (-1, groups)).flatten(2, 3)  # [rows, kv_heads, groups * count, dim]
     mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)  # [rows, 1, groups * count, keys]
     sinks = None if options.sinks is None else options.sinks.repeat_interleave(count).reshape(1, keys.shape[1], -1, 1)
-    found = weigh(folded, keys, values, mask, options, sinks)
-    return found.unflatten(2, (groups, count)).flatten(1, 2).transpose(1, 2)
+    result = weigh(folded, keys, values, mask, options, sinks)
+    return result.unflatten(2, (groups, count)).flatten(1, 2).transpose(1, 2)
 
 
 def _seen_pages(

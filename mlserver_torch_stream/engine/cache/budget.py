@@ -10,7 +10,7 @@ import torch
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
 from mlserver_torch_stream.engine.machine import Host
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
 # Share of a GPU's free memory after loading. The rest is for activations, for the memory of CUDA graphs, and for the
@@ -24,7 +24,7 @@ HOST = torch.device("cpu")
 
 def cache_budget(
     specs: Mapping[torch.device, CacheSpec],
-    asked: int | None,
+    setting: int | None,
     resources: ProcessResources,
     owner: object,
     host: Host,
@@ -35,13 +35,13 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache: of ``asked`` bytes on all devices together, or else of the free memory.
+    """Returns the pages and slots of a cache: of ``setting`` bytes on all devices together, or else of the free memory.
 
     ``specs`` say what a token takes on each device. Of a host's memory the ``engines`` get equal parts, which
     ``resources`` promise to ``owner``; the memory that other engines hold on a GPU is not free. ``most`` is the free
     memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of ``size_cache``.
     """
-    if asked is None:
+    if setting is None:
         rooms = [
             (
                 spec,
@@ -52,7 +52,7 @@ def cache_budget(
             for device, spec in specs.items()
         ]
     else:
-        rooms = [(in_all(specs.values()), asked - sum(spare_bytes(*each) for each in specs.items()))]
+        rooms = [(in_all(specs.values()), setting - sum(spare_bytes(*each) for each in specs.items()))]
     size = size_cache(rooms, sequences=sequences, tokens=tokens, step=step)
     if HOST in specs:
         resources.promise(owner, size.bytes_of(specs[HOST]), host.available_bytes)
@@ -72,14 +72,14 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
     }
 
 
-def prefix_bytes(budget: int, asked: int | None, on_host: bool) -> int:
+def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
     """Returns how many bytes of a KV cache pages of ended sequences may keep, until other sequences need them.
 
     A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at
     a time under our kernels. Raises LoadFailed.
     """
-    if asked is None:
+    if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
-    if asked > budget:
-        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {asked} bytes are more than the KV cache's {budget}")
-    return asked
+    if setting > budget:
+        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {setting} bytes are more than the KV cache's {budget}")
+    return setting

@@ -47,8 +47,8 @@ class StateSlots:
             self._held[number] = _mapped(self._own(number, layers[number]), self._room)
         index_on = _index_on(slots)
         for number, layer in layers.items():
-            for (held, name), (given, _) in zip(_tensors(self._held[number]), _tensors(layer), strict=True):
-                held[name].index_copy_(0, index_on(held[name].device), given[name])
+            for (held, name), (source, _) in zip(_tensors(self._held[number]), _tensors(layer), strict=True):
+                held[name].index_copy_(0, index_on(held[name].device), source[name])
 
     def copy(self, source: int, target: int) -> None:
         self.put([target], self.take([source]))
@@ -85,12 +85,12 @@ class StateSlots:
 
     def bytes_by_device(self) -> dict[torch.device, int]:
         """Returns the bytes of a slot on each device; none before the first forward."""
-        found: dict[torch.device, int] = {}
+        sizes: dict[torch.device, int] = {}
         for layer in self._held.values():
             for states, name in _tensors(layer):
                 device = states[name].device
-                found[device] = found.get(device, 0) + states[name][0].nbytes
-        return found
+                sizes[device] = sizes.get(device, 0) + states[name][0].nbytes
+        return sizes
 
 
 def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:

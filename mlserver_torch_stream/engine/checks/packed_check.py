@@ -1,10 +1,11 @@
 """Loads packed weights into transformers' model, and checks that our kernels give its logits with them.
 
-``prepared_model`` runs this in a process of its own.
+``engine.model`` runs this in a process of its own.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,21 @@ from transformers import PreTrainedConfig
 
 from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
-from mlserver_torch_stream.engine.checks.verify_native import verify_packed
+from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_kernels
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
+from mlserver_torch_stream.engine.machine import trim_heap
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.stage_log import stage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +54,9 @@ class CheckedWeights:
     variant: str
 
 
-def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> CheckedWeights:
+def check_packed(folder: Path, name: str, kernels: KernelOptions) -> CheckedWeights:
     """``folder`` is one of ``gguf_packed``, ``name`` the model's. Raises NotPacked or LoadFailed."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(kernels.threads)
     with torch.inference_mode():
         packed = load_packed(folder)
         model, placement = packed.model, read_placement(packed.model)
@@ -62,9 +70,29 @@ def check_packed(folder: Path, name: str, threads: int, cache_dir: Path) -> Chec
             raise NotPacked(f"its cache or its context needs {type(model.config).__name__}")
         # What is checked is what the other process runs: the decoder as it is read from the pickle and the file.
         read = unpickle_decoder(decoder, packed.tensors.__getitem__)
-        forward, findings = verify_packed(model, read, threads, cache_dir)
+        forward, findings = verify_packed(model, read, kernels)
     weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
     return CheckedWeights(decoder, weights, findings, placement, forward.variant)
+
+
+def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
+    """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
+
+    ``gguf_packed`` has loaded the model.
+
+    Raises NotPacked, or LoadFailed as ``NativeForward`` does.
+    """
+    try:
+        forward = NativeForward(decoder, kernels)
+        trim_heap()  # packing frees 13 MB
+        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+            # transformers computes in float32, so the difference is the rounding of activations to int8.
+            findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
+    except (NoKernels, UnsupportedLayout) as error:
+        raise NotPacked(str(error)) from None
+    if findings.problem is not None:
+        raise NotPacked(findings.problem)
+    return forward, findings
 
 
 def _cache_groups(model: Any) -> object:

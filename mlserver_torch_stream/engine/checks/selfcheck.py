@@ -26,9 +26,10 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout, UnsupportedCa
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits, far_columns
 from mlserver_torch_stream.engine.checks.trial import SPARE_SLOT, Trial, TrialSequence
-from mlserver_torch_stream.engine.comparison import Comparison, in_a_line
+from mlserver_torch_stream.engine.comparison import Comparison
 from mlserver_torch_stream.engine.config_fields import comparable_context, named_lengths
 from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
@@ -301,8 +302,8 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens
     if more <= 0:
         return None
-    moved, asked = forward.tried(batch, trial.cache, more)
-    if not asked:
+    moved, was_read = forward.tried(batch, trial.cache, more)
+    if not was_read:
         return None
     comparison = Comparison(torch.float32)
     for pair in zip(forward.tried(batch, trial.cache)[0], moved, strict=True):

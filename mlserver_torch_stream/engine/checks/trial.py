@@ -149,9 +149,9 @@ class Trial:
     def _step(self, parts: Sequence[tuple[TrialSequence, int]]) -> None:
         raise_if_cancelled()
         sequences, ends = [], []
-        for sequence, asked in parts:
+        for sequence, limit in parts:
             left = sequence.prompt - sequence.computed
-            count = min(asked, left) if left > 0 else asked
+            count = min(limit, left) if left > 0 else limit
             end = sequence.computed + count
             wanted = 0 if end < sequence.prompt else count if left <= 0 else 1
             self._make_room(sequence, end)

@@ -13,8 +13,9 @@ import transformers
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.comparison import Comparison, in_a_line
+from mlserver_torch_stream.engine.comparison import Comparison
 from mlserver_torch_stream.engine.devices import count_waits
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, StagedForward, read_stages

@@ -14,10 +14,11 @@ import torch
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.comparison import Comparison, in_a_line
+from mlserver_torch_stream.engine.comparison import Comparison
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import AllOrNone, CannotCapture, GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.step_shape import StepShape
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline

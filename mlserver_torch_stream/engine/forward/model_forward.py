@@ -85,7 +85,7 @@ class ModelForward:
         The cache names ``more`` tokens than it has. The second value says whether the model's code asks for a number.
         """
         step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
-        return self._run(step), isinstance(step.cache, MovedCache) and step.cache.asked
+        return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
 
     def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
         """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
@@ -139,11 +139,11 @@ def _rows(batch: Batch) -> list[Batch]:
 
 def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tensor]) -> torch.Tensor:
     """Puts the logits of the parts into the order of the batch."""
-    found: dict[int, torch.Tensor] = {}
+    by_sequence: dict[int, torch.Tensor] = {}
     for part, rows in zip(parts, logits, strict=True):
         counts = [each.wanted for each in part.sequences]
-        found.update((id(each), row) for each, row in zip(part.sequences, rows.split(counts), strict=True))
-    return torch.cat([found[id(each)] for each in batch.sequences])
+        by_sequence.update((id(each), row) for each, row in zip(part.sequences, rows.split(counts), strict=True))
+    return torch.cat([by_sequence[id(each)] for each in batch.sequences])
 
 
 def give_contiguous_states(model: transformers.PreTrainedModel) -> None:

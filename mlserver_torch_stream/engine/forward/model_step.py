@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from mlserver_torch_stream.engine.attention.paged_attention import (
@@ -28,6 +27,8 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCach
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Writes the keys and values of the new tokens, and returns the keys and values that a model's attention gets."""
 
+
+_MASKING = "transformers.masking_utils"  # by its name: importing it would import torch's compiler
 
 Positions = Callable[[torch.device], torch.Tensor]
 """Returns the positions ``[tokens]`` of a packed row's tokens, on a device."""
@@ -74,7 +75,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         self._store = store
         self._start = start
         self._columns = columns
-        self._given: Callable[[], torch.Tensor | None] = lambda: None
+        self._newest_key: Callable[[], torch.Tensor | None] = lambda: None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -83,13 +84,13 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores ``[rows, kv_heads, tokens, head_dim]``."""
-        given = self._store(self, key_states, value_states)
-        self._given = weakref.ref(given[0])
-        return given
+        pair = self._store(self, key_states, value_states)
+        self._newest_key = weakref.ref(pair[0])
+        return pair
 
     def gave(self, key: torch.Tensor) -> bool:
         """Returns whether ``update`` returned this very tensor."""
-        return self._given() is key
+        return self._newest_key() is key
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._columns
@@ -148,7 +149,7 @@ class MovedCache(StepCache):
 
     def __init__(self, layers: Iterable[object], more: int) -> None:
         super().__init__(layers)
-        self.asked = False
+        self.was_read = False
         self._more = more
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -162,9 +163,9 @@ class MovedCache(StepCache):
         return length, self._moved(offset)
 
     def _moved(self, number: int) -> int:
-        if _asker() == masking_utils.__name__:
+        if _asker() == _MASKING:
             return number
-        self.asked = True
+        self.was_read = True
         moved = number + self._more
         return SeenTokens.of(moved, number.positions) if isinstance(number, SeenTokens) else moved
 
@@ -315,7 +316,7 @@ class ModelStep:
         pages, batch = layer.pages, self.on(device)
         if latent:
             pages, batch = expanded(module, pages, batch)
-        given = AttentionOptions(
+        attention_options = AttentionOptions(
             scale=dim**-0.5 if scaling is None else scaling,
             window=_narrower(sliding_window, group.window) if group.chunk is None else None,
             chunk=group.chunk,
@@ -323,7 +324,7 @@ class ModelStep:
             sinks=None if s_aux is None else s_aux.to(device),
         )
         packed = query.transpose(1, 2).reshape(rows * tokens, heads, dim).to(device)
-        output = self._attention(packed, pages, batch, given).to(query.device)
+        output = self._attention(packed, pages, batch, attention_options).to(query.device)
         return output.reshape(rows, tokens, heads, -1)
 
     # --- attention by masks ---

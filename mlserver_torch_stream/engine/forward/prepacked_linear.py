@@ -18,8 +18,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import in_a_line
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ class _Packed:
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)
         for rows in _CHECKED_ROWS:
-            given = torch.linspace(-1, 1, rows * layer.in_features).view(1, rows, -1).to(layer.weight.dtype)
-            expected, got = F.linear(given, layer.weight, layer.bias).float(), forward(given).float()
+            inputs = torch.linspace(-1, 1, rows * layer.in_features).view(1, rows, -1).to(layer.weight.dtype)
+            expected, got = F.linear(inputs, layer.weight, layer.bias).float(), forward(inputs).float()
             if not (got - expected).abs().max() <= _LAYER_TOLERANCE * expected.abs().max():
                 raise ArithmeticError(f"a layer of {layer.out_features} x {layer.in_features} computes something else")
         self._taken.append((layer, weight))
@@ -106,8 +106,8 @@ class _Packed:
             del layer.forward
 
 
-def _linear(weight: Tensor, bias: Tensor | None, given: Tensor) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(given, weight, bias, "none", [], "")
+def _linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
     return result
 
 

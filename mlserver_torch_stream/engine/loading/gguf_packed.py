@@ -1,7 +1,7 @@
-"""Loads the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
+"""Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
 
 A folder holds the config, the tokenizer and ``packed.safetensors``: the blocks under transformers' names, their rows in
-transformers' order (``gguf_blocks``).
+transformers' order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from mlserver_torch_stream.engine.native.packed_rows import PackedEmbedding, PackedLinear, PackedRows
+from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedEmbedding, PackedLinear, PackedRows
 from mlserver_torch_stream.errors import LoadFailed
 
 WEIGHTS = "packed.safetensors"
+_FLOATS = ("F32", "F16", "BF16")
 
 
 class NotPacked(Exception):
@@ -103,3 +105,34 @@ def _tie(model: Any) -> None:
         model.set_output_embeddings(head)
     else:
         model.get_output_embeddings().weight = embedding.weight
+
+
+def write_packed(gguf_file: Path, folder: Path) -> None:
+    """Writes the config, and the weights as the blocks that they are, to the folder that ``load_packed`` loads.
+
+    Raises NotPacked, or LoadFailed as ``read_gguf_model`` does.
+    """
+    # Here, as gguf takes 5 MB and later loads do without.
+    from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
+
+    if loads_by_transformers(gguf_file):
+        raise NotPacked("our kernels do not have the file's architecture")
+    model = read_gguf_model(gguf_file)
+    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, str] = {}
+    dequantised: dict[str, str] = {}
+    for name, weights in model.weights.items():
+        if len(weights.parts) > 1:
+            raise NotPacked(f"our kernels do not have the experts {name}")
+        kind = next(iter(weights.kinds), "F32")
+        if kind in BLOCK_FORMATS and (blocks := weights.blocks()) is not None:
+            tensors[name], kinds[name] = blocks, kind
+            continue
+        if kind not in _FLOATS:
+            dequantised[name] = kind
+        tensors[name] = weights.dense()
+    if not kinds:
+        raise NotPacked("the file has no weights in blocks that the kernels know")
+    save_file(tensors, folder / WEIGHTS, metadata={"kinds": json.dumps(kinds), "dequantised": json.dumps(dequantised)})
+    model.config.save_pretrained(folder)
+    GenerationConfig.from_model_config(model.config).save_pretrained(folder)

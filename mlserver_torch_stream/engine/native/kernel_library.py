@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,14 @@ VARIABLE = "MLSERVER_TORCH_STREAM_KERNEL"
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """The threads on which a model's kernels compute, and the folder in which compiled kernels are kept."""
+
+    threads: int
+    cache_dir: Path
 
 
 def open_kernels(

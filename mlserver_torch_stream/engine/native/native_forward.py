@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
-from mlserver_torch_stream.engine.native.kernel_library import open_kernels
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions, open_kernels
 from mlserver_torch_stream.engine.native.library import KernelDrawCall
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
@@ -148,13 +147,13 @@ class NativeForward:
     A sequence's logits are the same bits alone and in any batch, with pages of any size and however its prompt is cut.
     """
 
-    def __init__(self, model: Any, threads: int, cache_dir: Path, rounded: Rounding | None = None) -> None:
+    def __init__(self, model: Any, options: KernelOptions, rounded: Rounding | None = None) -> None:
         """Copies the weights of a model or of its ``Decoder``, rounded if a rounding is given.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
         decoder = model if isinstance(model, Decoder) else read_decoder(model)
-        kernels, self.variant = open_kernels(cache_dir, c.open_library)
+        kernels, self.variant = open_kernels(options.cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
         self._weights = PackedWeights(decoder, kernels, rounded)
         shape = self._weights.shape
@@ -162,7 +161,13 @@ class NativeForward:
         is_bf16 = decoder.dtype == torch.bfloat16
         handle = ctypes.c_void_p()
         kernels.native_create(
-            *(ctypes.byref(shape), ctypes.byref(self._weights.structure), is_bf16, threads, ctypes.byref(handle))
+            *(
+                ctypes.byref(shape),
+                ctypes.byref(self._weights.structure),
+                is_bf16,
+                options.threads,
+                ctypes.byref(handle),
+            )
         )
         self._handle = handle.value or 0
         self._run = kernels.native_step

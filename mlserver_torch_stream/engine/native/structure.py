@@ -119,7 +119,7 @@ def read_decoder(model: Any) -> Decoder:
     layers = reader.child(base, "layers")
     last_norm = reader.norm(base, "norm")
     decoder_layers = tuple(reader.layer(layer) for layer in layers)
-    left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.taken]
+    left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.parameter_ids]
     if left:
         raise UnsupportedLayout(f"the parameter {left[0]} has no place in the layout")
     _check_placement(model)
@@ -148,7 +148,7 @@ def read_decoder(model: Any) -> Decoder:
 class _StructureReader:
     """Records the parameters that it has seen, and the values that all layers must share."""
 
-    taken: set[int] = field(default_factory=set)
+    parameter_ids: set[int] = field(default_factory=set)
     noted: dict[str, set[Any]] = field(default_factory=dict)
 
     def shared_values(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class _StructureReader:
             self.noted.setdefault(name, set()).add(value)
 
     def take(self, *parameters: Tensor | None) -> None:
-        self.taken.update(id(parameter) for parameter in parameters if parameter is not None)
+        self.parameter_ids.update(id(parameter) for parameter in parameters if parameter is not None)
 
     def child(self, module: Any, name: str) -> Any:
         found = getattr(module, name, None)

@@ -78,12 +78,12 @@ class GroupedMatrix:
             first += part.shape[0]
             if not len(places):
                 continue
-            taken = part.groups(rows) if isinstance(part, PackedRows) else quantise(part[rows], self._rounded)
-            taken = taken.as_format(self.format)
-            codes[places], scales[places] = taken.codes, taken.scales
+            packed = part.groups(rows) if isinstance(part, PackedRows) else quantise(part[rows], self._rounded)
+            packed = packed.as_format(self.format)
+            codes[places], scales[places] = packed.codes, packed.scales
             if minima is not None:
-                assert taken.minima is not None
-                minima[places] = taken.minima
+                assert packed.minima is not None
+                minima[places] = packed.minima
         return Groups(self.format, codes, scales, minima)
 
 

@@ -27,8 +27,8 @@ from torch import nn
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.devices import computing_device, execution_device
+from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
-from mlserver_torch_stream.engine.process_resources import FairLock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,17 +47,17 @@ class Stage:
 
 def read_stages(model: transformers.PreTrainedModel) -> tuple[Stage, ...]:
     """Returns the stages in the order of the map; at most one if one device computes everything."""
-    found: dict[str, list[nn.Module]] = {}
+    modules_on: dict[str, list[nn.Module]] = {}
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():
         try:
             module = model.get_submodule(name)
         except AttributeError:  # a parameter by itself belongs to the stage of the module around it
             continue
-        found.setdefault(computing_device(module, place), []).extend(_called(module))
-    devices = {name: _device(modules) for name, modules in found.items()}
+        modules_on.setdefault(computing_device(module, place), []).extend(_called(module))
+    devices = {name: _device(modules) for name, modules in modules_on.items()}
     return tuple(
         Stage(name, devices[name], tuple(modules), partial(_synchronise, devices[name]))
-        for name, modules in found.items()
+        for name, modules in modules_on.items()
     )
 
 

@@ -18,9 +18,9 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.client_messages import drop_tracebacks
+from mlserver_torch_stream.engine.failures import drop_tracebacks
+from mlserver_torch_stream.engine.fair_lock import StepProgress
 from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.process_resources import StepProgress
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepPlan
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
+from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
@@ -17,6 +17,17 @@ from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepP
 from mlserver_torch_stream.engine.step.batcher import StepResult
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
+
+
+@dataclass(eq=False, slots=True)
+class _LogitsRow:
+    """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
+
+    part: ScheduledSequence
+    sequence: SequenceState
+    sampler: RowSampler
+    index: int
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -32,16 +43,40 @@ class ChosenTokens:
     tokens_before: dict[SequenceState, int] = field(default_factory=dict)
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
+    def take_forced(self, row: _LogitsRow) -> bool:
+        """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
+        while True:
+            try:
+                token_id = row.sampler.only_token
+            except Exception as error:
+                row.sequence.finish(FinishReason.ERROR, log_failure("sampling", error))
+                return False
+            if token_id is None:
+                return True
+            if not self.take(row, SampledToken(token_id)):
+                return False
 
-@dataclass(eq=False, slots=True)
-class _LogitsRow:
-    """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
+    def take(self, row: _LogitsRow, choice: SampledToken | GenerationFailed) -> bool:
+        """Gives a sequence the token of a row, and moves the row on if the token was drafted and the sequence goes on.
 
-    part: ScheduledSequence
-    sequence: SequenceState
-    sampler: RowSampler
-    index: int
-    accepted: int = 0
+        Returns whether the row has moved on.
+        """
+        sequence, part = row.sequence, row.part
+        if isinstance(choice, GenerationFailed):
+            self.spoiled[sequence] = choice
+            return False
+        self.tokens_before.setdefault(sequence, len(sequence.tokens))
+        try:
+            row.sampler.accept(choice.token_id)
+            sequence.accept(choice.token_id, choice.logprob)
+        except Exception as error:
+            sequence.finish(FinishReason.ERROR, log_failure(f"token {choice.token_id}", error))
+        if row.accepted == len(part.drafts) or choice.token_id != part.drafts[row.accepted]:
+            return False
+        self.verified[part] += 1
+        row.accepted += 1
+        row.index += 1
+        return not sequence.ended
 
 
 class TokenChoice:
@@ -70,9 +105,9 @@ class TokenChoice:
             for sequence in part.samples:
                 if not sequence.ended and (sampler := sequence.sampler or self._made_sampler(sequence)):
                     rows.append(_LogitsRow(part, sequence, sampler, computed.first_row))
-        while rows := [row for row in rows if row.sampler.matcher is None or _take_forced(row, chosen)]:
+        while rows := [row for row in rows if row.sampler.matcher is None or chosen.take_forced(row)]:
             choices = self._sample(result.logits, rows)
-            rows = [row for row, choice in zip(rows, choices, strict=True) if _take(row, choice, chosen)]
+            rows = [row for row, choice in zip(rows, choices, strict=True) if chosen.take(row, choice)]
         return chosen
 
     def prepare(self, plan: StepPlan) -> None:
@@ -104,40 +139,3 @@ class TokenChoice:
             failure = log_failure("sampling", error)
             self._check_devices()
             return [failure]
-
-
-def _take_forced(row: _LogitsRow, chosen: ChosenTokens) -> bool:
-    """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
-    while True:
-        try:
-            token_id = row.sampler.only_token
-        except Exception as error:
-            row.sequence.finish(FinishReason.ERROR, log_failure("sampling", error))
-            return False
-        if token_id is None:
-            return True
-        if not _take(row, SampledToken(token_id), chosen):
-            return False
-
-
-def _take(row: _LogitsRow, choice: SampledToken | GenerationFailed, chosen: ChosenTokens) -> bool:
-    """Gives a sequence the token of a row. If the token was drafted, and the sequence goes on, the next row is taken.
-
-    Returns whether there is such a row.
-    """
-    sequence, part = row.sequence, row.part
-    if isinstance(choice, GenerationFailed):
-        chosen.spoiled[sequence] = choice
-        return False
-    chosen.tokens_before.setdefault(sequence, len(sequence.tokens))
-    try:
-        row.sampler.accept(choice.token_id)
-        sequence.accept(choice.token_id, choice.logprob)
-    except Exception as error:
-        sequence.finish(FinishReason.ERROR, log_failure(f"token {choice.token_id}", error))
-    if row.accepted == len(part.drafts) or choice.token_id != part.drafts[row.accepted]:
-        return False
-    chosen.verified[part] += 1
-    row.accepted += 1
-    row.index += 1
-    return not sequence.ended

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.client_messages import drop_tracebacks, in_short
+from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards

@@ -215,8 +215,8 @@ class Drafter:
             self._forced.add(sequence)
             return tuple(matcher.forced)
         self._forced.discard(sequence)
-        found = () if self._lookup is None else self._lookup.drafts(sequence, running)
-        return found if matcher is None or not found else matcher.prefix(found)
+        drafts = () if self._lookup is None else self._lookup.drafts(sequence, running)
+        return drafts if matcher is None or not drafts else matcher.prefix(drafts)
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> bool:
         """Notes how many drafts of a sequence were accepted. Returns False if its constraint had forced them."""

@@ -12,8 +12,8 @@ import transformers
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.client_messages import log_failure
 from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler

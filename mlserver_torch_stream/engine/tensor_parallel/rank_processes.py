@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-MODULE = "mlserver_torch_stream.engine.tensor_parallel.rank_main"
+from mlserver_torch_stream.engine.child_process import how_it_ended
+
+MODULE = "mlserver_torch_stream.engine.rank_main"
 
 OnEnd = Callable[[str], None]
 """Is called with a text such as ``rank 1 was killed by SIGKILL``, on a separate thread."""
@@ -101,8 +102,3 @@ class _Child(threading.Thread):
         assert self.process.stdin is not None
         self.process.stdin.close()
         self._on_end(f"rank {self._rank} {how_it_ended(status)}")
-
-
-def how_it_ended(status: int) -> str:
-    """Returns a text such as ``was killed by SIGKILL`` for the exit status of a process."""
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

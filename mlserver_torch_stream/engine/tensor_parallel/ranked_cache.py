@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.comparison import in_a_line
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.failures import in_a_line
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers
+from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers, batch_of
 from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
@@ -72,3 +72,42 @@ class RankedForward:
                     raise
                 failure = error
         raise failure
+
+
+class FollowerCaches:
+    """Holds this rank's part of each of rank 0's caches, by the cache's name, and runs operations on them.
+
+    ``capture`` is ``capture_together`` for a cache, the most sequences and the longest sequence.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        forward: Forward,
+        all_raised: Callable[[], bool],
+        capture: Callable[[PagedCache, int, int], Forward | None],
+    ) -> None:
+        self._layout = layout
+        self._forward = forward
+        self._all_raised = all_raised
+        self._capture = capture
+        self._caches: dict[int, PagedCache] = {}
+        self._captured: dict[int, Forward] = {}  # by the name of their cache
+
+    def run(self, operation: Operation, name: int, *numbers: int) -> None:
+        """Runs an operation of rank 0. Raises a forward's error unless all ranks have it."""
+        if operation is Operation.CACHE:
+            page_size, state_slots, *pages = numbers
+            self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)
+        elif operation is Operation.DROP:
+            del self._caches[name]
+            self._captured.pop(name, None)
+        elif operation is Operation.CAPTURE:
+            if (captured := self._capture(self._caches[name], *numbers)) is not None:
+                self._captured[name] = captured
+        elif operation is Operation.FORWARD:
+            try:
+                self._captured.get(name, self._forward)(batch_of(numbers), self._caches[name])
+            except Exception:
+                if not self._all_raised():
+                    raise

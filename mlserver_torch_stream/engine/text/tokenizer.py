@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.constraints.constraint_compiler import Constra
 from mlserver_torch_stream.engine.constraints.token_bytes import TokenBytes
 from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.machine import trim_heap
-from mlserver_torch_stream.engine.process_resources import PROCESS
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer

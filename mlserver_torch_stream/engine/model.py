@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,14 +15,14 @@ from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.checks.packed_check import check_packed
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.checks.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
@@ -35,60 +33,37 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
-from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
-from mlserver_torch_stream.engine.process_resources import FairLock, ProcessResources
+from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
+from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
 from mlserver_torch_stream.engine.stage_log import stage
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
-from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache, RankedForward
-from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
-from mlserver_torch_stream.engine.tensor_parallel.shard import Shard, load_shard, send_settings
-from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
-from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.settings import ResolvedSettings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedModel:
-    """Rank 0's shard and the leader of the other ranks. ``cache`` makes a cache on all ranks, like ``PagedCache``."""
+class ModelLoad:
+    """What all steps of a load need. ``threads``: those of torch and of our kernels."""
 
-    shard: Shard
-    leader: Leader
-    cache: Callable[..., RankedCache]
-    forward: RankedForward
+    resolved: ResolvedSettings
+    threads: int
+    resources: ProcessResources
 
+    @property
+    def kernels(self) -> KernelOptions:
+        return KernelOptions(self.threads, self.resolved.cache_dir)
 
-def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Blocks while all ranks load. Ends all ranks before it raises LoadFailed. ``module`` is that of ``form``."""
-    settings = resolved.settings
-    check_settings(settings)
-    if files.gguf_file is not None:
-        raise LoadFailed(f"{KEY}: needs the converted {files.gguf_file.name}: set a writable cache_dir")
-    revision, trust = settings.revision or "main", settings.trust_remote_code
-    config = read_config(resolved.source.name, files.location, revision=revision, trust_remote_code=trust)
-    check_model(config, settings.tensor_parallel_size)
-    group, other_ranks = form(settings.tensor_parallel_size, os.environ, module)
-    try:
-        send_settings(resolved, group)
-        shard = load_shard(resolved, group)
-    except BaseException as error:
-        fate = other_ranks.fate(0 if isinstance(error, LoadFailed) else 1)
-        other_ranks.end(0)
-        group.leave()
-        if isinstance(error, RuntimeError):
-            raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
-        raise
-    leader = Leader(group, other_ranks)
-    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader, group))
-
-
-logger = logging.getLogger(__name__)
+    def lock_on(self, device: torch.device) -> FairLock:
+        """Returns the lock of the engines that share a device. The engines of one model alone share its GPU."""
+        return self.resources.cpu_lock if device.type == "cpu" else FairLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +96,13 @@ class PreparedModel:
         check_devices({self.device, *self.findings.specs})
 
 
-def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> PreparedModel:
+def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """Raises LoadFailed."""
-    settings = resolved.settings
+    resolved, settings = load.resolved, load.resolved.settings
     if files.packed:
-        return _prepare_packed(files, resolved, threads, resources)
+        return _prepare_packed(files, load)
     if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(files, resolved, resources)
+        return _prepare_ranks(files, load)
     if launched(os.environ):
         waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
@@ -148,27 +123,25 @@ def prepare(files: ModelFiles, resolved: ResolvedSettings, threads: int, resourc
         if findings.problem is not None:
             check_generate(weights.model)
         else:
-            choice = choose_forward(expected, findings, settings, threads, resolved.cache_dir)
+            choice = choose_forward(expected, findings, settings, load.kernels)
             if settings.pipeline == "auto" and isinstance(choice.forward, ModelForward):
-                pipeline = take_pipeline(weights.model, threads, choice.forward)
+                pipeline = take_pipeline(weights.model, load.threads, choice.forward)
         del expected  # its logits and caches take memory
     device = input_device(weights.model)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
-    fair_lock = None if pipeline is not None else resources.cpu_lock if device.type == "cpu" else FairLock()
+    fair_lock = None if pipeline is not None else load.lock_on(device)
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
-def _prepare_packed(
-    files: ModelFiles, resolved: ResolvedSettings, threads: int, resources: ProcessResources
-) -> PreparedModel:
+def _prepare_packed(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """The only way of a load that leaves transformers' modeling code out of this process. Raises LoadFailed."""
-    folder, name, cache_dir = Path(files.location), resolved.source.name, resolved.cache_dir
+    folder, name = Path(files.location), load.resolved.source.name
     try:
-        checked = in_process(check_packed, folder, name, threads, cache_dir)
+        checked = in_process(check_packed, folder, name, load.kernels)
         with torch.inference_mode():
             decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
-            forward = NativeForward(decoder, threads, cache_dir)
+            forward = NativeForward(decoder, load.kernels)
     except (NotPacked, NoKernels, UnsupportedLayout, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if forward.variant != checked.variant:
@@ -178,18 +151,16 @@ def _prepare_packed(
     logger.info("Loaded the weights of %s", name)
     choice, device = ForwardChoice(forward), torch.device("cpu")
     return PreparedModel(
-        checked.weights, checked.findings, choice, device, resources.cpu_lock, placement=checked.placement
+        checked.weights, checked.findings, choice, device, load.lock_on(device), placement=checked.placement
     )
 
 
-def _prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, resources: ProcessResources) -> PreparedModel:
-    ranks = prepare_ranks(files, resolved)
+def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
+    ranks = prepare_ranks(files, load.resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
-    fair_lock = resources.cpu_lock if device.type == "cpu" else FairLock()
-    return PreparedModel(
-        weights, findings, ForwardChoice(ranks.forward, ranks.shard.attention), device, fair_lock, ranks=ranks
-    )
+    choice = ForwardChoice(ranks.forward, ranks.shard.attention)
+    return PreparedModel(weights, findings, choice, device, load.lock_on(device), ranks=ranks)
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the batcher of a loaded model, and sizes the KV cache and the bounds of its scheduler."""
+"""Chooses the batcher of a loaded model: its KV cache, the bounds of its scheduler, and the forward of each cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+import transformers
+
 from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
 from mlserver_torch_stream.engine.cache.budget import HOST, cache_budget, free_bytes, prefix_bytes
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.captured_forward import CapturedForwards
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
+from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline
 from mlserver_torch_stream.engine.config_fields import steady_positions
+from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
+from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
+from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
+from mlserver_torch_stream.engine.forward.interface import Forward
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.machine import Host, read_host
+from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
-from mlserver_torch_stream.engine.prepared_model import PreparedModel
-from mlserver_torch_stream.engine.process_resources import ProcessResources
+from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
+from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedForward
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -59,14 +70,14 @@ class BatcherChoice:
 
 
 def choose_batcher(
-    resolved: ResolvedSettings,
+    load: ModelLoad,
     prepared: PreparedModel,
     loaded: LoadedModel,
     samplers: SamplerFactory,
     owner: object,
-    resources: ProcessResources,
 ) -> BatcherChoice:
     """``owner`` is that of ``cache_budget``. Raises LoadFailed."""
+    resolved, resources = load.resolved, load.resources
     problem = _why_serial(resolved, prepared, loaded)
     if problem is not None:
         return _batch_serially(resolved, prepared, loaded, samplers, problem)
@@ -214,3 +225,70 @@ def _faults() -> tuple[InjectedFault, ...]:
     if faults:
         logger.warning("%s is set: this engine injects faults", VARIABLE)
     return faults
+
+
+class CapturedForwards:
+    """The forwards of one engine, for up to ``max_sequences`` sequences of up to ``longest`` tokens."""
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        forward: Forward,
+        max_sequences: int,
+        longest: int,
+        pipeline: Pipeline | None,
+        resources: ProcessResources,
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._max_sequences = max_sequences
+        self._longest = longest
+        self._pipeline = pipeline
+        self._resources = resources
+        self.description = ""  # of the newest one, for the summary of a load
+
+    def over(self, cache: PagedCache) -> Forward:
+        """Returns the forward for a cache that holds no sequences yet: the check of graphs writes to all its pages."""
+        forward = self._forward
+        own = forward.own if isinstance(forward, RankedForward) else forward
+        if not isinstance(own, ModelForward):
+            return forward
+        with self._resources.capture_lock, torch.inference_mode():
+            reserved = _reserved_bytes(own)
+            graphs = self._take(own, cache)
+            reserved = _reserved_bytes(own) - reserved - (0 if graphs is None else _pool_bytes(cache))
+        self.description = "" if graphs is None else _describe_graphs(graphs, reserved)
+        if graphs is None:
+            return forward
+        return forward.replaying(graphs) if isinstance(forward, RankedForward) else graphs
+
+    def _take(self, own: ModelForward, cache: PagedCache) -> GraphForward | None:
+        """Captures decode steps over a cache; with tensor parallelism every rank captures them. None: not captured."""
+        capture, pipeline = self._resources.capture_on or capture_on, self._pipeline
+        if isinstance(self._forward, RankedForward):
+            return self._forward.capture(cache, self._max_sequences, self._longest, capture)
+        return take_graphs(
+            own,
+            cache,
+            self._max_sequences,
+            self._longest,
+            capture,
+            copies_keys=copies_keys(own.attention),
+            pipeline=pipeline,
+            check=None if pipeline is None else lambda graphs: check_pipeline(self._model, pipeline, graphs, cache),
+        )
+
+
+def _describe_graphs(graphs: GraphForward, reserved: int) -> str:
+    size = f" in {format_bytes(reserved)}" if reserved > 0 else ""
+    return f"CUDA graphs of up to {graphs.max_sequences} sequences{size}, "
+
+
+def _reserved_bytes(forward: ModelForward) -> int:
+    """Returns the memory that torch holds on the forward's CUDA devices, that of captured steps included."""
+    return sum(torch.cuda.memory_reserved(device) for device in forward.devices if device.type == "cuda")
+
+
+def _pool_bytes(cache: PagedCache) -> int:
+    pools = (pool for layer in cache.layers.values() for pool in (layer.keys, layer.values) if pool is not None)
+    return sum(pool.untyped_storage().nbytes() for pool in pools if pool.is_cuda)

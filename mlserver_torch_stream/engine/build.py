@@ -17,20 +17,19 @@ from typing import TypeVar
 import torch
 
 from mlserver_torch_stream.engine.api import Engine
-from mlserver_torch_stream.engine.batcher_choice import choose_batcher
+from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
 from mlserver_torch_stream.engine.loading.code_pages import drop_code
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
 from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
-from mlserver_torch_stream.engine.loading.shared_pool import Lease
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
-from mlserver_torch_stream.engine.prepared_model import PreparedModel, give_back_weights, prepare
-from mlserver_torch_stream.engine.process_resources import PROCESS, ProcessResources
+from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.shared_pool import PROCESS, Lease, ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import LoadFailed
@@ -93,33 +92,33 @@ def build_engine(
 
     Engines share weights that are loaded already. The same ``owner`` with the same settings gets the same engine.
     """
-    threads = set_threads(resolved.settings, read_host())
-    key = engine_key(resolved, owner, weights_key(resolved, threads))
-    run = _run if resolved.settings.replicas == 1 else _run_replicas
+    load = ModelLoad(resolved, set_threads(resolved.settings, read_host()), resources)
+    key = engine_key(resolved, owner, weights_key(resolved, load.threads))
+    return BuiltEngine(resources.engines.lease(key, lambda: _load(load, on_death)), resources)
 
-    def load() -> RunningEngine:
-        running = None
-        try:
-            running = run(resolved, threads, on_death, resources)
-        except WorkCancelled:
-            pass
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            raise LoadFailed(f"cannot load {resolved.source.name}: its tokenizer is damaged: {error}") from error
-        if running is None:
-            reclaim_memory(resources)  # the error is gone, and with it the frames that held a part of the model
-            raise WorkCancelled
-        try:
-            gc.collect()  # frees what the load left in cycles
-            drop_code()
-            trim_heap()
-        except BaseException:
-            running.stop(resources)
+
+def _load(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    run = _run if load.resolved.settings.replicas == 1 else _run_replicas
+    running = None
+    try:
+        running = run(load, on_death)
+    except WorkCancelled:
+        pass
+    except BaseException as error:
+        if not is_panic(error):
             raise
-        return running
-
-    return BuiltEngine(resources.engines.lease(key, load), resources)
+        raise LoadFailed(f"cannot load {load.resolved.source.name}: its tokenizer is damaged: {error}") from error
+    if running is None:
+        reclaim_memory(load.resources)  # the error is gone, and with it the frames that held a part of the model
+        raise WorkCancelled
+    try:
+        gc.collect()  # frees what the load left in cycles
+        drop_code()
+        trim_heap()
+    except BaseException:
+        running.stop(load.resources)
+        raise
+    return running
 
 
 def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
@@ -132,17 +131,16 @@ def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
     trim_heap()
 
 
-def _run_replicas(
-    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
-) -> RunningEngine:
-    deaths = Deaths(resolved.settings.replicas, on_death)
+def _run_replicas(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    deaths = Deaths(load.resolved.settings.replicas, on_death)
     parts: list[RunningEngine] = []
     try:
-        for settings in on_devices_of_their_own(resolved.settings):
-            parts.append(_run(replace(resolved, settings=settings), threads, deaths.died, resources))
+        for settings in on_devices_of_their_own(load.resolved.settings):
+            resolved = replace(load.resolved, settings=settings)
+            parts.append(_run(replace(load, resolved=resolved), deaths.died))
     except BaseException:
         for part in parts:
-            part.stop(resources)
+            part.stop(load.resources)
         raise
     engines = [part.engine for part in parts]
     first = parts[0]
@@ -150,27 +148,26 @@ def _run_replicas(
     return RunningEngine(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
 
 
-def _run(
-    resolved: ResolvedSettings, threads: int, on_death: OnDeath | None, resources: ProcessResources
-) -> RunningEngine:
-    key = weights_key(resolved, threads)
+def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    resolved, resources = load.resolved, load.resources
+    key = weights_key(resolved, load.threads)
     files = locate_packed(resolved) or locate(resolved)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
 
     def make() -> PreparedModel:
-        return prepare(files, resolved, threads, resources)
+        return prepare(files, load)
 
     # Packed weights are checked in another process, so MKL allocates no per-thread buffers in this process.
     lease: Lease[PreparedModel] = resources.weights.lease(
-        key, make if files.packed else lambda: _in_thread_that_ends(threads, make)
+        key, make if files.packed else lambda: _in_thread_that_ends(load.threads, make)
     )
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
         codec.prepare_constraints()
         trim_heap()  # it leaves 20 MB of free blocks
-        return _start(resolved, lease, loaded, codec, threads, on_death, resources)
+        return _start(load, lease, loaded, codec, on_death)
     except BaseException:
         resources.release(codec)
         give_back_weights(lease)
@@ -197,18 +194,17 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
 
 
 def _start(
-    resolved: ResolvedSettings,
+    load: ModelLoad,
     lease: Lease[PreparedModel],
     loaded: LoadedModel,
     codec: TextCodec,
-    threads: int,
     on_death: OnDeath | None,
-    resources: ProcessResources,
 ) -> RunningEngine:
-    settings, prepared, host = resolved.settings, lease.value, read_host()
+    resolved, settings = load.resolved, load.resolved.settings
+    prepared, host = lease.value, read_host()
     vocab_size = min(loaded.vocab_size, codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
-    choice = choose_batcher(resolved, prepared, loaded, samplers, codec, resources)
+    choice = choose_batcher(load, prepared, loaded, samplers, codec)
     codec.limit_prompts(choice.context)
     info = ModelInfo(
         vocab_size=vocab_size,
@@ -234,7 +230,7 @@ def _start(
             settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if prepared.on_our_kernels else threads,
+        threads=1 if prepared.on_our_kernels else load.threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,
@@ -243,7 +239,7 @@ def _start(
     if prepared.ranks is not None:
         prepared.ranks.leader.watch_loss(engine.fail)
     origin = resolved.origins["threads"] if settings.threads else host.threads_origin
-    how = f"{choice.description}; context {choice.context} tokens; {threads} threads ({origin})"
+    how = f"{choice.description}; context {choice.context} tokens; {load.threads} threads ({origin})"
     summary = f"{loaded.description}; {how}"
     return RunningEngine(engine, codec, summary, lease)
 

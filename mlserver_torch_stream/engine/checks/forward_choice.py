@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers
+from torch import nn
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
@@ -18,14 +19,19 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_forward
 from mlserver_torch_stream.engine.checks.verify_attention import AttentionChoice, take_attention_kernels
-from mlserver_torch_stream.engine.checks.verify_native import take_fast_path, take_rounded
-from mlserver_torch_stream.engine.comparison import in_a_line
+from mlserver_torch_stream.engine.devices import input_device
+from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.native.quantise import ROUNDED
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED, Rounding, round_weights
+from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -46,7 +52,7 @@ class ForwardChoice:
 
 
 def choose_forward(
-    expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, threads: int, cache_dir: Path
+    expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
     """``findings`` say that the model can be batched. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
@@ -55,16 +61,16 @@ def choose_forward(
             raise LoadFailed(
                 f"parameters.extra.weights: {settings.weights} is for dense weights, this checkpoint is quantised"
             )
-        return ForwardChoice(take_rounded(expected, findings, threads, cache_dir, settings.weights))
+        return ForwardChoice(take_rounded(expected, findings, kernels, settings.weights))
     no_kernels = None
     if settings.fast_path == "auto" and not quantised:
-        taken = take_fast_path(expected, findings, threads, cache_dir)
-        if not isinstance(taken, str):
-            return ForwardChoice(taken)
-        no_kernels = taken
+        native = take_fast_path(expected, findings, kernels)
+        if not isinstance(native, str):
+            return ForwardChoice(native)
+        no_kernels = native
     if settings.fast_path != "auto":
         return ForwardChoice(ModelForward(model, findings.way))
-    forward, attention = with_attention(expected, findings, cache_dir)
+    forward, attention = with_attention(expected, findings, kernels.cache_dir)
     return ForwardChoice(forward, attention, no_kernels, pack_linears(model))
 
 
@@ -126,3 +132,65 @@ def _problem(
         )
     except Exception as error:  # kernels of torch's or of a compiler can raise any error
         return in_a_line(error)
+
+
+def take_fast_path(expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions) -> NativeForward | str:
+    """Returns the verified forward and frees the model's own weights; or returns why there is none, in one line.
+
+    Raises LoadFailed if the environment names kernels that this CPU does not run.
+    """
+    forward = _verified(expected, findings, kernels)
+    if isinstance(forward, str):
+        # The kernels are for CPUs: on a GPU their absence is normal.
+        level = logging.WARNING if input_device(expected.model).type == "cpu" else logging.INFO
+        logger.log(level, "our own kernels are not used, transformers' forward runs: %s", forward)
+    return forward
+
+
+def take_rounded(
+    expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str
+) -> NativeForward:
+    """Returns the verified forward with the weights rounded to int8 or int4, and frees the model's own weights.
+
+    Raises LoadFailed if there is none: no other forward can use such weights.
+    """
+    forward = findings.problem or _verified(expected, findings, kernels, ROUNDED[weights])
+    if isinstance(forward, str):
+        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {forward}")
+    return forward
+
+
+def _verified(
+    expected: ExpectedLogits,
+    findings: SelfCheckResult,
+    kernels: KernelOptions,
+    rounded: Rounding | None = None,
+) -> NativeForward | str:
+    model = expected.model
+    try:
+        forward = NativeForward(model, kernels, rounded)
+        if rounded is not None:  # the same rounding in transformers' forward lets the check be as strict as otherwise
+            round_weights(read_decoder(model), rounded)
+            expected = ExpectedLogits(model)
+        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
+            problem = check_forward(
+                model, forward, expected=expected, page_size=findings.page_size, chunked=findings.chunked
+            )
+    except LoadFailed:
+        raise
+    except (NoKernels, UnsupportedLayout) as error:
+        problem = str(error)
+    except Exception as error:  # a model's code can raise any error
+        problem = in_a_line(error)
+    if problem is not None:
+        return problem
+    release_weights(model)
+    return forward
+
+
+def release_weights(model: nn.Module) -> None:
+    """Frees the parameters that the kernels have copies of. Their shapes stay, and a later use of them raises."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Shares objects that are costly to make: each is made once per key, and its users lease it."""
+"""Holds what the engines of one process share: objects that are made once per key and leased, memory and locks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from mlserver_torch_stream.engine.fair_lock import FairLock
+from mlserver_torch_stream.engine.machine import default_kv_budget
+from mlserver_torch_stream.engine.text.text_process import TextProcesses
 from mlserver_torch_stream.work_threads import WorkCancelled, raise_if_cancelled
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 
 V = TypeVar("V")
 
@@ -81,3 +87,35 @@ class _Shared(Generic[V]):
     def __init__(self) -> None:
         self.users = 0
         self.thing: Future[V] = Future()
+
+
+class ProcessResources:
+    """What the engines of a process share: promised host memory, locks, pools, and processes that render templates."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promised: dict[object, int] = {}
+        self.cpu_lock = FairLock()
+        # torch captures one CUDA graph at a time, and no memory may be given back during a capture.
+        self.capture_lock = FairLock()
+        self.capture_on: Callable[[str], GraphCapture | None] | None = None  # None: that of ``graph_capture``
+        self.weights: SharedPool[Any] = SharedPool()
+        self.engines: SharedPool[Any] = SharedPool()
+        self.templates = TextProcesses()  # render the chat templates of all models
+
+    def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:
+        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``setting``, or a default.
+
+        The default is half of the memory that is not promised yet, divided among ``engines`` of the same kind.
+        """
+        with self._lock:
+            free = max(0, available - sum(self._promised.values()))
+            self._promised[owner] = default_kv_budget(free, engines) if setting is None else setting
+            return self._promised[owner]
+
+    def release(self, owner: object) -> None:
+        with self._lock:
+            self._promised.pop(owner, None)
+
+
+PROCESS = ProcessResources()

@@ -1,6 +1,6 @@
-"""Describes an exception of a model or a device to a client: by its kind, never by its text.
+"""Describes an exception of a model or a device: to a client by its kind, in the log and at load by its text.
 
-The text can hold paths of source files, addresses of machines or a part of another prompt, so only the log has it.
+The text can hold paths of source files, addresses of machines or a part of another prompt, so no client gets it.
 """
 
 from __future__ import annotations
@@ -50,3 +50,8 @@ def drop_tracebacks(error: BaseException) -> None:
     for each in chain:
         each.__traceback__ = None
         chain += [cause for cause in (each.__cause__, each.__context__) if cause is not None and cause not in chain]
+
+
+def in_a_line(error: Exception) -> str:
+    """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

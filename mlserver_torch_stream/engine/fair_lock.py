@@ -1,4 +1,4 @@
-"""Holds what the engines of one process share, and records the work that each of them does.
+"""Lets the engines of one device step in turn, and records the work that each of them does.
 
 The engine's threads write it, any thread reads it.
 """
@@ -11,14 +11,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from mlserver_torch_stream.engine.loading.shared_pool import SharedPool
-from mlserver_torch_stream.engine.machine import default_kv_budget
-from mlserver_torch_stream.engine.text.text_process import TextProcesses
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +51,6 @@ class StepProgress:
         """Returns all work that is not complete. From any thread."""
         current = self._current
         return [*list(self._in_flight.values()), *([current] if current is not None else [])]
-
-
-class ProcessResources:
-    """What the engines of a process share: promised host memory, locks, pools, and processes that render templates."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._promised: dict[object, int] = {}
-        self.cpu_lock = FairLock()
-        # torch captures one CUDA graph at a time, and no memory may be given back during a capture.
-        self.capture_lock = FairLock()
-        self.capture_on: Callable[[str], GraphCapture | None] | None = None  # None: that of ``graph_capture``
-        self.weights: SharedPool[Any] = SharedPool()
-        self.engines: SharedPool[Any] = SharedPool()
-        self.templates = TextProcesses()  # render the chat templates of all models
-
-    def promise(self, owner: object, asked: int | None, available: int, engines: int = 1) -> int:
-        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``asked``, or a default.
-
-        The default is half of the memory that is not promised yet, divided among ``engines`` of the same kind.
-        """
-        with self._lock:
-            free = max(0, available - sum(self._promised.values()))
-            self._promised[owner] = default_kv_budget(free, engines) if asked is None else asked
-            return self._promised[owner]
-
-    def release(self, owner: object) -> None:
-        with self._lock:
-            self._promised.pop(owner, None)
 
 
 class FairLock:
@@ -141,6 +104,3 @@ class FairLock:
         self.__exit__()
         self.__enter__()
         self.progress = progress
-
-
-PROCESS = ProcessResources()

@@ -1,0 +1,24 @@
+"""``python -m …engine.rank_main RANK SIZE PORT PARENT``: runs a rank that rank 0 starts on its own machine.
+
+Its process ends when its parent ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mlserver_torch_stream.engine.child_process import die_with
+
+
+def main(argv: Sequence[str]) -> int:
+    rank, size, port, parent = (int(argument) for argument in argv)
+    die_with(parent)  # before the seconds that the import of torch takes
+    from mlserver_torch_stream.engine.ranks import follow
+    from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_local
+
+    return follow(lambda: find_local(rank, size, port))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
