@@ -43,7 +43,7 @@ _METRICS = "model_metrics:\n  counter:\n    - {name: C, unit: count, dimensions:
 class _Empty:
     store: Path
     server: Server
-    ports: tuple[int, ...]  # of our own: management, management over gRPC, TorchServe's gRPC, Triton's
+    ports: tuple[int, ...]  # of our own: management, TorchServe's gRPC, Triton's
 
     def ask(self, method: str, path: str) -> httpx.Response:
         url = f"http://{HOST}:{self.ports[0]}/models{path}"
@@ -62,8 +62,8 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Empty]:
     (folder / "model_store").mkdir()
     write_mar(folder / "model_store" / "assistant.mar", {"h.py": _TYPES}, _MODEL)
     (folder / "metrics.yaml").write_text(_METRICS)
-    management, management_grpc, inference, triton = ports = tuple(free_ports(4))
-    own = f"management_address=http://{HOST}:{management}\ngrpc_management_port={management_grpc}\n"
+    management, inference, triton = ports = tuple(free_ports(3))
+    own = f"management_address=http://{HOST}:{management}\n"
     allowed = "disable_token_authorization=true\nenable_model_api=true\n"
     (folder / "config.properties").write_text(f"{own}{allowed}{_DEFAULTS}")
     command = ["mlserver-torch-stream", "torchserve", "--start", "--model-store", "model_store"]
@@ -92,7 +92,7 @@ def test_a_server_without_a_model_is_healthy_and_has_all_its_ports(empty: _Empty
     missing = plain_http.post(f"{empty.server.url}/predictions/assistant", content=b"x", timeout=_TIMEOUT_S)
     assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException")
     assert all(_listens(port) for port in empty.ports)
-    for port in (empty.ports[2], empty.server.grpc_port):
+    for port in (empty.ports[1], empty.server.grpc_port):
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             answer = Stub(channel).Ping(empty_pb2.Empty(), timeout=_TIMEOUT_S)
             assert json.loads(answer.health) == {"status": "Healthy"}

@@ -193,7 +193,6 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "http://0.0.0.0:8085\ndisable_token_authorization=true",
         {f"{_PREFIX}MANAGEMENT_PORT_TORCHSERVE": "8085", f"{_PREFIX}MANAGEMENT_ADDRESS": "0.0.0.0"},
     ),
-    "grpc_management_port": (f"7071\n{_MANAGED}", {f"{_PREFIX}GRPC_MANAGEMENT_PORT_TORCHSERVE": "7071"}),
     "enable_model_api": (f"true\n{_MANAGED}", {f"{_PREFIX}ENABLE_MODEL_API": "true"}),
     "allowed_urls": (f"https://a.org/.*\n{_MANAGED}", {f"{_PREFIX}ALLOWED_URLS": "https://a.org/.*"}),
     "disable_token_authorization": (f"true\n{_MANAGED}", {f"{_PREFIX}DISABLE_TOKEN_AUTHORIZATION": "true"}),

@@ -35,8 +35,10 @@ _INSIDE = "TorchServe's own machinery"
 _WHERE = {
     _ADDRESS: "inference_address grpc_inference_address grpc_inference_port",
     "settings.json: metrics_port": "metrics_address enable_metrics_api",
-    _MANAGED: "management_address grpc_management_port enable_model_api",
-    "the host of management_address": "grpc_management_address",
+    _MANAGED: "management_address enable_model_api",
+    "the management API is served over REST alone, at management_address": (
+        "grpc_management_address grpc_management_port"
+    ),
     "the environment: MLSERVER_TORCH_STREAM_MAX_BODY_BYTES; for gRPC, settings.json: grpc_max_message_length": (
         "max_request_size"
     ),
@@ -239,7 +241,6 @@ HONOURED = {
     "load_models": "all, none, or names of archives, each with or without a model's name before it",
     "model_store": "where the archives are",
     "management_address": "the management API's address, if a token is there or none needed, and no other has the port",
-    "grpc_management_port": "the same API over gRPC, on the host of management_address",
     "enable_model_api": "true: the management API registers and unregisters models",
     "allowed_urls": "patterns of URLs that the management API downloads archives from; without it, none",
     "disable_token_authorization": "true: the management API needs no token",

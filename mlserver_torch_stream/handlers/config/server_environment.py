@@ -151,7 +151,7 @@ def _visible(most: int, gpus: Callable[[], int], environ: Mapping[str, str]) -> 
 
 _PREFIX = "MLSERVER_TORCH_STREAM_"
 _TOKENS = (f"{_PREFIX}MANAGEMENT_TOKEN", f"{_PREFIX}MANAGEMENT_TOKEN_FILE")
-_KEYS = ("management_address", "grpc_management_port", "enable_model_api", "allowed_urls")
+_KEYS = ("management_address", "enable_model_api", "allowed_urls")
 
 
 def management_environment(
@@ -170,9 +170,6 @@ def management_environment(
     }
     if file is not None:
         wanted["TORCHSERVE_CONFIG"] = str(file.absolute())
-    if "grpc_management_port" in properties:
-        port = whole_number("grpc_management_port", properties["grpc_management_port"])
-        wanted["GRPC_MANAGEMENT_PORT_TORCHSERVE"] = str(port)
     if "allowed_urls" in properties:
         wanted["ALLOWED_URLS"] = properties["allowed_urls"]
     if is_true(properties, "disable_token_authorization"):
