@@ -16,7 +16,8 @@ import pytest
 from google.protobuf import empty_pb2
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.handlers.config.registration import read_defaults, read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.registration import read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from tests import plain_http
 from tests.server.harness import HOST, Server, exit_code, free_ports, get_ready, serve
 from tests.torchserve.inference_client import Stub
@@ -138,13 +139,13 @@ def test_a_server_that_cannot_open_a_port_of_ours_ends_with_one_line_before_it_h
 def test_a_request_beats_the_archives_yaml_which_beats_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "metrics.yaml").write_text(_METRICS)
     (tmp_path / "config.properties").write_text(_DEFAULTS)
-    defaults = read_defaults(str(tmp_path / "config.properties"))
+    config = ServerConfig.read(tmp_path / "config.properties")
     path = tmp_path / "assistant.mar"
     write_mar(path, {"h.py": _TYPES, "c.yaml": "batchSize: 5\n"}, {**_MODEL, "configFile": "c.yaml"})
 
     def extra(**given: str) -> dict[str, Any]:
         asked = read_registration({"url": "assistant.mar", **given})
-        return dict(registered_settings(asked, path, defaults)["parameters"]["extra"])
+        return dict(registered_settings(asked, path, config)["parameters"]["extra"])
 
     of_all = {
         "metrics_config": str(tmp_path / "metrics.yaml"),
@@ -162,4 +163,4 @@ def test_a_request_beats_the_archives_yaml_which_beats_the_configuration(tmp_pat
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read .*none\.properties"):
-        read_defaults(str(tmp_path / "none.properties"))
+        ServerConfig.read(tmp_path / "none.properties")

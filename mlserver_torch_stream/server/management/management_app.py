@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError, SettingsError
-from mlserver_torch_stream.handlers.config.registration import is_true_value, read_defaults
+from mlserver_torch_stream.handlers.config.registration import is_true_value
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
@@ -212,10 +213,11 @@ def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, ac
     port = options.management_port_torchserve
     if not port:
         return
-    token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
+    token, files = read_token(options), _store_files(options)
+    config = ServerConfig.read(Path(options.torchserve_config).absolute() if options.torchserve_config else None)
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
+    models = ManagedModels(server._data_plane._model_registry, repository, files, config)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
     _open(ManagementApp(calls, token), options.management_address, port, lifecycle, access.without_keys())
     if token is None:
