@@ -18,7 +18,7 @@ from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import LoadFailed, NotServing, QueueFull, RequestError, SettingsError
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, HandlerRequest
+    from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, PieceStream
     from mlserver_torch_stream.handlers.runtime.build import BuiltPool
 
 # A batch of the run is a batch of the handler, whose own queue adds no wait, and no bound: the run's window has one.
@@ -71,7 +71,7 @@ class HandlerInfer:
         return self.built.engine.config.batchSize
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        jobs: list[HandlerJob] = []
+        jobs: list[PieceStream] = []
         try:
             for row in rows:
                 jobs.append(self.built.engine.submit(self._request(row), more=len(jobs) < len(rows) - 1))
@@ -93,7 +93,7 @@ class HandlerInfer:
         headers, request_id = self.request.all_headers(row), self.request.request_id(row)
         return read_parts([part], headers, request_id, self.built.engine.config)
 
-    async def _outcome(self, job: HandlerJob) -> Outcome:
+    async def _outcome(self, job: PieceStream) -> Outcome:
         from mlserver_torch_stream.handlers.pool.handler_request import WorkerLost
 
         pieces, began = PieceCollector(), time.monotonic()

@@ -21,7 +21,7 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.version import __version__
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.handlers.config.registration import ModelDefaults
+    from mlserver_torch_stream.handlers.config.server_config import ServerConfig
     from mlserver_torch_stream.handlers.config.store_files import StoredModel
 
 _STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
@@ -58,22 +58,16 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
     Raises SettingsError or LoadFailed.
     """
-    from mlserver_torch_stream.handlers.config.properties import ignored, read_server_properties
-    from mlserver_torch_stream.handlers.config.registration import ModelDefaults
-    from mlserver_torch_stream.handlers.config.server_environment import management_environment, server_environment
-    from mlserver_torch_stream.handlers.config.store_files import stored_models
+    from mlserver_torch_stream.handlers.config.server_config import ServerConfig
     from mlserver_torch_stream.handlers.runtime.build import gpu_count
 
     file = config_file(arguments)
-    properties = read_server_properties(file, _as_properties(arguments))
-    if arguments.start:  # then it is TorchServe's command line, which loads what is named and nothing else
-        properties = {"load_models": "none", **properties}
-    variables, lines = server_environment(properties, gpu_count)
-    managed, unmanaged = management_environment(properties, file)
-    variables, lines = {**variables, **managed}, [*lines, *unmanaged]
-    lines = [*ignored(properties), *lines]
+    config = ServerConfig.read(file, _as_properties(arguments))
+    variables, lines = config.environment(gpu_count)
+    lines = [*config.ignored(), *lines]
     lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
-    served = write_models(stored_models(properties), properties, ModelDefaults(properties, file), folder)
+    # With --start it is TorchServe's command line, which loads what is named and nothing else.
+    served = write_models(config.stored_models("none" if arguments.start else "all"), config, folder)
     where = f"configuration: {file}" if file is not None else "configuration: TorchServe's defaults, no file"
     return variables, [where, *lines, *(served or [_NO_MODELS])]
 
@@ -89,9 +83,7 @@ def config_file(arguments: argparse.Namespace) -> Path | None:
     return Path(given)
 
 
-def write_models(
-    stored: Sequence[StoredModel], properties: Mapping[str, str], defaults: ModelDefaults, folder: Path
-) -> list[str]:
+def write_models(stored: Sequence[StoredModel], config: ServerConfig, folder: Path) -> list[str]:
     """Writes a model-settings.json for each. Raises SettingsError for a configuration that is wrong.
 
     An archive that is missing, cannot be read, or is the second of a model and version becomes a model that cannot be
@@ -122,7 +114,7 @@ def write_models(
             problem = f"{path.name} is version {version}, and a model has the version of its archive"
             raise SettingsError(f"{place}: {problem}")
         served[name, version] = each.path
-        extra = {**defaults.extra(name, version, yaml), **_own_extra(each, properties, name, version)}
+        extra = config.stored_extra(each, name, version, yaml)
         _write_settings(folder / name / version, model_settings(name, str(path), version, extra))
         lines.append(f"model {name} {version}: {each.path}")
     return lines
@@ -131,15 +123,6 @@ def write_models(
 def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / import_mar.SETTINGS).write_text(json.dumps(settings))
-
-
-def _own_extra(stored: StoredModel, properties: Mapping[str, str], name: str, version: str) -> dict[str, Any]:
-    """The keys of ``parameters.extra`` that the configuration sets for this archive, which beat its YAML."""
-    from mlserver_torch_stream.handlers.config.properties import default_of_models, own_keys
-    from mlserver_torch_stream.handlers.config.store_files import DEFAULT_VERSION
-
-    is_default = stored.is_default or default_of_models(properties, name, version)
-    return {**own_keys(stored.given), **({DEFAULT_VERSION: True} if is_default else {})}
 
 
 def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:

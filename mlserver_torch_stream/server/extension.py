@@ -83,7 +83,7 @@ async def _extend(server: RESTServer, options: ServerOptions) -> None:
     shutdown.take_signals()
     _warn_of_server_settings(server._settings)
     await _open_grpc_services(server, options)
-    await management_app.install(server, options, LIFECYCLE, ACCESS)
+    management_app.install(server, options, LIFECYCLE, ACCESS)
 
 
 async def _open_grpc_services(server: RESTServer, options: ServerOptions) -> None:

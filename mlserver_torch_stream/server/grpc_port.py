@@ -29,14 +29,13 @@ async def open_port(
     setting: str,
     service: str,
     handler: grpc.GenericRpcHandler,
-    address: str | None = None,
 ) -> None:
-    """``setting`` is the name of the port's setting, for errors. ``address`` None is MLServer's host.
+    """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
 
     Raises ModelNotLoaded if the port cannot be had.
     """
     settings = server._settings
-    host = settings.host if address is None else address
+    host = settings.host
     mlservers_port = GRPCServer(settings, server._data_plane, server._model_repository_handlers)
     listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),

@@ -14,6 +14,10 @@ from mlserver_torch_stream.errors import SettingsError
 PREFIX = "MLSERVER_TORCH_STREAM_"
 # Other modules read these under the same prefix: the folder of converted models, faults for tests, which kernels.
 _ELSEWHERE = frozenset({"cache", "faults", "kernel"})
+_REMOVED = {
+    "grpc_management_port_torchserve": "the management API is served over REST alone: set "
+    f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE",
+}
 # Kubernetes sets such variables in every pod for a Service whose name begins with mlserver-torch-stream.
 _SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)?)")
 
@@ -45,10 +49,8 @@ class ServerOptions(BaseModel):
     MLServer's gRPC port too. TorchServe itself uses 7070. 0: no such port."""
     management_port_torchserve: int = Field(0, ge=0, le=65535)
     """Port of [TorchServe's management API](torchserve.md#the-management-api); 0: no such port."""
-    grpc_management_port_torchserve: int = Field(0, ge=0, le=65535)
-    """Port of the same API over gRPC; 0: no such port."""
     management_address: str = "127.0.0.1"
-    """Address of the two ports of the management API."""
+    """Address of the management API's port."""
     management_token: str = ""
     """Token that requests to the management API must send in `Authorization: Bearer`."""
     management_token_file: str = ""
@@ -118,5 +120,7 @@ def _explain(error: ValidationError) -> str:
     name = PREFIX + key.upper()
     if first["type"] != "extra_forbidden":
         return f"{name}: {first['msg']}, got {first['input']!r}"
+    if key in _REMOVED:
+        return f"{name}: it is removed: {_REMOVED[key]}"
     known = [*ServerOptions.model_fields, *_ELSEWHERE]
     return f"{name}: unknown variable{did_you_mean(key, known, lambda near: PREFIX + near.upper())}"

@@ -34,6 +34,11 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_option(service: str
         ("MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL", "soon", "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL"),
         ("MLSERVER_TORCH_STREAM_MAX_BODY_BYTES", "-1", "greater than 0"),
         ("MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON", "65536", "less than or equal to 65535"),
+        (
+            "MLSERVER_TORCH_STREAM_GRPC_MANAGEMENT_PORT_TORCHSERVE",
+            "7071",
+            "GRPC_MANAGEMENT_PORT_TORCHSERVE: it is removed: .* set MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(name: str, value: str, said: str) -> None:

@@ -263,9 +263,9 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
     job.deliver(ResponsePiece(b"other", False))
 
     async def scenario() -> None:
-        assert [(await anext(job)).value for _ in range(2)] == [b"a", b"b"]
+        assert [(await anext(job.stream)).value for _ in range(2)] == [b"a", b"b"]
         with pytest.raises(HandlerFailed, match="began differently"):
-            await anext(job)
+            await anext(job.stream)
 
     run(scenario())
 
@@ -294,13 +294,13 @@ def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
 
 
 def test_one_large_piece_is_no_lag() -> None:
-    job = _job("r")
-    job.deliver(ResponsePiece(b"x" * (17 << 20), False))
-    job.cut_if_far_behind()
-    assert not job.over
-    job.deliver(ResponsePiece(b"x", False))
-    job.cut_if_far_behind()
-    assert job.over
+    stream = _job("r").stream
+    stream.put(ResponsePiece(b"x" * (17 << 20), False))
+    stream.cut_if_far_behind()
+    assert not stream.over
+    stream.put(ResponsePiece(b"x", False))
+    stream.cut_if_far_behind()
+    assert stream.over
 
 
 def test_job_tickets_refuse_where_no_worker_is_free(tmp_path: Path) -> None:

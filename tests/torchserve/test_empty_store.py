@@ -16,7 +16,8 @@ import pytest
 from google.protobuf import empty_pb2
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.handlers.config.registration import read_defaults, read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.registration import read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from tests import plain_http
 from tests.server.harness import HOST, Server, exit_code, free_ports, get_ready, serve
 from tests.torchserve.inference_client import Stub
@@ -43,7 +44,7 @@ _METRICS = "model_metrics:\n  counter:\n    - {name: C, unit: count, dimensions:
 class _Empty:
     store: Path
     server: Server
-    ports: tuple[int, ...]  # of our own: management, management over gRPC, TorchServe's gRPC, Triton's
+    ports: tuple[int, ...]  # of our own: management, TorchServe's gRPC, Triton's
 
     def ask(self, method: str, path: str) -> httpx.Response:
         url = f"http://{HOST}:{self.ports[0]}/models{path}"
@@ -62,8 +63,8 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Empty]:
     (folder / "model_store").mkdir()
     write_mar(folder / "model_store" / "assistant.mar", {"h.py": _TYPES}, _MODEL)
     (folder / "metrics.yaml").write_text(_METRICS)
-    management, management_grpc, inference, triton = ports = tuple(free_ports(4))
-    own = f"management_address=http://{HOST}:{management}\ngrpc_management_port={management_grpc}\n"
+    management, inference, triton = ports = tuple(free_ports(3))
+    own = f"management_address=http://{HOST}:{management}\n"
     allowed = "disable_token_authorization=true\nenable_model_api=true\n"
     (folder / "config.properties").write_text(f"{own}{allowed}{_DEFAULTS}")
     command = ["mlserver-torch-stream", "torchserve", "--start", "--model-store", "model_store"]
@@ -92,7 +93,7 @@ def test_a_server_without_a_model_is_healthy_and_has_all_its_ports(empty: _Empty
     missing = plain_http.post(f"{empty.server.url}/predictions/assistant", content=b"x", timeout=_TIMEOUT_S)
     assert (missing.status_code, missing.json()["type"]) == (404, "ModelNotFoundException")
     assert all(_listens(port) for port in empty.ports)
-    for port in (empty.ports[2], empty.server.grpc_port):
+    for port in (empty.ports[1], empty.server.grpc_port):
         with grpc.insecure_channel(f"{HOST}:{port}") as channel:
             answer = Stub(channel).Ping(empty_pb2.Empty(), timeout=_TIMEOUT_S)
             assert json.loads(answer.health) == {"status": "Healthy"}
@@ -138,13 +139,13 @@ def test_a_server_that_cannot_open_a_port_of_ours_ends_with_one_line_before_it_h
 def test_a_request_beats_the_archives_yaml_which_beats_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "metrics.yaml").write_text(_METRICS)
     (tmp_path / "config.properties").write_text(_DEFAULTS)
-    defaults = read_defaults(str(tmp_path / "config.properties"))
+    config = ServerConfig.read(tmp_path / "config.properties")
     path = tmp_path / "assistant.mar"
     write_mar(path, {"h.py": _TYPES, "c.yaml": "batchSize: 5\n"}, {**_MODEL, "configFile": "c.yaml"})
 
     def extra(**given: str) -> dict[str, Any]:
         asked = read_registration({"url": "assistant.mar", **given})
-        return dict(registered_settings(asked, path, defaults)["parameters"]["extra"])
+        return dict(registered_settings(asked, path, config)["parameters"]["extra"])
 
     of_all = {
         "metrics_config": str(tmp_path / "metrics.yaml"),
@@ -162,4 +163,4 @@ def test_a_request_beats_the_archives_yaml_which_beats_the_configuration(tmp_pat
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read .*none\.properties"):
-        read_defaults(str(tmp_path / "none.properties"))
+        ServerConfig.read(tmp_path / "none.properties")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cli import main, serve_torchserve
-from mlserver_torch_stream.handlers.config.properties import HONOURED
-from mlserver_torch_stream.handlers.config.server_environment import server_environment
+from mlserver_torch_stream.handlers.config.server_config import HONOURED, ServerConfig
 from tests.torchserve.workshop import HELLO, write_mar
 
 _YAML = "batchSize: 4\n"
@@ -193,7 +192,6 @@ _EFFECTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "http://0.0.0.0:8085\ndisable_token_authorization=true",
         {f"{_PREFIX}MANAGEMENT_PORT_TORCHSERVE": "8085", f"{_PREFIX}MANAGEMENT_ADDRESS": "0.0.0.0"},
     ),
-    "grpc_management_port": (f"7071\n{_MANAGED}", {f"{_PREFIX}GRPC_MANAGEMENT_PORT_TORCHSERVE": "7071"}),
     "enable_model_api": (f"true\n{_MANAGED}", {f"{_PREFIX}ENABLE_MODEL_API": "true"}),
     "allowed_urls": (f"https://a.org/.*\n{_MANAGED}", {f"{_PREFIX}ALLOWED_URLS": "https://a.org/.*"}),
     "disable_token_authorization": (f"true\n{_MANAGED}", {f"{_PREFIX}DISABLE_TOKEN_AUTHORIZATION": "true"}),
@@ -279,13 +277,13 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
 
 
 def test_a_host_that_cannot_differ_is_named() -> None:
-    _, lines = server_environment({"grpc_inference_address": "0.0.0.0"}, lambda: 0, {})
+    _, lines = ServerConfig({"grpc_inference_address": "0.0.0.0"}, environ={}).environment(lambda: 0)
     assert lines == ["grpc_inference_address: it is the host of inference_address, 127.0.0.1"]
 
 
 def test_gpus_are_hidden_only_where_there_are_more() -> None:
     for given, visible in (("0", {"CUDA_VISIBLE_DEVICES": ""}), ("1", {"CUDA_VISIBLE_DEVICES": "0"}), ("2", {})):
-        found, _ = server_environment({"number_of_gpu": given}, lambda: 2, {})
+        found, _ = ServerConfig({"number_of_gpu": given}, environ={}).environment(lambda: 2)
         assert {key: value for key, value in found.items() if key.startswith("CUDA")} == visible, given
 
 

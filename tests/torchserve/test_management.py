@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import subprocess
@@ -14,7 +13,6 @@ from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 from mlserver.settings import Settings
@@ -28,7 +26,6 @@ from mlserver_torch_stream.server.options import ServerOptions
 from tests import markdown, plain_http
 from tests.scripted_http import serving
 from tests.server.harness import HOST, Model, Server, free_ports, serve
-from tests.torchserve.management_client import SERVICE, management_message
 from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
 from tests.waiting import wait_until
@@ -62,9 +59,8 @@ def handle(data, context):
 class Management:
     """A client of the API. ``store``: the model store's folder."""
 
-    def __init__(self, server: Server, port: int, grpc_port: int, store: Path) -> None:
+    def __init__(self, server: Server, port: int, store: Path) -> None:
         self.server = server
-        self.grpc_target = f"{HOST}:{grpc_port}"
         self.url = f"http://{HOST}:{port}"
         self.store = store
 
@@ -109,20 +105,19 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Management]:
     other = {"other.py": HELLO, "handler.py": _HANDLER}
     write_mar(store / "other.mar", other, {"modelName": "other", "handler": "handler.py"})
     started = Model("started", write_handler(folder / "started", HELLO), implementation=TORCHSERVE, extra=SHIM)
-    port, grpc_port = free_ports(2)
+    (port,) = free_ports(1)
     (folder / "token").write_text(f"{_TOKEN}\n")
     (folder / "without" / "ts").mkdir(parents=True)
     (folder / "without" / "ts" / "__init__.py").write_text("raise ImportError")  # else each worker imports torch
     environment = {
         f"{_PREFIX}_MANAGEMENT_PORT_TORCHSERVE": str(port),
-        f"{_PREFIX}_GRPC_MANAGEMENT_PORT_TORCHSERVE": str(grpc_port),
         f"{_PREFIX}_MANAGEMENT_TOKEN_FILE": str(folder / "token"),
         "PYTHONPATH": str(folder / "without"),
         f"{_PREFIX}_MODEL_STORE": str(store),
         f"{_PREFIX}_ALLOWED_URLS": rf"http://{HOST}:\d+/allowed/.*",
     }
     with serve(folder / "models", [started], settings=SETTINGS, environment=environment) as running:
-        yield Management(running, port, grpc_port, store)
+        yield Management(running, port, store)
 
 
 def test_an_archive_of_the_model_store_is_named_by_its_file(tmp_path: Path) -> None:
@@ -437,62 +432,16 @@ def test_the_commands_of_the_page_work(api: Management) -> None:
     (api.store / "assistant.mar").unlink()
 
 
-# --- over gRPC ---
-
-
-def _call(api: Management, method: str, token: str = _TOKEN, **fields: Any) -> str:
-    """The text of the answer. Raises RpcError."""
-    with grpc.insecure_channel(api.grpc_target) as channel:
-        call = channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=management_message("ManagementResponse").FromString,
-        )
-        answer: Any = call(
-            management_message(method)(**fields), timeout=_TIMEOUT_S, metadata=[("authorization", f"Bearer {token}")]
-        )
-        return str(answer.msg)
-
-
-def test_the_same_over_grpc(api: Management) -> None:
-    said = _call(
-        api, "RegisterModel", url="plain.mar", model_name="g", initial_workers=1, synchronous=True, batch_size=2
-    )
-    assert said == 'Model "g" Version: 1.0 registered with 1 initial workers'
-    assert api.predict("g").text == "version None, 2"
-    (described,) = json.loads(_call(api, "DescribeModel", model_name="g", customized=True))
-    assert (described["minWorkers"], described["customizedMetadata"]) == (1, {"labels": ["cat", "dog"]})
-    assert {"modelName": "g", "modelUrl": "plain.mar"} in json.loads(_call(api, "ListModels"))["models"]
-    said = _call(api, "ScaleWorker", model_name="g", model_version="1.0", min_worker=2, synchronous=True)
-    assert said == "Workers scaled to 2 for model: g, version: 1.0"
-    said = _call(api, "SetDefault", model_name="g", model_version="1.0")
-    assert said == 'Default version successfully updated for model "g" to "1.0"'
-    assert _call(api, "UnregisterModel", model_name="g") == 'Model "g" unregistered'
-    archive = "org.pytorch.serve.archive.model"
-    for method, fields, code, reason in (
-        ("DescribeModel", {"model_name": "g"}, "NOT_FOUND", f"Model not found: g\n{archive}.ModelNotFoundException"),
-        ("RegisterModel", {"url": "/etc/passwd"}, "NOT_FOUND", "is not in the model store"),
-        ("RegisterModel", {"url": "plain.mar", "s3_sse_kms": True}, "INVALID_ARGUMENT", "s3_sse_kms"),
-        ("UnregisterModel", {}, "INVALID_ARGUMENT", "Parameter model_name is required."),
-        ("ScaleWorker", {"model_name": "started", "min_worker": 2, "max_worker": 1}, "INVALID_ARGUMENT", "max_worker"),
-        ("ListModels", {"token": "wrong"}, "PERMISSION_DENIED", "Token Authorization failed"),
-    ):
-        with pytest.raises(grpc.RpcError) as failed:
-            _call(api, method, **fields)
-        assert failed.value.code().name == code and reason in failed.value.details()
-
-
 # --- the port and its token ---
 
 
-@pytest.mark.parametrize("option", ["management_port_torchserve", "grpc_management_port_torchserve"])
 @pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port", "another process"])
-def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str, option: str) -> None:
+def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str) -> None:
     ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
     with socket.create_server((HOST, 0)) as other:
         port = ports.get(taken, other.getsockname()[1])
-        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(**{option: port}))
-    assert problem is not None and f"port {port} (MLSERVER_TORCH_STREAM_{option.upper()})" in problem
+        problem = port_problem(Settings(host=HOST, **ports), ServerOptions(management_port_torchserve=port))
+    assert problem is not None and f"port {port} ({_PREFIX}_MANAGEMENT_PORT_TORCHSERVE)" in problem
 
 
 @pytest.mark.slow
@@ -512,7 +461,7 @@ def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: 
         socket.create_server((HOST, 0)) as silent,
         ThreadPoolExecutor(1) as threads,
     ):
-        api = Management(running, port, 0, tmp_path / "store")
+        api = Management(running, port, tmp_path / "store")
         path = f"/models?url=http://{HOST}:{silent.getsockname()[1]}/far.mar"
         asked = threads.submit(api.error, "POST", path)
         silent.settimeout(30)

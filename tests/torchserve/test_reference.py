@@ -19,14 +19,12 @@ from mlserver_torch_stream.handlers.config.model_config import KEYS, not_honoure
 from mlserver_torch_stream.handlers.config.properties import (
     CARRIED,
     ELSEWHERE,
-    HONOURED,
     METRICS_CONFIG,
     carried,
-    ignored,
     not_carried_over,
     read_properties,
-    read_server_properties,
 )
+from mlserver_torch_stream.handlers.config.server_config import HONOURED, ServerConfig
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
 from mlserver_torch_stream.handlers.worker.handler import BUILT_IN
 from tests.torchserve.workshop import run, running, write_handler
@@ -297,6 +295,8 @@ def test_the_environment_means_what_the_page_says(tmp_path: Path, monkeypatch: p
 
 # --- config.properties ---
 
+_METRICS_FILE = "model_metrics: {counter: [{name: C, unit: count, dimensions: [Level]}]}"
+
 
 def test_each_key_of_config_properties_is_carried_over_or_named_as_the_page_says() -> None:
     table = _table("config.properties")
@@ -318,15 +318,16 @@ def test_each_key_of_a_servers_config_properties_is_what_the_page_says(tmp_path:
     """That a key that is honoured has its effect: test_layout."""
     table = _table("config.properties of a server")
     assert set(table) == set(_table("config.properties"))
-    assert {key: note for key, (verdict, note) in table.items() if verdict == "honoured"} == HONOURED
+    assert {key for key, (verdict, _) in table.items() if verdict == "honoured"} == HONOURED
     file = tmp_path / "config.properties"
+    (tmp_path / "true").write_text(_METRICS_FILE)
     for key, (verdict, note) in table.items():
         file.write_text(f"{key}=true\n")
         if verdict == "refused":
             with pytest.raises(SettingsError, match=f"{key}: is not implemented: {note}"):
-                read_server_properties(file, {}, {})
+                ServerConfig.read(file, {}, {})
             continue
-        lines = list(ignored(read_server_properties(file, {}, {}), {}))
+        lines = list(ServerConfig.read(file, {}, {}).ignored())
         expected = [f"{key}: ignored: {note}"] if verdict == "ignored" else []
         assert [line for line in lines if line.startswith(f"{key}:")] == expected, key
 
@@ -337,11 +338,12 @@ def test_each_key_has_the_variable_that_the_page_says(tmp_path: Path) -> None:
     without |= {"enable_envvars_config", "use_env_allowed_urls"}
     file = tmp_path / "config.properties"
     file.write_text("enable_envvars_config=true\nuse_env_allowed_urls=true\n")
+    (tmp_path / "mine").write_text(_METRICS_FILE)
     for key, (verdict, _) in _table("config.properties of a server").items():
         if verdict == "refused":
             continue
         name = f"TS_{key.removeprefix('ts_').upper()}".replace("TOKEN_EXPIRATION_MIN", "TOKEN_EXPIRATION_TIME_MIN")
-        assert (read_server_properties(file, {}, {name: "mine"}).get(key) == "mine") == (key not in without), key
+        assert (ServerConfig.read(file, {}, {name: "mine"}).properties.get(key) == "mine") == (key not in without), key
 
 
 _PROPERTIES = """

@@ -10,7 +10,7 @@ import pytest
 from mlserver_torch_stream.errors import QueueFull, TimedOut
 from mlserver_torch_stream.handlers.config.model_config import read_config
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
-from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest, PieceStream
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
@@ -175,8 +175,8 @@ def test_the_requests_of_a_sequence_run_and_are_answered_in_their_order(tmp_path
             slot = await _quick(pool)
             answered: list[str] = []
 
-            async def ask(job: HandlerJob) -> None:
-                answered.extend(await texts(job))
+            async def ask(stream: PieceStream) -> None:
+                answered.extend(await texts(stream))
 
             jobs = [
                 pool.submit(request(f"{index % 4}:{index:02}", f"{index}", sequence_id=f"{index % 4}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from mlserver_torch_stream.handlers.config.worker_settings import DEFAULT
 from mlserver_torch_stream.handlers.frames import FrameReader
 from mlserver_torch_stream.handlers.worker import values
 from mlserver_torch_stream.handlers.worker.channel import Channel
-from mlserver_torch_stream.handlers.worker.handler_context import parse
 
 
 class _Call:
@@ -102,6 +102,7 @@ def test_a_piece_that_cannot_be_serialised_fails_alone(call: _Call) -> None:
     call.send({0: object(), 1: "fine"})
     ((request_id, message, last),) = call.heard()
     assert request_id == "r0" and last and "Unsupported model output data type" in str(message)
+    assert call.heard() == [("r1", b"fine", False)]
     assert call.outlet.ended == {"r0"}
 
 
@@ -219,7 +220,39 @@ def test_bodies_are_decoded_as_their_content_type_says(raw: bytes, content_type:
     assert decoded == expected and type(decoded) is type(expected)
 
 
-def test_a_response_that_is_cut_off_is_refused() -> None:
+def _binary(code: int, message: str, *requests: tuple[str, str, bytes]) -> bytes:
+    """A response as TorchServe's package writes it. ``requests``: id, ``ts_stream_next`` and value of each."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("!i", len(value)) + value
+
+    frame = struct.pack("!i", code) + text(message.encode())
+    for request_id, stream_next, value in requests:
+        header = struct.pack("!i", 1) + text(b"ts_stream_next") + text(stream_next.encode())
+        frame += text(request_id.encode()) + text(b"text/plain") + struct.pack("!i", 200) + text(b"OK")
+        frame += header + text(value)
+    return frame + struct.pack("!i", -1)
+
+
+def test_responses_in_the_binary_format_of_torchserves_package_are_sent(call: _Call) -> None:
+    call.context.cl_socket.sendall(_binary(200, "ok", ("r0", "true", b"more"), ("r1", "false", b"last")))
+    assert call.heard() == [("r0", b"more", False), ("r1", b"last", True)]
+    call.context.cl_socket.sendall(_binary(507, "no room", ("r0", "true", b"error"), ("r1", "true", b"error")))
+    assert call.heard() == [("r0", "no room", True)]
+    assert call.outlet.ended == {"r0", "r1"}
+    call.context.cl_socket.sendall(None)  # as on other ranks than the first
+
+
+def test_a_send_without_results_fails_its_requests_with_the_message(call: _Call) -> None:
+    from ts.handler_utils.utils import send_intermediate_predict_response
+
+    send_intermediate_predict_response(None, {1: "r1"}, "no room", 507, call.context)
+    assert call.heard() == [("r1", "no room", True)] and call.outlet.ended == {"r1"}
+
+
+def test_a_response_that_is_cut_off_is_refused(shim: None) -> None:
+    from mlserver_torch_stream.handlers.worker.handler_context import parse
+
     with pytest.raises(ValueError, match="cut off"):
         parse(b"\x00\x00\x00\xc8\x00\x00\x00\x05abc")
 
@@ -267,7 +300,7 @@ provide_ts({which!r})
 assert ("shim" in importlib.import_module("ts").__file__) == ({which!r} == "shim")
 names = {{
     "ts.handler_utils.utils": ["send_intermediate_predict_response", "import_class"],
-    "ts.protocol.otf_message_handler": ["send_intermediate_predict_response", "create_predict_response"],
+    "ts.protocol.otf_message_handler": ["send_intermediate_predict_response"],
     "ts.torch_handler.base_handler": ["BaseHandler"], "ts.context": ["Context", "RequestProcessor"],
     "ts.service": ["PredictionException"], "ts.handler_utils.timer": ["timed"],
     "ts.handler_utils.hf_batch_streamer": ["TextIteratorStreamerBatch"],

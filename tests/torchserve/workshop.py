@@ -21,7 +21,7 @@ from mlserver_torch_stream.handlers.config.archive import open_archive
 from mlserver_torch_stream.handlers.config.model_config import read_config
 from mlserver_torch_stream.handlers.config.worker_settings import read_worker_settings
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
-from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, PieceStream, RequestPart
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from mlserver_torch_stream.handlers.runtime.build import worker_order
 
@@ -118,7 +118,7 @@ def request(text: str = "", request_id: str = "request", **more: Any) -> Handler
     return HandlerRequest(request_id, [RequestPart("body", "", text.encode())], **more)
 
 
-async def texts(job: HandlerJob) -> list[str]:
+async def texts(job: PieceStream) -> list[str]:
     """All pieces. Raises what the job ends with."""
     return [piece.value.decode() async for piece in job]
 
@@ -127,7 +127,7 @@ async def ask(pool: WorkerPool, text: str = "", request_id: str = "request", **m
     return await texts(pool.submit(request(text, request_id, **more)))
 
 
-async def outcome(job: HandlerJob) -> list[str] | Exception:
+async def outcome(job: PieceStream) -> list[str] | Exception:
     """All pieces, or what it ended with."""
     try:
         return await texts(job)

@@ -30,6 +30,7 @@ from mlserver_torch_stream.handlers.config.unpacking import (
 from mlserver_torch_stream.model_source import find_path
 
 MANIFEST = "MAR-INF/MANIFEST.json"
+ENDINGS = (".mar", ".tar.gz", ".tgz")
 _CONFIG = "model-config.yaml"
 _HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
 _MAX_MANIFEST_BYTES = 1 << 20
@@ -101,7 +102,7 @@ def open_archive(
     if match:
         function = f":{match['function']}" if match["function"] else ""
         return _bare_handler(path, path.name + function)
-    if path.suffix == ".mar" or path.name.endswith((".tar.gz", ".tgz")):
+    if path.name.endswith(ENDINGS):
         return _unpack(path, bounds, wanted)
     raise SettingsError(f"parameters.uri: {path} is not a .mar, .tar.gz, folder or handler.py[:function]")
 
@@ -187,7 +188,7 @@ def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _USUAL_VERSION = "1.0"  # of an archive that has none, in TorchServe
-_ENDING = re.compile(r"\.(mar|tgz|tar\.gz)$")
+_ENDING = re.compile(rf"({'|'.join(map(re.escape, ENDINGS))})$")
 _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 
 

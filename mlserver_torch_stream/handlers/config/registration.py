@@ -1,4 +1,4 @@
-"""Turns a request that registers a model, and the defaults of all models, into the model's settings."""
+"""Reads a request that registers a model, and makes the model's settings of it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,8 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
 from mlserver_torch_stream.handlers.config.model_config import read_config
-from mlserver_torch_stream.handlers.config.properties import METRICS_CONFIG, carried, is_true, read_server_properties
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
-from mlserver_torch_stream.handlers.config.worker_settings import find_metrics_config
-
-# Keys of config.properties that are keys of parameters.extra, too.
-_TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
-
-
-class ModelDefaults:
-    """``properties``: those of the server; ``file``: where they were read, None for TorchServe's own defaults.
-
-    Raises SettingsError for a file of metrics that cannot be read.
-    """
-
-    def __init__(self, properties: Mapping[str, str], file: Path | None) -> None:
-        self._properties = properties
-        self._of_all: dict[str, Any] = {}
-        if properties.get(METRICS_CONFIG):
-            folder = str(file.parent if file is not None else Path.cwd())
-            self._of_all[METRICS_CONFIG] = str(find_metrics_config(properties[METRICS_CONFIG], folder).absolute())
-        self._of_all |= {key: properties[key] for key in _TEXTS if properties.get(key)}
-        self._of_all |= {key: is_true(properties, key) for key in _FLAGS if key in properties}
-
-    def extra(self, name: str, version: str, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of ``parameters.extra`` of a model, without those that its YAML has. Raises SettingsError."""
-        return {**self._of_all, **carried(self._properties, name, version, yaml)}
-
-
-def read_defaults(file: str) -> ModelDefaults:
-    """``file``: the path of a config.properties, empty for none. Raises SettingsError."""
-    path = Path(file).absolute() if file else None
-    return ModelDefaults(read_server_properties(path, {}), path)
-
 
 # A parameter of the request -> the model's own key.
 _KEYS = {
@@ -90,7 +59,7 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
     return Registration(str(given["url"]), name, workers, is_true_value(given.get("synchronous", True)), extra)
 
 
-def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults) -> dict[str, Any]:
+def registered_settings(asked: Registration, path: Path, server: ServerConfig) -> dict[str, Any]:
     """The content of a model-settings.json. Reads the archive's manifest and YAML alone. Raises ManagementRefusal.
 
     As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers, and there is no worker
@@ -98,7 +67,7 @@ def registered_settings(asked: Registration, path: Path, defaults: ModelDefaults
     """
     try:
         name, version, yaml = read_named(path, asked.name)
-        extra = {**_NO_WORKERS, **defaults.extra(name, version, yaml), **asked.extra}
+        extra = {**_NO_WORKERS, **server.model_extra(name, version, yaml), **asked.extra}
         extra |= _workers(yaml, asked.initial_workers)
         read_config(yaml, extra)
     except SettingsError as error:

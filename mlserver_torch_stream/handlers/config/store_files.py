@@ -1,8 +1,6 @@
 """Finds and downloads the archives of a model store, and names the errors of management requests.
 
 A URL of another server is asked for only where the settings allow it.
-
-It downloads nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from mlserver_torch_stream.errors import RequestError, SettingsError
-from mlserver_torch_stream.handlers.config.archive import MANIFEST
-from mlserver_torch_stream.handlers.config.properties import MODEL_SNAPSHOT, settings_by_version
+from mlserver_torch_stream.handlers.config.archive import ENDINGS, MANIFEST
+from mlserver_torch_stream.handlers.config.properties import MAR, MODEL_SNAPSHOT, settings_by_version
 
 
 class ManagementRefusal(RequestError):
@@ -47,7 +45,6 @@ def internal(message: str) -> ManagementRefusal:
     return ManagementRefusal(500, "InternalServerException", message)
 
 
-_ARCHIVES = (".mar", ".tar.gz", ".tgz")
 _TIMEOUT_S = 60.0  # of a connection, and of each read
 _CHUNK = 1 << 20
 
@@ -98,8 +95,8 @@ class StoreFiles:
     def _download(self, url: str, folder: Path) -> Path:
         self.check(url)
         name = _file_name(url)
-        if not name.endswith(_ARCHIVES) or name.startswith("."):
-            raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(_ARCHIVES)} file")
+        if not name.endswith(ENDINGS) or name.startswith("."):
+            raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(ENDINGS)} file")
         path, part = folder / name, folder / f".{name}.{uuid4().hex}"
         with self._claimed(path):
             try:
@@ -163,34 +160,24 @@ def _file_name(url: str) -> str:
     return unquote(urlsplit(url).path).rpartition("/")[2]
 
 
-_MAR, DEFAULT_VERSION = "marName", "defaultVersion"
-
-
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``given``: what a snapshot
+    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``snapshot``: what a snapshot
     says of it."""
 
     path: Path
     name: str | None = None
     version: str | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_default(self) -> bool:
-        return self.given.get(DEFAULT_VERSION) is True
+    snapshot: Mapping[str, Any] = field(default_factory=dict)
 
 
-def stored_models(properties: Mapping[str, str]) -> list[StoredModel]:
-    """Those of a snapshot, else of ``load_models``, else all of the store. There may be none. Raises SettingsError."""
-    if "model_store" not in properties:
-        raise SettingsError("no model_store: name it with --model-store or in config.properties")
-    store = Path(properties["model_store"])
+def stored_models(store: Path, properties: Mapping[str, str]) -> list[StoredModel]:
+    """Those of a snapshot, else of ``load_models``: all of the store, none, or names. Raises SettingsError."""
     if not store.is_dir():
         raise SettingsError(f"model_store: no such folder: {store}")
     if MODEL_SNAPSHOT in properties:
         return list(_of_snapshot(store, properties[MODEL_SNAPSHOT]))
-    listed = properties.get("load_models", "all")
+    listed = properties["load_models"]
     if listed.lower() == "all":
         return [StoredModel(path) for path in sorted(store.iterdir()) if _is_archive(path)]
     return [] if listed.lower() == "none" else list(_listed(store, listed))
@@ -198,16 +185,16 @@ def stored_models(properties: Mapping[str, str]) -> list[StoredModel]:
 
 def _of_snapshot(store: Path, value: str) -> Iterator[StoredModel]:
     for name, versions in settings_by_version(MODEL_SNAPSHOT, value).items():
-        for version, given in versions.items():
+        for version, settings in versions.items():
             place = f"{MODEL_SNAPSHOT}: {name} {version}"
-            mar = given.get(_MAR)
+            mar = settings.get(MAR)
             if not mar or not isinstance(mar, str):
-                raise SettingsError(f"config.properties: {place}: has no {_MAR}")
-            yield StoredModel(_in_store(store, mar, place), name, version, given)
+                raise SettingsError(f"config.properties: {place}: has no {MAR}")
+            yield StoredModel(_in_store(store, mar, place), name, version, settings)
 
 
 def _listed(store: Path, value: str) -> Iterator[StoredModel]:
-    for entry in filter(None, (each.strip() for each in value.split(","))):
+    for entry in filter(None, (word.strip() for word in value.split(","))):
         name, equals, file = entry.partition("=")
         yield StoredModel(_in_store(store, file if equals else name, "load_models"), name if equals else None)
 
@@ -224,4 +211,4 @@ def _in_store(store: Path, file: str, place: str) -> Path:
 def _is_archive(path: Path) -> bool:
     if path.name.startswith("."):
         return False
-    return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith(_ARCHIVES)
+    return (path / MANIFEST).is_file() if path.is_dir() else path.name.endswith(ENDINGS)

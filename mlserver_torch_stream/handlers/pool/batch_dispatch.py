@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
@@ -68,7 +68,8 @@ class BatchDispatcher:
             slot.batch_s = took or slot.batch_s
         if slot.batches:
             self._queue.ahead -= len(slot.batches[0])
-            _begin(slot.batches[0], time.monotonic())
+            for job in slot.batches[0]:
+                job.begin(time.monotonic())
         self.dispatch_due()
 
     @property
@@ -104,11 +105,12 @@ class BatchDispatcher:
         if not slot.active:
             slot.active_at = now
             self._watch(slot)
-        if not slot.batches:
-            _begin(batch, now)
+        begins = not slot.batches
         if not self.joins:
             slot.batches.append(batch)
         for job in batch:
+            if begins:
+                job.begin(now)
             job.alone |= len(batch) == 1 or self.joins
             slot.active[job.key] = job
         self._metrics.batches += 1
@@ -116,12 +118,6 @@ class BatchDispatcher:
         assert slot.worker is not None
         slot.worker.send(*batch_message(batch), all_ranks=self._config.broadcasts)
         return len(batch)
-
-
-def _begin(batch: Sequence[HandlerJob], now: float) -> None:
-    for job in batch:
-        job.active_at = now
-        job.queued_s = now - job.arrived if job.queued_s is None else job.queued_s
 
 
 class ResponseTimeout:
@@ -152,11 +148,11 @@ class ResponseTimeout:
         if self._config.asyncCommunication:
             oldest = self._time_out_silent(slot, now, limit)
         else:
-            paused = any(job.drained is not None for job in slot.active.values())
+            paused = any(job.stream.drained is not None for job in slot.active.values())
             oldest = now if paused else slot.active_at
         if now - oldest >= limit:
             for job in slot.begun:
-                job.fail(_silent(limit))
+                job.stream.fail(_silent(limit))
             self._supervisor.kill(slot, f"worker {slot.number} sent nothing for {limit} s and was ended")
         else:
             self._check_in(slot, oldest + limit - now)
@@ -164,9 +160,9 @@ class ResponseTimeout:
     def _time_out_silent(self, slot: WorkerSlot, now: float, limit: int) -> float:
         """Cancels each task that is silent for too long. Returns the time that decides whether the worker hangs."""
         for job in list(slot.active.values()):
-            if not job.over and now - job.active_at >= limit:
+            if not job.stream.over and now - job.active_at >= limit:
                 job.active_at = now  # the task has as long again to end
-                job.fail(_silent(limit))
+                job.stream.fail(_silent(limit))
                 self._cancel(job)
         return min(job.active_at for job in slot.active.values())
 

@@ -1,4 +1,4 @@
-"""One request to a handler, and the stream of response pieces that one reader takes.
+"""One request to a handler, its job in the pool, and the stream of response pieces that one reader takes.
 
 All of it runs on the event loop's thread.
 """
@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.handlers.frames import bytes_in_frame
@@ -94,47 +95,25 @@ class ResponsePiece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class HandlerJob:
-    """A stream of pieces that ends once: with a last piece, with an error, or because its reader closed it.
+class PieceStream:
+    """The pieces of one response on their way to its reader. It ends once: with a last piece, an error, or a close."""
 
-    A job that failed in a batch may be run again, alone. Its pieces are then compared with those that were delivered
-    before, and no piece is delivered twice.
-    """
-
-    def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:
-        self.request = request
-        self.key = key  # the request's id for the handler: unique among the jobs that run
-        self.arrived = arrived
-        self.bytes = request.bytes_to_send()
+    def __init__(self, closed: Callable[[], None]) -> None:
         self.over = False  # True: no more pieces are delivered
-        self.alone = False  # True: it is the only job of its batch, and is not run again
-        self.closes_sequence = False  # True: the handler has ended the job's sequence
-        self.retry: RequestError | None = None  # the error after which the job is run again
-        self.active_at = arrived  # the time of its last piece
-        self.queued_s: float | None = None  # until it was sent to a worker for the first time
-        self.deadline: asyncio.TimerHandle | None = None
+        self.queued_s: float | None = None  # until the request was sent to a worker for the first time
         self.drained: Callable[[], None] | None = None  # called once, when the reader has caught up
         self._closed = closed
         self._pieces: deque[ResponsePiece] = deque()
         self._bytes = 0
         self._error: RequestError | None = None
-        self._delivered: list[bytes] = []  # digests, in case the job is run again
-        self._repeated = 0  # how many of them have arrived again
         self._changed = asyncio.Event()
 
-    def deliver(self, piece: ResponsePiece) -> None:
-        if self.over:
-            return
-        if self._repeated < len(self._delivered):
-            self._repeat(_digest(piece))
-            return
-        if not self.alone:
-            self._delivered.append(_digest(piece))
-            self._repeated += 1
-        self._pieces.append(piece)
-        self._bytes += len(piece.value)
-        self.over = piece.last
-        self._changed.set()
+    def put(self, piece: ResponsePiece) -> None:
+        if not self.over:
+            self._pieces.append(piece)
+            self._bytes += len(piece.value)
+            self.over = piece.last
+            self._changed.set()
 
     @property
     def lags(self) -> bool:
@@ -156,23 +135,18 @@ class HandlerJob:
             self._changed.set()
             self._call_drained()  # pieces that arrive from now on are dropped
 
-    def run_again(self) -> None:
-        """Starts the job from its beginning, alone."""
-        self.alone = True
-        self._repeated = 0
-
     def close(self) -> None:
         """The reader takes no more pieces. Synchronous, idempotent, safe from any task."""
         self.over = True
-        self._closed(self)
+        self._closed()
         self._changed.set()
         self._call_drained()
 
-    def __aiter__(self) -> HandlerJob:
+    def __aiter__(self) -> PieceStream:
         return self
 
     async def __anext__(self) -> ResponsePiece:
-        """Raises the job's error after the pieces that were delivered before it."""
+        """Raises the stream's error after the pieces that were delivered before it."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -191,13 +165,57 @@ class HandlerJob:
         if drained is not None:
             drained()
 
+
+class HandlerJob:
+    """One request on its way through the queue and a worker. ``closed`` is called when the reader closes the stream.
+
+    A job that failed in a batch may be run again, alone. Its pieces are then compared with those that were delivered
+    before, and no piece is delivered twice.
+    """
+
+    def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:
+        self.request = request
+        self.key = key  # the request's id for the handler: unique among the jobs that run
+        self.arrived = arrived
+        self.bytes = request.bytes_to_send()
+        self.stream = PieceStream(partial(closed, self))
+        self.alone = False  # True: it is the only job of its batch, and is not run again
+        self.closes_sequence = False  # True: the handler has ended the job's sequence
+        self.retry: RequestError | None = None  # the error after which the job is run again
+        self.active_at = arrived  # the time of its last piece
+        self.deadline: asyncio.TimerHandle | None = None
+        self._delivered: list[bytes] = []  # digests, in case the job is run again
+        self._repeated = 0  # how many of them have arrived again
+
+    def begin(self, now: float) -> None:
+        """A worker begins to run the job."""
+        self.active_at = now
+        if self.stream.queued_s is None:
+            self.stream.queued_s = now - self.arrived
+
+    def deliver(self, piece: ResponsePiece) -> None:
+        if self.stream.over:
+            return
+        if self._repeated < len(self._delivered):
+            self._repeat(_digest(piece))
+            return
+        if not self.alone:
+            self._delivered.append(_digest(piece))
+            self._repeated += 1
+        self.stream.put(piece)
+
+    def run_again(self) -> None:
+        """Starts the job from its beginning, alone."""
+        self.alone = True
+        self._repeated = 0
+
     def _repeat(self, digest: bytes) -> None:
         same = self._delivered[self._repeated] == digest
         self._repeated += 1
         if not same:
             assert self.retry is not None
-            self.fail(HandlerFailed(f"{self.retry.message} (and run again alone it began differently)"))
-            self.close()
+            self.stream.fail(HandlerFailed(f"{self.retry.message} (and run again alone it began differently)"))
+            self.stream.close()
 
 
 def _digest(piece: ResponsePiece) -> bytes:

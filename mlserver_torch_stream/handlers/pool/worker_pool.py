@@ -1,8 +1,6 @@
 """Takes the requests to a loaded model, and delivers the pieces of the replies that its workers send.
 
 All of it runs on the event loop's thread, except ``shutdown``.
-
-All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     HandlerFailed,
     HandlerJob,
     HandlerRequest,
+    PieceStream,
     ResponsePiece,
     WorkerLost,
 )
@@ -113,7 +112,7 @@ class WorkerPool:
 
     def abort_all(self, why: str) -> None:
         for job in list(self.jobs.values()):
-            job.fail(NotServing(why))
+            job.stream.fail(NotServing(why))
             self.cancel(job)
 
     def shutdown(self) -> None:
@@ -138,7 +137,7 @@ class WorkerPool:
 
     # --- requests ---
 
-    def submit(self, request: HandlerRequest, *, more: bool = False) -> HandlerJob:
+    def submit(self, request: HandlerRequest, *, more: bool = False) -> PieceStream:
         """Raises QueueFull, RequestTooLarge or NotServing. ``more``: the next request of its batch follows at once."""
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
@@ -157,13 +156,13 @@ class WorkerPool:
         if not more:
             self._dispatcher.dispatch_due()
             self.scaling.requests_wait()
-        return job
+        return job.stream
 
     def cancel(self, job: HandlerJob) -> None:
         """Idempotent. The handler's call is cancelled at its next send."""
         if self.jobs.get(job.key) is not job:
             return
-        job.over = True
+        job.stream.over = True
         slot = next((slot for slot in self.supervisor.slots if slot.active.get(job.key) is job), None)
         if slot is None:
             self._queue.remove(job, time.monotonic())
@@ -180,13 +179,13 @@ class WorkerPool:
         return key
 
     def _time_out(self, job: HandlerJob, seconds: float) -> None:
-        if not job.over:
-            job.fail(TimedOut(f"not answered within {seconds:g} s"))
+        if not job.stream.over:
+            job.stream.fail(TimedOut(f"not answered within {seconds:g} s"))
             self.cancel(job)
 
     def _end(self, job: HandlerJob, error: RequestError) -> None:
         """The job is over; it fails unless it has its last piece."""
-        job.fail(error)
+        job.stream.fail(error)
         self._forget(job)
 
     def _forget(self, job: HandlerJob) -> None:
@@ -219,7 +218,7 @@ class WorkerPool:
             self._queue.ahead -= 1
             del slot.active[job.key]
             self._queue.take_back(job)
-            if job.over:
+            if job.stream.over:
                 self._queue.remove(job, time.monotonic())
                 self._forget(job)
         lost = [*slot.active.values(), *self._queue.worker_lost(slot.number)]
@@ -259,16 +258,16 @@ class WorkerPool:
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
-            job.fail(HandlerFailed(piece.value.decode(errors="replace")[:2000], piece.status, piece))
+            job.stream.fail(HandlerFailed(piece.value.decode(errors="replace")[:2000], piece.status, piece))
             return
         job.deliver(piece)
-        if not job.lags or job.over:
+        if not job.stream.lags or job.stream.over:
             return
         if len(slot.begun) == 1 and not self._dispatcher.joins and slot.worker is not None:
-            job.drained = partial(self._resume, slot, slot.worker)
+            job.stream.drained = partial(self._resume, slot, slot.worker)
             slot.worker.pause()
         else:
-            job.cut_if_far_behind()
+            job.stream.cut_if_far_behind()
 
     def _resume(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
         slot.active_at = time.monotonic()
@@ -278,12 +277,12 @@ class WorkerPool:
         error = HandlerFailed(header["message"], header["status"])
         for key in header["ids"]:
             job = slot.active.get(key)
-            if job is None or job.over:
+            if job is None or job.stream.over:
                 continue
             if header["retry"]:
                 job.retry = error
             else:
-                job.fail(error)
+                job.stream.fail(error)
 
     def _ended(self, slot: WorkerSlot, key: str, skipped: bool) -> None:
         job = slot.active.pop(key, None)
@@ -292,7 +291,7 @@ class WorkerPool:
         now = time.monotonic()
         if not slot.active:
             slot.idle_since = now
-        if job.retry is not None and not job.over and not job.alone:
+        if job.retry is not None and not job.stream.over and not job.alone:
             job.run_again()
             self._queue.add_retry(job)
             return

@@ -17,8 +17,8 @@ from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServ
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.handlers.pool.handler_request import (
     HandlerFailed,
-    HandlerJob,
     HandlerRequest,
+    PieceStream,
     RequestPart,
     ResponsePiece,
 )
@@ -66,7 +66,7 @@ class HandlerRequestObserver(TimedRequest):
 # Of a response that holds all pieces: a handler that never ends must not fill the memory.
 MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
 
-Submit = Callable[[HandlerRequest], HandlerJob]
+Submit = Callable[[HandlerRequest], PieceStream]
 
 
 class HandlerReply:
@@ -93,7 +93,7 @@ class HandlerReply:
         self._submit = submit
         self._observer = observer
         self._most_pieces = most_pieces
-        self._job: HandlerJob | None = None
+        self._job: PieceStream | None = None
         self._closed = False
 
     @property

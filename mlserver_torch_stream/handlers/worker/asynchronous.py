@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from mlserver_torch_stream.handlers.worker.calls import FAILED, add_prediction_time, answer, failure
+from mlserver_torch_stream.handlers.worker.calls import add_prediction_time, answer, failure
 from mlserver_torch_stream.handlers.worker.cancellation import ClientsLeft, StopAlone
 from mlserver_torch_stream.handlers.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.handlers.worker.handler import Entry
-from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Outlet, WorkerRequest
+from mlserver_torch_stream.handlers.worker.handler_context import FAILED, HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from mlserver_torch_stream.handlers.worker import values
 from mlserver_torch_stream.handlers.worker.cancellation import ClientsLeft, NeverStop, StopAlone
 from mlserver_torch_stream.handlers.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.handlers.worker.handler import Entry, described, text_of
-from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Outlet, WorkerRequest
+from mlserver_torch_stream.handlers.worker.handler_context import FAILED, HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
-FAILED = 503
 OUT_OF_RESOURCES = 507
 
 

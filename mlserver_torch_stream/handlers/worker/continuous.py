@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from mlserver_torch_stream.handlers.worker import values
-from mlserver_torch_stream.handlers.worker.calls import FAILED, add_prediction_time, failure, mismatch
+from mlserver_torch_stream.handlers.worker.calls import add_prediction_time, failure, mismatch
 from mlserver_torch_stream.handlers.worker.cancellation import NeverStop
 from mlserver_torch_stream.handlers.worker.channel import Channel, SentPiece
 from mlserver_torch_stream.handlers.worker.handler import Entry
-from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Outlet, WorkerRequest
+from mlserver_torch_stream.handlers.worker.handler_context import FAILED, HandlerContext, Outlet, WorkerRequest
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ All integers are big-endian 32-bit; a length of -1 ends the list.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mlserver_torch_stream.handlers.worker.channel import STREAM_NEXT, Channel, 
 from mlserver_torch_stream.handlers.worker.handler import described
 
 _INT = struct.Struct("!i")
+_ERROR = "error"  # the value of a response without results, as in TorchServe
+FAILED = 503
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,38 @@ class HandlerContext(Context):  # type: ignore[misc]
                 value = "false"
         super().set_response_header(idx, key, value)
 
-    def piece(self, index: int, value: Any, last: bool) -> SentPiece:
-        """Raises values.Unserialisable for any value that cannot be sent, and for a context that the handler broke."""
+    def send_intermediate(self, ret: Any, req_id_map: Mapping[int, str], message: str, code: int) -> None:
+        """Sends a piece of each response, whose request fails alone if its value cannot be sent. Raises ClientsLeft.
+
+        ``ret``: the values, by place or by index; None: the pieces are those of an error.
+        """
+        if os.getenv("LOCAL_RANK", "0") != "0":  # a call may end at a send of any rank
+            self.cl_socket.send(None)
+            return
+        response = Response(code, message, [])
+        for index, request_id in req_id_map.items():
+            if isinstance(ret, dict) and index not in ret:
+                continue
+            self.set_response_header(index, STREAM_NEXT, "true")
+            last = self.get_response_headers(index)[STREAM_NEXT] == "false"
+            value = _ERROR if ret is None else ret[index]
+            try:
+                response.pieces.append(self.piece(index, value, last, request_id))
+            except values.Unserialisable as error:
+                self.cl_socket.fail([request_id], FAILED, str(error))
+        self.cl_socket.send(response)
+
+    def piece(self, index: int, value: Any, last: bool, request_id: str | None = None) -> SentPiece:
+        """``request_id``: None for that of the request at the index.
+
+        Raises values.Unserialisable for any value that cannot be sent, and for a context that the handler broke.
+        """
         try:
             status, _ = self.get_response_status(index)
             headers = {str(name): str(text) for name, text in self.get_response_headers(index).items()}
             content_type = str(self.get_response_content_type(index) or "")
             encoded = values.encode(value)
-            return SentPiece(self._ids[index], encoded, last, content_type, int(status or 200), headers)
+            return SentPiece(request_id or self._ids[index], encoded, last, content_type, int(status or 200), headers)
         except values.Unserialisable:
             raise
         except BaseException as error:
@@ -133,7 +160,7 @@ class HandlerContext(Context):  # type: ignore[misc]
 
 
 class Outlet:
-    """``context.cl_socket``: reads the messages that TorchServe would send to its frontend."""
+    """``context.cl_socket``: sends the pieces of one call, and reads the messages that the ``ts`` package writes."""
 
     def __init__(self, requests: Sequence[WorkerRequest], channel: Channel, stop: NeverStop) -> None:
         self._channel = channel
@@ -142,15 +169,21 @@ class Outlet:
         self.ended: set[str] = set()  # requests whose last piece was sent
 
     def sendall(self, message: bytes | bytearray | None) -> None:
-        """Raises ClientsLeft."""
-        if message is None:  # another rank than the first
+        """Takes a response in TorchServe's binary format. Raises ClientsLeft."""
+        self.send(None if message is None else parse(message))
+
+    def fail(self, request_ids: Sequence[str], status: int, message: str) -> None:
+        failed = [each for each in request_ids if each not in self.ended]
+        self._channel.failed(failed, status, message)
+        self.ended.update(failed)
+
+    def send(self, response: Response | None) -> None:
+        """``response``: None on other ranks than the first. Raises ClientsLeft."""
+        if response is None:
             self._stop.sent(left=False)
             return
-        response = parse(message)
         if response.code != 200:
-            failed = [each.request_id for each in response.pieces if each.request_id not in self.ended]
-            self._channel.failed(failed, response.code, response.message)
-            self.ended.update(failed)
+            self.fail([each.request_id for each in response.pieces], response.code, response.message)
         else:
             pieces = [each for each in response.pieces if self._wanted(each.request_id)]
             self.ended.update(piece.request_id for piece in pieces if piece.last)

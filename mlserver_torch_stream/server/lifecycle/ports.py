@@ -22,9 +22,8 @@ from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.server_settings import MAX_PORT
 from mlserver_torch_stream.work_threads import exit_now
 
-# Of ServerOptions: those of MLServer's host, and those of the management API's address.
-_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve")
-_MANAGEMENT_PORTS = ("management_port_torchserve", "grpc_management_port_torchserve")
+_MANAGEMENT_PORT = "management_port_torchserve"  # at the management API's address, the others at MLServer's host
+_OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve", _MANAGEMENT_PORT)
 _OWN_FILES = "/proc/self/fd"
 
 
@@ -57,10 +56,10 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
     if settings.metrics_endpoint:
         ports["metrics_port"] = settings.metrics_port
     addresses = {}
-    for option in (*_OUR_PORTS, *_MANAGEMENT_PORTS):
+    for option in _OUR_PORTS:
         if port := getattr(options, option):
             name = f"{PREFIX}{option.upper()}"
-            addresses[name] = options.management_address if option in _MANAGEMENT_PORTS else host
+            addresses[name] = options.management_address if option == _MANAGEMENT_PORT else host
             if port in (*ports.values(), settings.grpc_port):
                 return template.format(port, name, addresses[name], "it is another port of this server")
             ports[name] = port

@@ -1,1 +1,1 @@
-"""TorchServe's management API, on its own ports."""
+"""TorchServe's management API, on its own port."""

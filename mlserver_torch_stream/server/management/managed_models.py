@@ -16,7 +16,8 @@ from mlserver.registry import MultiModelRegistry
 from mlserver.repository import ModelRepository
 
 from mlserver_torch_stream.errors import LoadFailed, NotServing
-from mlserver_torch_stream.handlers.config.registration import ModelDefaults, read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.registration import read_registration, registered_settings
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import (
     ManagementRefusal,
     StoreFiles,
@@ -69,12 +70,12 @@ class ManagedModels:
         registry: MultiModelRegistry,
         repository: RegisteredRepository,
         files: StoreFiles,
-        defaults: ModelDefaults,
+        config: ServerConfig,
     ) -> None:
         self._registry = registry
         self._repository = repository
         self._files = files
-        self._defaults = defaults
+        self._config = config
         self._urls: dict[tuple[str, str | None], str] = {}  # of the models that this API has registered
         self._registering: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,7 +119,7 @@ class ManagedModels:
         asked = read_registration(given)
         path = await in_thread(lambda: self._files.fetch(asked.url))
         try:
-            described = await in_thread(lambda: registered_settings(asked, path, self._defaults))
+            described = await in_thread(lambda: registered_settings(asked, path, self._config))
             name, parameters = described["name"], described["parameters"]
             version, extra = parameters["version"], parameters["extra"]
             self._reserve(name, version)

@@ -18,15 +18,14 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError, SettingsError
-from mlserver_torch_stream.handlers.config.registration import is_true_value, read_defaults
+from mlserver_torch_stream.handlers.config.registration import is_true_value
+from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
-from mlserver_torch_stream.server.grpc_port import open_port
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, is_done_before
 from mlserver_torch_stream.server.management.managed_models import ManagedModels, RegisteredRepository
 from mlserver_torch_stream.server.management.management_calls import ManagementCalls, check_token, read_token
-from mlserver_torch_stream.server.management.management_service import ManagementService
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.prediction_errors import as_json, status_and_body
@@ -209,25 +208,18 @@ def _wrong_method() -> ManagementRefusal:
     )
 
 
-_API = "TorchServe's management API"
-
-
-async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Opens the ports that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
-    port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
-    if not port and not grpc_port:
+def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
+    """Opens the port that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
+    port = options.management_port_torchserve
+    if not port:
         return
-    token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
+    token, files = read_token(options), _store_files(options)
+    config = ServerConfig.read(Path(options.torchserve_config).absolute() if options.torchserve_config else None)
     handlers = server._model_repository_handlers
     handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
+    models = ManagedModels(server._data_plane._model_registry, repository, files, config)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
-    host, access = options.management_address, access.without_keys()
-    if port:
-        _open(ManagementApp(calls, token), host, port, lifecycle, access)
-    if grpc_port:
-        setting, handler = "grpc_management_port_torchserve", ManagementService(calls, token).handler()
-        await open_port(server, lifecycle, access, grpc_port, setting, f"{_API} over gRPC", handler, host)
+    _open(ManagementApp(calls, token), options.management_address, port, lifecycle, access.without_keys())
     if token is None:
         logger.warning("Requests to the management API need no token (disable_token_authorization)")
 
@@ -253,7 +245,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
         await running
 
     lifecycle.listeners.append(stop)
-    logger.info(f"{_API} is on {host}:{port}")
+    logger.info(f"TorchServe's management API is on {host}:{port}")
 
 
 class _Listener(uvicorn.Server):

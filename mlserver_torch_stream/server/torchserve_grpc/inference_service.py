@@ -27,7 +27,6 @@ from mlserver.logging import logger
 from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal
 from mlserver_torch_stream.message_pool import Fields, message_classes
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
@@ -89,16 +88,6 @@ _REASONS: tuple[tuple[type[RequestError], str], ...] = (
 )
 
 
-# The packages of the management API's exceptions; all other exceptions are in org.pytorch.serve.http.
-_PACKAGES = {
-    "ModelNotFoundException": "org.pytorch.serve.archive.model",
-    "ModelVersionNotFoundException": "org.pytorch.serve.archive.model",
-    "InvalidModelException": "org.pytorch.serve.archive.model",
-    "InvalidKeyException": "org.pytorch.serve.archive.model",
-    "DownloadArchiveException": "org.pytorch.serve.archive",
-}
-
-
 def code_of(error: RequestError) -> grpc.StatusCode:
     if isinstance(error, InvalidInput):
         return grpc.StatusCode.INVALID_ARGUMENT
@@ -123,8 +112,6 @@ def status_fields(error: RequestError) -> dict[str, object]:
 
 
 def _reason(error: RequestError) -> str:
-    if isinstance(error, ManagementRefusal):
-        return f"{_PACKAGES.get(error.kind, 'org.pytorch.serve.http')}.{error.kind}"
     return next(reason for kind, reason in _REASONS if isinstance(error, kind))
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from tests.torchserve.beside import handlers
 from tests.torchserve.beside.case import Case
 from tests.torchserve.beside.grpc_cases import (
-    GRPC_MANAGEMENT,
     GRPC_PREDICTIONS,
     GRPC_STORE,
     GRPC_STREAMS,
-    LATE,
     TOKENS,
 )
 from tests.torchserve.beside.management_cases import MANAGEMENT
@@ -75,9 +73,7 @@ GROUPS = (
         {
             "gRPC: predictions": GRPC_PREDICTIONS,
             "gRPC: streams": GRPC_STREAMS,
-            "gRPC: management": GRPC_MANAGEMENT,
         },
-        registered=LATE,
     ),
     Group([Stored("echo", handlers.ECHO)], {"Tokens": TOKENS}, tokens=True),
     _enveloped("body", (

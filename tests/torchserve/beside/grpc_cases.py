@@ -1,4 +1,4 @@
-"""The cases of TorchServe's gRPC services.
+"""The cases of TorchServe's gRPC service of inference, and of tokens.
 
 A case's ``why`` is empty exactly where both replies are the same; the test holds that.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tests.torchserve.beside import handlers
 from tests.torchserve.beside.case import Case
-from tests.torchserve.beside.management_cases import DESCRIBED
 from tests.torchserve.beside.rest_cases import DEFAULT, SAID
 from tests.torchserve.beside.store import SEQUENCES, Stored
 
@@ -21,7 +20,6 @@ GRPC_STORE = (
     Stored("short", handlers.DO, {"responseTimeout": 2}),
     Stored("stateful", handlers.STATEFUL, SEQUENCES),
 )
-LATE = [Stored("later", handlers.ECHO, {}, version) for version in ("1.0", "2.0")]
 _KINDS = ("str", "unicode", "bytes", "bytearray", "int", "none", "dict", "list", "tensor", "nan", "set")
 _CODE = "the code says what is wrong"
 _NO_METADATA = "TorchServe drops metadata"
@@ -30,9 +28,6 @@ _NO_PIECES = "TorchServe's worker dies after the answer"
 _NAMES_SEQUENCE = "TorchServe leaves `sequence_id` of responses empty"
 _STARTED = "a sequence that starts gets an id"
 _ENDS_CALL = "the code says what is wrong, and the call goes on"
-_UNNAMED = "TorchServe's code is UNKNOWN, without details"
-_CLASS = "the details name the class of the error, as those of other errors do"
-_NO_LIMIT = "without a limit there are 100 models on a page, as over REST; TorchServe takes it for 0"
 _INFERENCE = "here the management API alone needs a token"
 _CODES = (400, 404, 409, 413, 429, 500, 503)
 
@@ -47,10 +42,6 @@ def _do(name: str, what: str, why: str = "", method: str = "Predictions", model:
 
 def _sequence(name: str, rest: str, why: str) -> Case:
     return _predict(name, f"model_name=stateful {rest}", why, "StreamPredictions2")
-
-
-def _manage(name: str, rest: str, why: str = "") -> Case:
-    return Case(f"gRPC: {name}", f"grpc management:{rest}", why)
 
 
 GRPC_PREDICTIONS = (
@@ -109,37 +100,10 @@ GRPC_STREAMS = (
         "an unknown model", "model_name=nothing sequence_id=a input.data=1", method="StreamPredictions2", why=_ENDS_CALL
     ),
 )
-GRPC_MANAGEMENT = (
-    _manage("the models", "ListModels limit=2"),
-    _manage("the next page", "ListModels limit=2 next_page_token=2"),
-    _manage("a model", "DescribeModel model_name=echo", why=DESCRIBED),
-    _manage("a model that is not there", "DescribeModel model_name=nothing"),
-    _manage("a version that is not there", "DescribeModel model_name=echo model_version=7.0"),
-    _manage("registering without a worker", "RegisterModel url=later-1.0.mar"),
-    _manage("registering it again", "RegisterModel url=later-1.0.mar", why=_UNNAMED),
-    _manage("registering with a worker", "RegisterModel url=later-2.0.mar initial_workers=1 synchronous=true"),
-    _manage("registering without a url", "RegisterModel"),
-    _manage("an archive that is not in the store", "RegisterModel url=nothing.mar"),
-    _manage("a first worker", "ScaleWorker model_name=later model_version=1.0 min_worker=1 synchronous=true"),
-    _manage("scaling a model that is not there", "ScaleWorker model_name=nothing min_worker=1"),
-    _manage("bounds the wrong way round", "ScaleWorker model_name=later min_worker=2 max_worker=1"),
-    _manage("setting the default", "SetDefault model_name=later model_version=2.0"),
-    _predict("the new default", "model_name=later input.data=hello"),
-    _manage("a default that is not there", "SetDefault model_name=later model_version=7.0"),
-    _manage(
-        "unregistering the default before others", "UnregisterModel model_name=later model_version=2.0", why=_UNNAMED
-    ),
-    _manage("unregistering a version", "UnregisterModel model_name=later model_version=1.0"),
-    _manage("unregistering the last version", "UnregisterModel model_name=later"),
-    _manage("unregistering it again", "UnregisterModel model_name=later"),
-)
 TOKENS = (
     Case("the models, without a token", "curl management:/models"),
     Case("the models, with a wrong token", "curl -H 'authorization: Bearer wrong' management:/models"),
     Case("the models, with the token", "curl -H 'authorization: Bearer <token>' management:/models"),
-    _manage("the models, without a token", "ListModels", _CLASS),
-    _manage("the models, with a wrong token", "ListModels metadata.authorization='Bearer wrong'", _CLASS),
-    _manage("the models, with the token", "ListModels metadata.authorization='Bearer <token>'", _NO_LIMIT),
     _predict("without a token", "model_name=echo input.data=hello", _INFERENCE),
     Case("a prediction without a token", "curl /predictions/echo -d data=hello", _INFERENCE),
 )

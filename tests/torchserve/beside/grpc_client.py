@@ -1,4 +1,4 @@
-"""A call of TorchServe's gRPC services as a line of words, and what it has got.
+"""A call of TorchServe's gRPC service of inference as a line of words, and what it has got.
 
 ``inference:Predictions model_name=echo input.data=hello metadata.x-own=yes timeout=1``: fields of the request, entries
 of its ``input`` (``@`` before a file's name), metadata, seconds until the deadline. ``+`` begins a further request of
@@ -18,36 +18,24 @@ from google.protobuf import empty_pb2, json_format
 from tests.torchserve.beside.reply import Reply, without_ids
 from tests.torchserve.beside.servers import Addresses
 from tests.torchserve.inference_client import PredictionsRequest, Stub
-from tests.torchserve.management_client import SERVICE, management_message
 
 _ALL_SIZES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def call(words: Sequence[str], addresses: Addresses, folder: Path, seconds: float) -> Reply:
     """The messages, the metadata and the status. ``folder`` has the files that the words name."""
-    service, _, method = words[0].partition(":")
-    target = addresses.grpc_inference if service == "inference" else addresses.grpc_management
+    method = words[0].removeprefix("inference:")
     requests, metadata, timeout = _read(method, words[1:], addresses, folder)
-    with grpc.insecure_channel(target, options=_ALL_SIZES) as channel:
-        ask = getattr(Stub(channel), method) if service == "inference" else _management(channel, method)
+    with grpc.insecure_channel(addresses.grpc_inference, options=_ALL_SIZES) as channel:
         options = {"metadata": metadata, "timeout": timeout or seconds}
-        return _answers(ask, method, requests, options, seconds)
-
-
-def _management(channel: grpc.Channel, method: str) -> Any:
-    return channel.unary_unary(
-        f"/{SERVICE}/{method}",
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=management_message("ManagementResponse").FromString,
-    )
+        return _answers(getattr(Stub(channel), method), method, requests, options, seconds)
 
 
 def _read(
     method: str, words: Sequence[str], addresses: Addresses, folder: Path
 ) -> tuple[list[Any], list[tuple[str, str]], float]:
     """The requests, the metadata, the timeout (0: none is named)."""
-    kind = {"Ping": empty_pb2.Empty}.get(method, PredictionsRequest if "Predictions" in method else None)
-    make = kind or management_message(method)
+    make = empty_pb2.Empty if method == "Ping" else PredictionsRequest
     requests, metadata, timeout = [make()], [], 0.0
     for word in words:
         name, _, value = word.partition("=")
@@ -95,7 +83,7 @@ def _answers(ask: Any, method: str, requests: Sequence[Any], options: dict[str, 
 def _shown(response: Any) -> bytes:
     """The one field of a response; of a prediction also its sequence and its status, if it has them."""
     text = next(bytes(getattr(response, name)) if name == "prediction" else str(getattr(response, name)).encode()
-                for name in ("prediction", "health", "msg") if hasattr(response, name))  # fmt: skip
+                for name in ("prediction", "health") if hasattr(response, name))  # fmt: skip
     if not hasattr(response, "prediction"):
         return without_ids(text)
     if response.HasField("sequence_id") and response.sequence_id:

@@ -39,7 +39,6 @@ class Addresses:
     inference: str
     management: str
     grpc_inference: str
-    grpc_management: str
     token: str = ""  # of the management API, where it needs one
 
 
@@ -72,15 +71,15 @@ def torchserve(
         with running(command, {**os.environ, **locations, **(environment or {})}, log, Path(own)) as process:
             if tokens:
                 wait_until(lambda: _key(Path(own)), "TorchServe's key_file.json", _START_S)
-            addresses = _addresses(*list(ports.values())[:2], *list(ports.values())[3:5], _key(Path(own)))
+            addresses = _addresses(ports["inference"], ports["management"], ports["grpc_inference"], _key(Path(own)))
             wait_until(lambda: _all_ready(process, log, addresses, models), "TorchServe's workers", _START_S)
             yield addresses
 
 
-def _addresses(inference: int, management: int, grpc_inference: int, grpc_management: int, token: str) -> Addresses:
+def _addresses(inference: int, management: int, grpc_inference: int, token: str) -> Addresses:
     """Of the ports."""
     rest = (f"http://{HOST}:{port}" for port in (inference, management))
-    return Addresses(*rest, *(f"{HOST}:{port}" for port in (grpc_inference, grpc_management)), token)
+    return Addresses(*rest, f"{HOST}:{grpc_inference}", token)
 
 
 def _key(folder: Path) -> str:
@@ -132,19 +131,18 @@ def ours(
 ) -> Iterator[Addresses]:
     """``serve-torchserve`` of the same folder, with its configuration. ``which``: the ``ts`` that handlers import.
     ``token``: what its management API asks for; empty: nothing."""
-    http_port, grpc_port, metrics_port, management, grpc_inference, grpc_management = free_ports(6)
+    http_port, grpc_port, metrics_port, management, grpc_inference = free_ports(5)
     own = {f"MLSERVER_{name}": str(port) for name, port in (("HTTP_PORT", http_port), ("GRPC_PORT", grpc_port))}
     own |= {"MLSERVER_METRICS_PORT": str(metrics_port), "MLSERVER_MODEL_EXTRA": json.dumps({"ts": which})}
     prefix = "MLSERVER_TORCH_STREAM"
     own |= {f"{prefix}_MANAGEMENT_PORT_TORCHSERVE": str(management), f"{prefix}_MODEL_STORE": str(folder / _STORE)}
     own |= {f"{prefix}_GRPC_PORT_TORCHSERVE": str(grpc_inference), f"{prefix}_ALLOWED_URLS": "file://.*"}
-    own |= {f"{prefix}_GRPC_MANAGEMENT_PORT_TORCHSERVE": str(grpc_management)}
     own |= {f"{prefix}_MANAGEMENT_TOKEN": token} if token else {f"{prefix}_DISABLE_TOKEN_AUTHORIZATION": "true"}
     command = [sys.executable, "-m", "mlserver_torch_stream.cli", "serve-torchserve", str(folder)]
     with TemporaryDirectory() as place:
         log = Path(place, "server.log")
         with running(command, {**os.environ, **own, **(environment or {})}, log, Path(place)) as process:
-            addresses = _addresses(http_port, management, grpc_inference, grpc_management, token)
+            addresses = _addresses(http_port, management, grpc_inference, token)
             wait_until(lambda: _is_ready(process, log, addresses), "our server", _START_S)
             yield addresses
 

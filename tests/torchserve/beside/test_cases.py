@@ -24,9 +24,9 @@ _HEAD = """\
 TorchServe 0.12 and our server (`serve-torchserve`), with one folder of models and configuration, are asked by the same
 clients. A test makes this page (`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where
 it is not what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
-management API. `grpc inference:METHOD` and `grpc management:METHOD` are calls of the gRPC services, with fields of the
-request, entries of its `input`, metadata, and seconds until the deadline; `+` begins a further request of the call,
-which is sent when the one before it is answered. The handlers are in
+management API. `grpc inference:METHOD` is a call of the gRPC service, with fields of the request, entries of its
+`input`, metadata, and seconds until the deadline; `+` begins a further request of the call, which is sent when the one
+before it is answered. The handlers are in
 [handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has got, `do` does what the body says.
 
 Compared are the status, each header, the bytes of each chunk, and how the connection ends; over gRPC the code, its

@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ts.context import Context
-from ts.protocol.otf_message_handler import create_predict_response
-
 
 def send_intermediate_predict_response(
-    ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Context
+    ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Any
 ) -> None:
-    """``ret``: a list, or a dict by index. A request without an entry gets no piece."""
-    # Other ranks than the first call ``sendall`` with None: a call may end there too.
-    context.cl_socket.sendall(create_predict_response(ret, req_id_map, message, code, context, True))
+    """``ret``: a list, or a dict by index. A request without an entry gets no piece. ``context``: the worker's own."""
+    context.send_intermediate(ret, req_id_map, message, code)
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:
