@@ -16,6 +16,7 @@ from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
@@ -41,7 +42,7 @@ class TorchStreamRuntime(BaseRuntime):
 
     async def load(self) -> bool:
         with self._loading():
-            resolved = resolve(self.settings)
+            resolved = resolve(self.settings, source_of(self.settings))
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")

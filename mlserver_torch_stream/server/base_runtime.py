@@ -20,6 +20,7 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
@@ -125,10 +126,11 @@ class BaseRuntime(MLModel, ABC):
 
     def _refuse_stray_settings(self) -> None:
         """Raises SettingsError for a key of model-settings.json that MLServer ignores where it stands."""
-        if self.settings._source and os.path.isfile(self.settings._source):
+        source = source_of(self.settings)
+        if source and os.path.isfile(source):
             fields = {name.rstrip("_") for name in ModelSettings.model_fields}
             elsewhere = dict.fromkeys(self.extra_keys, "parameters.extra") | dict.fromkeys(_PARAMETERS, "parameters")
-            refuse_stray_keys(Path(self.settings._source), fields, elsewhere)
+            refuse_stray_keys(Path(source), fields, elsewhere)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -138,7 +140,7 @@ class BaseRuntime(MLModel, ABC):
             self._refuse_stray_settings()
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
-            place = place_of_error(error, self.settings._source) if isinstance(error, SettingsError) else ""
+            place = place_of_error(error, source_of(self.settings)) if isinstance(error, SettingsError) else ""
             logger.error(f"Cannot load model '{self.name}': {log_text(f'{error}{place}')}")
             raise ModelNotLoaded(f"{error}{place}") from None
         except Exception as error:  # a defect of ours: the log gets its traceback

@@ -17,6 +17,7 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.rest import health
@@ -40,7 +41,7 @@ def _client(registry: MultiModelRegistry, lifecycle: Lifecycle) -> httpx.AsyncCl
     server, routes = _server()
     server._app.router.routes[:] = routes
     server._data_plane._model_registry = registry
-    health.add_routes(server, lifecycle)
+    health.add_routes(ServerHost(server), lifecycle)
     return httpx.AsyncClient(transport=httpx.ASGITransport(server._app), base_url="http://server")
 
 

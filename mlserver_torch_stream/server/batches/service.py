@@ -25,9 +25,10 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.server.batches.row_slots import ClientLoad, RowSlots
+from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"

@@ -25,8 +25,9 @@ from mlserver_torch_stream.handlers.config.store_files import (
     no_model,
 )
 from mlserver_torch_stream.log_text import log_text
+from mlserver_torch_stream.server.host import all_models, default_models, find_model, versions_of
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
+from mlserver_torch_stream.server.registered_models import find_accepted
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
 from mlserver_torch_stream.work_threads import in_thread
 
@@ -83,8 +84,7 @@ class ManagedModels:
 
     def urls(self) -> dict[str, str]:
         """The names of all models, each with the place of its default version's archive."""
-        defaults = (find_model(self._registry, name, None) for name in sorted(self._registry._models))
-        return {model.name: self._url(model) for model in defaults if model is not None}
+        return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
         return find_accepted(self._registry, name, version, lambda model: model is not None)
@@ -154,7 +154,7 @@ class ManagedModels:
         self._run(self.scale(name, version, min_workers, max_workers, grace))
 
     def set_default(self, name: str, version: str) -> None:
-        registry = self._registry._models.get(name)
+        registry = versions_of(self._registry, name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
         model = find_model(self._registry, name, version) if version else None
@@ -194,11 +194,11 @@ class ManagedModels:
 
     def _keep_default(self, name: str, extra: dict[str, Any]) -> None:
         """The first version of a model is its default until another one is set, as in TorchServe."""
-        default = find_model(self._registry, name, None)
-        if default is None:
+        default, versions = find_model(self._registry, name, None), versions_of(self._registry, name)
+        if default is None or versions is None:
             extra[default_version.DEFAULT_VERSION] = True
         else:
-            default_version.mark(self._registry._models[name], default)
+            default_version.mark(versions, default)
 
     async def _load(self, name: str, version: str, described: Mapping[str, Any], url: str) -> None:
         settings = ModelSettings(**described)

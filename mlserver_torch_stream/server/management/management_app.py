@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import uvicorn
 from mlserver.logging import logger
-from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +21,7 @@ from mlserver_torch_stream.handlers.config.registration import is_true_value, re
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.grpc_port import open_port
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, is_done_before
 from mlserver_torch_stream.server.management.managed_models import ManagedModels, RegisteredRepository
@@ -212,22 +212,21 @@ def _wrong_method() -> ManagementRefusal:
 _API = "TorchServe's management API"
 
 
-async def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
+async def install(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
     """Opens the ports that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
     port, grpc_port = options.management_port_torchserve, options.grpc_management_port_torchserve
     if not port and not grpc_port:
         return
     token, files, defaults = read_token(options), _store_files(options), read_defaults(options.torchserve_config)
-    handlers = server._model_repository_handlers
-    handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files, defaults)
+    host.repository = repository = RegisteredRepository(host.repository)
+    models = ManagedModels(host.registry, repository, files, defaults)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
-    host, access = options.management_address, access.without_keys()
+    address, access = options.management_address, access.without_keys()
     if port:
-        _open(ManagementApp(calls, token), host, port, lifecycle, access)
+        _open(ManagementApp(calls, token), address, port, lifecycle, access)
     if grpc_port:
         setting, handler = "grpc_management_port_torchserve", ManagementService(calls, token).handler()
-        await open_port(server, lifecycle, access, grpc_port, setting, f"{_API} over gRPC", handler, host)
+        await open_port(host, lifecycle, access, grpc_port, setting, f"{_API} over gRPC", handler, address)
     if token is None:
         logger.warning("Requests to the management API need no token (disable_token_authorization)")
 

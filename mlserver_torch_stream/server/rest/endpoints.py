@@ -16,7 +16,6 @@ from uuid import uuid4
 
 import orjson
 from mlserver.errors import ModelNotFound
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from mlserver.types import InferenceResponse
 from mlserver.utils import extract_headers
@@ -28,6 +27,7 @@ from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
@@ -86,7 +86,7 @@ class AnswersItself(Protocol):
 class Endpoint:
     """The ASGI application of one row of the table."""
 
-    data_plane: DataPlane
+    host: ServerHost
     options: ServerOptions
     route: RestRoute
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is decoded
@@ -143,7 +143,7 @@ class _EndpointRequest:
         posted = self._posted(body)
         if isinstance(posted.json, dict):
             await self._choose(posted.json)
-        async with self._endpoint.data_plane._infer_contextmanager(self.name, self._version) as model:
+        async with self._endpoint.host.enter(self.name, self._version) as model:
             await (self._stream if self._streaming else self._unary)(model, posted)
 
     async def refuse(self, error: Exception) -> None:
@@ -167,7 +167,7 @@ class _EndpointRequest:
 
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
-        model = await self._endpoint.data_plane._model_registry.get_model(name, version)
+        model = await self._endpoint.host.registry.get_model(name, version)
         if is_ours(model):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
@@ -296,7 +296,7 @@ class _EndpointRequest:
 
     def _cloud_events(self, model: Any, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
-        self._endpoint.data_plane._inference_middleware.response_middleware(response, model.settings)
+        self._endpoint.host.complete(response, model.settings)
         return extract_headers(response) or {}
 
 

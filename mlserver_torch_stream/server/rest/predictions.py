@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -18,6 +17,7 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.torchserve_document import model_document
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
@@ -47,9 +47,9 @@ _MODELS = "v1/models"
 class TokenPredictions:
     """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
 
-    def __init__(self, data_plane: DataPlane, options: ServerOptions) -> None:
+    def __init__(self, host: ServerHost, options: ServerOptions) -> None:
         self._endpoints = {
-            path.lstrip("/"): Endpoint(data_plane, options, RestRoute(path, None, (spelling,)))
+            path.lstrip("/"): Endpoint(host, options, RestRoute(path, None, (spelling,)))
             for path, spelling in OPENAI_SPELLINGS.items()
         }
 
@@ -127,7 +127,7 @@ class PredictionEndpoint:
     ``takes_query``: the parameters of the query are fields, too.
     """
 
-    data_plane: DataPlane
+    host: ServerHost
     options: ServerOptions
     tokens: TokenPredictions
     explain: bool = False
@@ -157,7 +157,7 @@ class _Prediction:
     """One request to the endpoint."""
 
     def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        self.path = PredictionPath.of(scope["path_params"], endpoint.data_plane._model_registry)
+        self.path = PredictionPath.of(scope["path_params"], endpoint.host.registry)
         self.left = False
         self._headers = first_headers(scope)
         self._request_id = request_id_of(self._headers)
@@ -172,7 +172,7 @@ class _Prediction:
         method, path, endpoint = self._scope["method"], self.path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model = find_accepted(endpoint.data_plane._model_registry, path.name, path.version, is_ours)
+        model = find_accepted(endpoint.host.registry, path.name, path.version, is_ours)
         if method == "OPTIONS":
             await self._describe(model)
             return
@@ -182,7 +182,7 @@ class _Prediction:
             await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
-        async with endpoint.data_plane._infer_contextmanager(path.name, path.version) as model:
+        async with endpoint.host.enter(path.name, path.version) as model:
             reply = self._open(model, fields)
             try:
                 async with watched(self._receive, partial(self._leave, reply)), aclosing(reply.pieces()) as pieces:

@@ -22,7 +22,6 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import DecodeError
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from starlette.datastructures import Headers
 
@@ -31,6 +30,7 @@ from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal
 from mlserver_torch_stream.message_pool import Fields, message_classes
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
@@ -153,14 +153,14 @@ class GrpcPrediction:
 
     def __init__(
         self,
-        data_plane: DataPlane,
+        host: ServerHost,
         message: bytes,
         metadata: Mapping[str, str],
         endpoint: EndpointKind,
         *,
         in_sequence: bool = False,
     ) -> None:
-        self._data_plane = data_plane
+        self._host = host
         self._message = message
         self._metadata = metadata
         self._endpoint = endpoint
@@ -175,7 +175,7 @@ class GrpcPrediction:
         """All pieces joined. Raises RequestError."""
         with self._refusals():
             self._read()
-            async with self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model:
+            async with self._host.enter(self._request.model_name, self._version) as model:
                 return self._response(await self._open(model).whole())
 
     async def bodies(self) -> AsyncIterator[Prediction]:
@@ -198,7 +198,7 @@ class GrpcPrediction:
         with self._refusals():
             self._read()
             async with (
-                self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model,
+                self._host.enter(self._request.model_name, self._version) as model,
                 aclosing(self._open(model).pieces()) as pieces,
             ):
                 async for piece in pieces:
@@ -218,7 +218,7 @@ class GrpcPrediction:
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")
-        self._model = find_accepted(self._data_plane._model_registry, name, self._version, is_ours)
+        self._model = find_accepted(self._host.registry, name, self._version, is_ours)
         if not hasattr(self._model, "open_prediction"):
             raise no_handler(name)
         self._sequence = self._read_sequence()
@@ -269,8 +269,8 @@ _CLIENT = "A client of TorchServe's gRPC service"
 class InferenceService:
     """``stalled_after``: seconds in which a client must take a response (0: no bound)."""
 
-    def __init__(self, data_plane: DataPlane, lifecycle: Lifecycle, stalled_after: float) -> None:
-        self._data_plane = data_plane
+    def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
+        self._host = host
         self._lifecycle = lifecycle
         self._stalled_after = stalled_after
 
@@ -286,12 +286,12 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _ping(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        health = health_of(self._data_plane._model_registry, self._lifecycle)
+        health = health_of(self._host.registry, self._lifecycle)
         text = as_json({"status": health}).decode().rstrip("\n")
         return bytes(TorchServeHealthResponse(health=text).SerializeToString())
 
     async def _predictions(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        request = GrpcPrediction(self._data_plane, message, _metadata(context), EndpointKind.GRPC_UNARY)
+        request = GrpcPrediction(self._host, message, _metadata(context), EndpointKind.GRPC_UNARY)
         try:
             return (await request.whole()).serialized()
         except Exception as error:
@@ -309,7 +309,7 @@ class InferenceService:
 
         def answer(message: bytes, index: int) -> GrpcPrediction:
             endpoint = EndpointKind.GRPC_STREAM
-            return GrpcPrediction(self._data_plane, message, metadata, endpoint, in_sequence=in_sequence)
+            return GrpcPrediction(self._host, message, metadata, endpoint, in_sequence=in_sequence)
 
         responses = MessageStream(messages, answer, self._stalled_after, _CLIENT)
         try:
