@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +26,7 @@ from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.served_model import ServedModel
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
 from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
@@ -48,14 +49,13 @@ else:
 _PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
 
 
-class BaseRuntime(MLModel, ABC):
+class BaseRuntime(ServedModel, MLModel):
     """A runtime derives from it, declares the type of ``_slot`` and has an opener. MLServer reloads their modules only.
 
     ``rest_routes``: the rows of the table of paths that a server with this model has. ``extra_keys``: the keys of its
     ``parameters.extra``.
     """
 
-    streams_tokens = True  # the server's mark of a model of ours
     rest_routes: Sequence[RestRoute] = REST_ROUTES
     extra_keys: Collection[str] = ()
     _slot: ModelSlot[Any]
@@ -79,7 +79,6 @@ class BaseRuntime(MLModel, ABC):
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the model is not ready."""
         return self._slot.trouble or (None if self._loaded else "it is loading")
 
     @property

@@ -29,7 +29,7 @@ from mlserver_torch_stream.protocol.v2_tensors import (
     check_strings,
 )
 from mlserver_torch_stream.server.host import Hook, convert_message, find_model, registry_of, wrap
-from mlserver_torch_stream.server.registered_models import is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import as_headers
 
 _RAW = "raw_input_contents"

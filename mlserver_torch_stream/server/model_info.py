@@ -18,7 +18,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.observability.request_metrics import Duration
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
-from mlserver_torch_stream.server.registered_models import is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 
 
 async def read_config(host: ServerHost, name: str, version: str | None) -> JsonObject:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from mlserver import MLModel, ModelSettings
 from mlserver.rest.server import RESTServer
@@ -17,16 +18,13 @@ from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest import routes
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
 
 def install() -> None:
-    """Patches MLServer's classes. Idempotent.
-
-    The REST server is extended when it starts with our model repository, else when it registers a model of ours.
-    """
+    """Patches MLServer's classes. Idempotent. A REST server is extended when it registers a model of ours."""
     if is_wrapped(Hook.ADD_MODEL):
         return
     extend_grpc_codes()
@@ -38,7 +36,13 @@ def install() -> None:
     default_version.install()
     use_looped_workers()
     wrap(Hook.ADD_MODEL, _adding)
-    wrap(Hook.START, _starting)
+
+
+def install_at_start(repository: type) -> None:
+    """Patches MLServer's classes, and extends REST servers with such a model repository when they start. Idempotent."""
+    install()
+    if not is_wrapped(Hook.START):
+        wrap(Hook.START, partial(_starting, repository))
 
 
 def _adding(original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaitable[MLModel]]:
@@ -52,10 +56,10 @@ def _adding(original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaita
     return add_custom_handlers
 
 
-def _starting(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _starting(repository: type, original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def start(server: RESTServer) -> None:
         host = ServerHost(server)
-        if getattr(host.repository, "extends_at_start", False):
+        if isinstance(host.repository, repository):
             extension.extend_at_start(host)
         await original(server)
 

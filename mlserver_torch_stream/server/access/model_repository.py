@@ -44,8 +44,6 @@ class GuardedModelRepository(SchemalessModelRepository):
     With it a server has our routes and ports before it has a model.
     """
 
-    extends_at_start = True  # the server's mark of a repository of ours
-
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # as MLServer's repository finds them
@@ -54,7 +52,7 @@ class GuardedModelRepository(SchemalessModelRepository):
         except SettingsError as error:
             sys.exit(f"The server cannot start: {error}")
         install(ACCESS)
-        patches.install()
+        patches.install_at_start(GuardedModelRepository)
 
     async def list(self) -> list[ModelSettings]:
         """A model whose settings cannot be read is listed too, so that its load fails with the reason.

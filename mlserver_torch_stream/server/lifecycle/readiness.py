@@ -16,7 +16,7 @@ from mlserver.handlers import DataPlane
 
 from mlserver_torch_stream.server.host import Hook, find_model, measured, registry_of, wrap
 from mlserver_torch_stream.server.process_state import LIFECYCLE
-from mlserver_torch_stream.server.registered_models import is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 

@@ -27,8 +27,8 @@ from mlserver_torch_stream.handlers.config.store_files import (
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server.host import all_models, default_models, find_model, versions_of
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.registered_models import find_accepted
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
+from mlserver_torch_stream.server.served_model import HandlerModel, find_accepted, is_ours
 from mlserver_torch_stream.work_threads import in_thread
 
 Found = list[Any]  # of ModelSettings; the class below has a method of the name "list"
@@ -96,7 +96,7 @@ class ManagedModels:
     def describe(self, model: MLModel) -> dict[str, Any]:
         """A model that is not loaded yet, or that runs no handler, has no workers."""
         try:
-            workers = model.describe_workers() if hasattr(model, "describe_workers") else {"workers": []}
+            workers = model.describe_workers() if is_ours(model) else {"workers": []}
         except NotServing:
             workers = {"workers": []}
         return {
@@ -179,9 +179,9 @@ class ManagedModels:
         except ModelNotFound:  # another request was first
             raise no_model(f"Model not found: {name}") from None
 
-    def _find_scalable(self, name: str, version: str | None) -> Any:
-        model = self.find(name, version)
-        if not hasattr(model, "scale_workers"):
+    def _find_scalable(self, name: str, version: str | None) -> HandlerModel:
+        model: Any = self.find(name, version)
+        if not isinstance(model, HandlerModel):
             raise bad_request(f"{name} runs no TorchServe handler: it has no workers")
         return model
 

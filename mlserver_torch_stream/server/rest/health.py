@@ -16,8 +16,8 @@ from starlette.types import Scope
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 _LIVE = "/v2/health/live"
 _PATHS = (

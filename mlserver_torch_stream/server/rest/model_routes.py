@@ -18,9 +18,9 @@ from starlette.types import Scope
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 Read = Callable[[ServerHost, str, str | None], Awaitable[JsonObject]]
 _ALL_STATISTICS = "/v2/models/stats"

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from mlserver import MLModel
 from mlserver.registry import MultiModelRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,8 +29,8 @@ from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
@@ -56,16 +55,16 @@ class OpenAIModels:
         self._registry = registry
 
     async def listed(self, request: Request) -> JSONResponse:
-        shown = [shown_model(model) for model in default_models(self._registry) if hasattr(model, "generator")]
+        shown = [shown_model(model) for model in default_models(self._registry) if isinstance(model, TokenModel)]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
         name = request.path_params["model_name"]
         model: Any = find_model(self._registry, name, None)
-        if hasattr(model, "open_prediction"):
+        if isinstance(model, HandlerModel):
             ready = bool(model.ready)
             return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
-        if not hasattr(model, "generator"):
+        if not isinstance(model, TokenModel):
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
         return openai_answer(request, 200, shown_model(model))
 
@@ -74,7 +73,7 @@ async def _document(request: Request) -> JSONResponse:
     return openai_answer(request, 200, openai_document())
 
 
-def shown_model(model: MLModel) -> dict[str, Any]:
+def shown_model(model: TokenModel) -> dict[str, Any]:
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
         info = model.generator(EndpointKind.REST_UNARY).info

@@ -14,10 +14,10 @@ from starlette.types import Scope
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.connection import NotesTransport
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 
 def install(host: ServerHost) -> None:

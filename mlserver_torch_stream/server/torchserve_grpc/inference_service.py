@@ -34,12 +34,18 @@ from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
 from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.predictions import PieceReply, RunsHandler
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.torchserve_routes import health_of
+from mlserver_torch_stream.server.served_model import (
+    PieceReply,
+    ServedModel,
+    TokenModel,
+    find_accepted,
+    is_ours,
+    no_handler,
+)
 from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.streams.stream_session import MessageStream
 
@@ -167,7 +173,7 @@ class GrpcPrediction:
         self._in_sequence = in_sequence
         self._request_id = request_id_of(Headers(dict(metadata)))
         self._request: Any = PredictionsRequest()
-        self._model: Any = None
+        self._model: ServedModel | None = None
         self._sequence: dict[str, str | bool] = {}
         self._reply: PieceReply | None = None
 
@@ -219,7 +225,7 @@ class GrpcPrediction:
         if not name:
             raise MissingParameter("model_name")
         self._model = find_accepted(self._host.registry, name, self._version, is_ours)
-        if not hasattr(self._model, "open_prediction"):
+        if isinstance(self._model, TokenModel):
             raise no_handler(name)
         self._sequence = self._read_sequence()
 
@@ -236,7 +242,7 @@ class GrpcPrediction:
             raise MissingParameter("sequenceId")
         return {"sequence_id": sequence_id or f"ts-seq-{uuid4()}", **flags}
 
-    def _open(self, model: RunsHandler) -> PieceReply:
+    def _open(self, model: ServedModel) -> PieceReply:
         entries = {entry.key: entry.value for entry in self._request.input}  # of a key that comes twice the last counts
         fields = [BodyField(name, "", value) for name, value in entries.items()]
         headers, request_id = self._metadata, self._request_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 from uuid import uuid4
 
 import grpc
@@ -22,21 +21,14 @@ from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import StreamStatus
-from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
+from mlserver_torch_stream.server.streams.stream_session import BodyReply
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
 from mlserver_torch_stream.types import FinishReason
 
 _MAX_ID_CHARACTERS = 256  # of an id that a message of an error repeats
-
-
-class OpensReplies(Protocol):
-    """The part of a model that a stream uses."""
-
-    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
-        """Raises NotServing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +104,9 @@ class TritonReply:
             raise InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
         converted = await convert_large(self._servicer, request, self._context)
         payload = convert_message(self._servicer, converted, self._context)
-        async with self._host.enter(name, version) as ours:
+        async with self._host.enter(name, version):
             self._recorded = True
-            opener = cast(OpensReplies, ours).recorded_opener(EndpointKind.GRPC_STREAM, request.id)
+            opener = model.recorded_opener(EndpointKind.GRPC_STREAM, request.id)
             reply, _ = opener.open(payload, request.id or str(uuid4()), self._index)
             self._reply = reply
             async for body in reply.bodies():
