@@ -148,16 +148,20 @@ def _rest_paths() -> dict[str, set[str]]:
 
     from mlserver_torch_stream.protocol.spellings import REST_ROUTES
     from mlserver_torch_stream.server.extension import add_routes
+    from mlserver_torch_stream.server.host import ServerHost
     from mlserver_torch_stream.server.options import ServerOptions
     from mlserver_torch_stream.server.rest import routes
 
     settings, registry = Settings(parallel_workers=0), MultiModelRegistry()
     repository = ModelRepositoryHandlers(ModelRepositoryFactory.resolve_model_repository(settings), registry)
-    server, options = RESTServer(settings, DataPlane(settings, registry), repository), ServerOptions(page=True)
-    add_routes(server, options)
-    routes.add(server, options, REST_ROUTES)
+    host, options = (
+        ServerHost(RESTServer(settings, DataPlane(settings, registry), repository)),
+        ServerOptions(page=True),
+    )
+    add_routes(host, options)
+    routes.add(host, options, REST_ROUTES)
     found: dict[str, set[str]] = {}
-    for route in server._app.router.routes:
+    for route in host.router.routes:
         path = re.sub(r"^/page/.*", "/page/{file}", re.sub(r":path\}", "}", route.path))
         if path != "/v1/{rest}" and path != "/openai/v1/{rest}":
             found.setdefault(path, set()).update(set(route.methods or ()) - {"HEAD"})

@@ -31,9 +31,9 @@ _CODE = ("mlserver_torch_stream.engine.build", "mlserver_torch_stream.engine.loa
 _CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
 
 
-def resolve(settings: ModelSettings) -> ResolvedSettings:
-    """Raises SettingsError."""
-    source_folder = os.path.dirname(settings._source) if settings._source else None
+def resolve(settings: ModelSettings, source: str | None) -> ResolvedSettings:
+    """``source``: the path of the file that the settings were read from. Raises SettingsError."""
+    source_folder = os.path.dirname(source) if source else None
     parameters = settings.parameters
     if parameters is None:  # MLServer found no parameters block: only the environment counts
         return parse_settings(source_folder=source_folder)

@@ -16,11 +16,13 @@ from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
+from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
-from mlserver_torch_stream.server.streams.token_reply import TokenOpener
+from mlserver_torch_stream.server.served_model import RestRequest, TokenModel
+from mlserver_torch_stream.server.streams.token_reply import TokenOpener, TokenReply
 from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.build import BuiltEngine
 
 
-class TorchStreamRuntime(BaseRuntime):
+class TorchStreamRuntime(BaseRuntime, TokenModel):
     """Streams the tokens of a Hugging Face causal language model."""
 
     _slot: ModelSlot[BuiltEngine]
@@ -41,7 +43,7 @@ class TorchStreamRuntime(BaseRuntime):
 
     async def load(self) -> bool:
         with self._loading():
-            resolved = resolve(self.settings)
+            resolved = resolve(self.settings, source_of(self.settings))
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")
@@ -65,10 +67,16 @@ class TorchStreamRuntime(BaseRuntime):
         return True
 
     def generator(self, endpoint: EndpointKind) -> Generator:
-        """Turns requests into token streams. Raises NotServing."""
         built = self._slot.built
         observers = ModelRequestObservers(self.name, self.version, endpoint)
         return Generator(built.engine, built.codec, built.engine.info, observers)
+
+    def reply(self, request: RestRequest) -> TokenReply:
+        generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
+        streaming, request_id = request.streaming, request.request_id
+        decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
+        context = request.context(decoded.request_id)
+        return TokenReply(decoded, spelling, context, partial(generator.start, decoded), posted)
 
     def opener(self, endpoint: EndpointKind) -> TokenOpener:
         return TokenOpener(self.generator(endpoint), self.name, self.version)

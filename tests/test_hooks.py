@@ -175,3 +175,52 @@ def _private_names(path: Path) -> set[str]:
             if not is_own:
                 found.add(node.attr)
     return found - _PUBLIC
+
+
+_HOST = "server/host.py"
+_OF_THE_SERVER = ("mlserver", "uvicorn", "starlette", "grpc")
+_NAMES_OF_THE_SERVER = {hook.rpartition(".")[2] for hook in _HOOKS if hook.partition(".")[0] in _OF_THE_SERVER}
+# Names that mean something else too: our own methods and modules, and public attributes of other classes.
+_PRIVATE_TO_THE_SERVER = _NAMES_OF_THE_SERVER - {
+    *("aio", "start", "stop", "load", "unload", "unload_version", "Worker"),
+    *("transport", "disconnected", "add_insecure_port", "_source"),
+}
+
+
+def test_private_parts_of_the_server_are_touched_in_one_module() -> None:
+    """Those that docs/hooks.md names, and in ``server/`` any attribute of another object that has an underscore."""
+    found = {}
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        relative = str(path.relative_to(_PACKAGE))
+        room = relative.startswith(("server/", "handlers/runtime/", "cli/", "runtime", "loading", "protocol/"))
+        if room and relative != _HOST and (touched := sorted(_touched(path, relative))):
+            found[relative] = touched
+    assert found == {}
+
+
+def _touched(path: Path, relative: str) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    classes = {name.name for node in imports if _is_library(node.module) for name in node.names}
+    found = {f"from {node.module}" for node in imports if (node.module or "").startswith("mlserver.parallel")}
+    set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    made_here = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node.value in _PRIVATE_TO_THE_SERVER:
+            found.add(str(node.value))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            found |= {node.name} & (_PRIVATE_TO_THE_SERVER - {"add_custom_handlers"})
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            is_own = owner in ("self", "cls") and (node.attr in set_here or node.attr in made_here)
+            hidden = relative.startswith("server/") and node.attr.startswith("_") and not node.attr.startswith("__")
+            if (node.attr in _PRIVATE_TO_THE_SERVER or (hidden and owner not in ("self", "cls"))) and not is_own:
+                found.add(ast.unparse(node))
+            if isinstance(node.ctx, ast.Store) and owner in classes and owner[0].isupper():
+                found.add(f"{ast.unparse(node)} is set")
+    return found
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OF_THE_SERVER

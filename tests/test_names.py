@@ -43,3 +43,19 @@ def test_no_class_is_imported_under_another_name() -> None:
                     if alias.asname not in (None, alias.name) and alias.name[0].isupper()
                 ]
     assert renamed == []
+
+
+def test_no_attribute_chooses_the_kind_of_a_model() -> None:
+    """A model is a ``ServedModel``, whose methods all kinds have; a class says which kind it is."""
+    found = []
+    for path in _MODULES:
+        relative = str(path.relative_to(_PACKAGE))
+        if relative.startswith(("server/", "handlers/runtime/", "runtime")):
+            calls = [
+                node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+            ]
+            for call in calls:
+                name, about = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
+                if name == "hasattr" or (name == "getattr" and about.rpartition(".")[2].strip("_") == "model"):
+                    found.append(f"{relative}:{call.lineno}")
+    assert found == []

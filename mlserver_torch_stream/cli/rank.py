@@ -80,11 +80,12 @@ def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
     """Model name -> the ranks that it is split over. Models whose settings are wrong are left out: their load fails."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.loading import resolve
+    from mlserver_torch_stream.server.host import source_of
 
     sizes = {}
     for model in models:
         with contextlib.suppress(SettingsError):
-            sizes[model.name] = resolve(model).settings.tensor_parallel_size
+            sizes[model.name] = resolve(model, source_of(model)).settings.tensor_parallel_size
     return sizes
 
 

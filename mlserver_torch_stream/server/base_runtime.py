@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +20,13 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.served_model import ServedModel
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
 from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
@@ -47,14 +49,13 @@ else:
 _PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
 
 
-class BaseRuntime(MLModel, ABC):
+class BaseRuntime(ServedModel, MLModel):
     """A runtime derives from it, declares the type of ``_slot`` and has an opener. MLServer reloads their modules only.
 
     ``rest_routes``: the rows of the table of paths that a server with this model has. ``extra_keys``: the keys of its
     ``parameters.extra``.
     """
 
-    streams_tokens = True  # the server's mark of a model of ours
     rest_routes: Sequence[RestRoute] = REST_ROUTES
     extra_keys: Collection[str] = ()
     _slot: ModelSlot[Any]
@@ -78,7 +79,6 @@ class BaseRuntime(MLModel, ABC):
 
     @property
     def trouble(self) -> str | None:
-        """The reason why the model is not ready."""
         return self._slot.trouble or (None if self._loaded else "it is loading")
 
     @property
@@ -125,10 +125,11 @@ class BaseRuntime(MLModel, ABC):
 
     def _refuse_stray_settings(self) -> None:
         """Raises SettingsError for a key of model-settings.json that MLServer ignores where it stands."""
-        if self.settings._source and os.path.isfile(self.settings._source):
+        source = source_of(self.settings)
+        if source and os.path.isfile(source):
             fields = {name.rstrip("_") for name in ModelSettings.model_fields}
             elsewhere = dict.fromkeys(self.extra_keys, "parameters.extra") | dict.fromkeys(_PARAMETERS, "parameters")
-            refuse_stray_keys(Path(self.settings._source), fields, elsewhere)
+            refuse_stray_keys(Path(source), fields, elsewhere)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -138,7 +139,7 @@ class BaseRuntime(MLModel, ABC):
             self._refuse_stray_settings()
             yield
         except (SettingsError, LoadFailed, NotServing) as error:
-            place = place_of_error(error, self.settings._source) if isinstance(error, SettingsError) else ""
+            place = place_of_error(error, source_of(self.settings)) if isinstance(error, SettingsError) else ""
             logger.error(f"Cannot load model '{self.name}': {log_text(f'{error}{place}')}")
             raise ModelNotLoaded(f"{error}{place}") from None
         except Exception as error:  # a defect of ours: the log gets its traceback

@@ -6,20 +6,16 @@ before it registers a model of ours.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
-from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
-from mlserver_torch_stream.server.grpc_port import mlservers_listener, open_port
+from mlserver_torch_stream.server.grpc_port import open_port
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
 from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import telemetry
@@ -40,81 +36,72 @@ from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
-_MARK = "_torch_stream_extended"
 
+def extend_at_start(host: ServerHost) -> None:
+    """Extends the server while uvicorn starts it."""
 
-def extend_at_start(server: RESTServer) -> None:
-    """Extends the server while uvicorn starts it: after the gRPC port is taken, and before the REST port is."""
-    router = server._app.router
-    original = router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[Any]:
+    async def extend_or_end() -> None:
         try:
-            await extend(server)
+            await extend(host)
         except ModelNotLoaded:
             ports.end_process()
-        async with original(app) as state:
-            yield state
 
-    router.lifespan_context = lifespan
+    host.before_listening(extend_or_end)
 
 
-async def extend(server: RESTServer) -> ServerOptions:
+async def extend(host: ServerHost) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
         options = read_options()
         ACCESS.check(options)
-        if not getattr(server, _MARK, False):
-            setattr(server, _MARK, True)
-            await _extend(server, options)
+        if host.extend_once():
+            await _extend(host, options)
         return options
     except (SettingsError, ModelNotLoaded) as error:
         logger.error(str(error))
         raise ModelNotLoaded(str(error)) from None
 
 
-async def _extend(server: RESTServer, options: ServerOptions) -> None:
-    ports.check(server, options)
-    refuse_ignored_keys(Path(server._settings.model_repository_root))
-    routes.install(server)
-    http1.install(server, options)
-    add_routes(server, options)
+async def _extend(host: ServerHost, options: ServerOptions) -> None:
+    ports.check(host, options)
+    refuse_ignored_keys(Path(host.settings.model_repository_root))
+    routes.install(host)
+    http1.install(host, options)
+    add_routes(host, options)
     shutdown.take_signals()
-    _warn_of_server_settings(server._settings)
-    await _open_grpc_services(server, options)
-    management_app.install(server, options, LIFECYCLE, ACCESS)
+    _warn_of_server_settings(host.settings)
+    await _open_grpc_services(host, options)
+    management_app.install(host, options, LIFECYCLE, ACCESS)
 
 
-async def _open_grpc_services(server: RESTServer, options: ServerOptions) -> None:
+async def _open_grpc_services(host: ServerHost, options: ServerOptions) -> None:
     """Triton's service is on its own port, TorchServe's on MLServer's port too. Raises ModelNotLoaded for a port that
     cannot be had."""
-    open_ours = partial(open_port, server, LIFECYCLE, ACCESS)
+    open_ours = partial(open_port, host, LIFECYCLE, ACCESS)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:
-        inference = InferenceServicer(server._data_plane, server._model_repository_handlers)
-        triton = TritonServicer(inference, stalled_after).handler()
+        triton = TritonServicer(host, stalled_after).handler()
         await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
-    torchserve = InferenceService(server._data_plane, LIFECYCLE, stalled_after).handler()
-    listener = mlservers_listener(server)
+    torchserve = InferenceService(host, LIFECYCLE, stalled_after).handler()
+    listener = host.grpc_listener()
     if listener is not None:
         listener.add_generic_rpc_handlers((torchserve,))
     if port := options.grpc_port_torchserve:
         await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", torchserve)
 
 
-def add_routes(server: RESTServer, options: ServerOptions) -> None:
+def add_routes(host: ServerHost, options: ServerOptions) -> None:
     """Adds all routes of this package that need no model. Called once for a server."""
-    telemetry.install(server, options)
-    openai_routes.add_fallback_routes(server)
-    health.add_routes(server, LIFECYCLE)
-    model_routes.add_routes(server)
-    openai_routes.add_model_routes(server)
-    page_routes.add_routes(server, options)
-    torchserve_routes.add_routes(server, options, LIFECYCLE)
-    models = ServedRows(server._data_plane._model_registry, CLIENT_LOAD, LIFECYCLE)
+    telemetry.install(host, options)
+    openai_routes.add_fallback_routes(host)
+    health.add_routes(host, LIFECYCLE)
+    model_routes.add_routes(host)
+    openai_routes.add_model_routes(host)
+    page_routes.add_routes(host, options)
+    torchserve_routes.add_routes(host, options, LIFECYCLE)
+    models = ServedRows(host.registry, CLIENT_LOAD, LIFECYCLE)
     service = BatchService(options.batch_store, models, LIFECYCLE)
-    batch_routes.add_batch_routes(server, service, options)
+    batch_routes.add_batch_routes(host, service, options)
 
 
 def _warn_of_server_settings(settings: Settings) -> None:

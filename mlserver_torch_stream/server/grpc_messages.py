@@ -7,7 +7,6 @@ cannot carry is left out of the reply's metadata. MLServer converts the messages
 from __future__ import annotations
 
 import asyncio
-import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from mlserver_torch_stream.protocol.v2_tensors import (
     check_count,
     check_strings,
 )
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.host import Hook, convert_message, find_model, registry_of, wrap
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import as_headers
 
 _RAW = "raw_input_contents"
@@ -65,19 +65,18 @@ async def convert_large(
     """The message; one for our models with many elements as converted in a thread, where it holds up no stream."""
     if not _is_large(request) or not _is_ours(servicer, request.model_name, request.model_version):
         return request
-    payload = await asyncio.to_thread(servicer._InsertHeaders, request, context)
+    payload = await asyncio.to_thread(convert_message, servicer, request, context)
     has_raw = bool(request.raw_input_contents)
     return ConvertedMessage(payload, request.model_name, request.model_version, request.id, has_raw)
 
 
 def install() -> None:
     """Wraps the conversion of messages to our models and of replies from them. Called once."""
-    InferenceServicer._InsertHeaders = _wrap_conversion(InferenceServicer._InsertHeaders)
-    InferenceServicer._SetTrailingMetadata = _wrap_metadata(InferenceServicer._SetTrailingMetadata)
+    wrap(Hook.CONVERT, _wrap_conversion)
+    wrap(Hook.SET_TRAILING_METADATA, _wrap_metadata)
 
 
 def _wrap_conversion(original: Callable[..., InferenceRequest]) -> Callable[..., InferenceRequest]:
-    @functools.wraps(original)
     def convert(
         servicer: InferenceServicer,
         request: pb.ModelInferRequest | RefusedMessage | ConvertedMessage,
@@ -104,7 +103,6 @@ def _wrap_conversion(original: Callable[..., InferenceRequest]) -> Callable[...,
 
 
 def _wrap_metadata(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def set_metadata(servicer: InferenceServicer, result: InferenceResponse, context: grpc.ServicerContext) -> None:
         parameters = result.parameters
         if parameters is not None and parameters.headers and _is_ours(servicer, result.model_name, None):
@@ -115,7 +113,7 @@ def _wrap_metadata(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> bool:
-    return is_ours(find_model(servicer._data_plane._model_registry, name, version))
+    return is_ours(find_model(registry_of(servicer), name, version))
 
 
 def _is_large(request: pb.ModelInferRequest) -> bool:

@@ -16,14 +16,13 @@ from google.protobuf.message import DecodeError, Message
 from mlserver.errors import MLServerError, ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc import model_repository_pb2 as repository_pb
-from mlserver.grpc import utils
-from mlserver.grpc.model_repository import ModelRepositoryServicer
 from mlserver.grpc.servicers import InferenceServicer
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.grpc_messages import ConvertedMessage, RefusedMessage, convert_large
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.host import GrpcMethod, find_model, grpc_code, registry_of, wrap_inside
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, details_that_fit
 
 
@@ -39,28 +38,21 @@ Stream = Callable[
     [InferenceServicer, AsyncIterator[pb.ModelInferRequest], grpc.ServicerContext], AsyncIterator[pb.ModelInferResponse]
 ]
 
+_RESPONSES = {
+    GrpcMethod.METADATA: pb.ModelMetadataResponse,
+    GrpcMethod.LOAD: pb.RepositoryModelLoadResponse,
+    GrpcMethod.UNLOAD: pb.RepositoryModelUnloadResponse,
+    GrpcMethod.REPOSITORY_LOAD: repository_pb.RepositoryModelLoadResponse,
+    GrpcMethod.REPOSITORY_UNLOAD: repository_pb.RepositoryModelUnloadResponse,
+}
+
 
 def install() -> None:
     """Wraps MLServer's gRPC methods, below MLServer's own handling of errors. Called once."""
-    for method, response in (
-        (InferenceServicer.ModelMetadata, pb.ModelMetadataResponse),
-        (InferenceServicer.RepositoryModelLoad, pb.RepositoryModelLoadResponse),
-        (InferenceServicer.RepositoryModelUnload, pb.RepositoryModelUnloadResponse),
-        (ModelRepositoryServicer.RepositoryModelLoad, repository_pb.RepositoryModelLoadResponse),
-        (ModelRepositoryServicer.RepositoryModelUnload, repository_pb.RepositoryModelUnloadResponse),
-    ):
-        _wrap_inside(method, functools.partial(answer_refusals, response))
-    _wrap_inside(InferenceServicer.ModelInfer, _infer)
-    _wrap_inside(InferenceServicer.ModelStreamInfer, _stream)
-
-
-def _wrap_inside(method: Any, wrap: Callable[[Any], Any]) -> None:
-    """Replaces the function that MLServer's decorator calls.
-
-    The method itself cannot be replaced: the gRPC server has taken it where a model of ours is the first to patch.
-    """
-    cell = method.__closure__[method.__code__.co_freevars.index("f")]
-    cell.cell_contents = functools.wraps(cell.cell_contents)(wrap(cell.cell_contents))
+    for method, response in _RESPONSES.items():
+        wrap_inside(method, functools.partial(answer_refusals, response))
+    wrap_inside(GrpcMethod.INFER, _infer)
+    wrap_inside(GrpcMethod.STREAM, _stream)
 
 
 def answer_refusals(response: Callable[[], Any], original: Unary) -> Unary:
@@ -133,7 +125,7 @@ async def _with_first(
 ) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage | ConvertedMessage]:
     """All messages. A later one that cannot be decoded, or that names another model, is refused alone."""
     yield await convert_large(servicer, first, context)
-    registry = servicer._data_plane._model_registry
+    registry = registry_of(servicer)
     ours = is_ours(find_model(registry, first.model_name, first.model_version))
     try:
         async for message in following:
@@ -150,7 +142,7 @@ async def _with_first(
 
 
 def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
-    code = utils._grpc_status_code(error)
+    code = grpc_code(error)
     if not isinstance(error, RefusedCall):  # else the request has its line in the log
         logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines
     context.set_code(code)

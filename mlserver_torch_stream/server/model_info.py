@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlserver import MLModel
-from mlserver.handlers import DataPlane
 from mlserver.registry import MultiModelRegistry
 from mlserver.types import MetadataModelResponse, MetadataTensor
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.observability.request_metrics import Duration
 from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
-from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 
 
-async def read_config(data_plane: DataPlane, name: str, version: str | None) -> JsonObject:
+async def read_config(host: ServerHost, name: str, version: str | None) -> JsonObject:
     """Raises MLServerError if there is no such model."""
-    metadata = await data_plane.model_metadata(name, version)
-    return _config(metadata, ours=is_ours(find_model(data_plane._model_registry, name, version)))
+    metadata = await host.data_plane.model_metadata(name, version)
+    return _config(metadata, ours=is_ours(find_model(host.registry, name, version)))
 
 
 def _config(metadata: MetadataModelResponse, *, ours: bool) -> JsonObject:

@@ -6,32 +6,26 @@ where it registers a model of ours.
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import warnings
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from mlserver import MLModel, ModelSettings
-from mlserver.parallel.worker import Worker
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
-from mlserver_torch_stream.server.lifecycle import default_version, looped_worker, readiness, registry_lock, shutdown
+from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
+from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
 from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest import routes
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import extend_grpc_codes
-
-_MARK = "_torch_stream_patched"
 
 
 def install() -> None:
-    """Patches MLServer's classes. Idempotent.
-
-    The REST server is extended when it starts with our model repository, else when it registers a model of ours.
-    """
-    original, start = RESTServer.add_custom_handlers, RESTServer.start
-    if getattr(original, _MARK, False):
+    """Patches MLServer's classes. Idempotent. A REST server is extended when it registers a model of ours."""
+    if is_wrapped(Hook.ADD_MODEL):
         return
     extend_grpc_codes()
     shutdown.install()
@@ -40,24 +34,36 @@ def install() -> None:
     grpc_refusals.install()
     registry_lock.install(REGISTRY_LOCK)
     default_version.install()
-    looped_worker.install()
+    use_looped_workers()
+    wrap(Hook.ADD_MODEL, _adding)
 
-    @functools.wraps(original)
+
+def install_at_start(repository: type) -> None:
+    """Patches MLServer's classes, and extends REST servers with such a model repository when they start. Idempotent."""
+    install()
+    if not is_wrapped(Hook.START):
+        wrap(Hook.START, partial(_starting, repository))
+
+
+def _adding(original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaitable[MLModel]]:
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
         if is_ours(model):
-            options = await extension.extend(server)
-            routes.add(server, options, model.rest_routes)
+            host = ServerHost(server)
+            options = await extension.extend(host)
+            routes.add(host, options, model.rest_routes)
         return await original(server, model)
 
-    @functools.wraps(start)
-    async def start_extended(server: RESTServer) -> None:
-        if getattr(server._model_repository_handlers._repository, "extends_at_start", False):
-            extension.extend_at_start(server)
-        await start(server)
+    return add_custom_handlers
 
-    setattr(add_custom_handlers, _MARK, True)
-    RESTServer.add_custom_handlers = add_custom_handlers
-    RESTServer.start = start_extended
+
+def _starting(repository: type, original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def start(server: RESTServer) -> None:
+        host = ServerHost(server)
+        if isinstance(host.repository, repository):
+            extension.extend_at_start(host)
+        await original(server)
+
+    return start
 
 
 def keep_out_of_workers(settings: ModelSettings) -> None:
@@ -73,7 +79,7 @@ def keep_out_of_the_cache(settings: ModelSettings) -> None:
 
 
 def refuse_worker_process() -> None:
-    if isinstance(multiprocessing.current_process(), Worker):
+    if is_worker_process():
         raise LoadFailed(
             "this is an inference worker, which cannot stream (a model with environment_tarball always runs in one); "
             "set parallel_workers to 0 in settings.json and drop environment_tarball"

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import grpc
 from mlserver.errors import MLServerError
-from mlserver.grpc import utils
 
 from mlserver_torch_stream.errors import NotServing, RequestError
+from mlserver_torch_stream.server.host import add_grpc_codes
 
 # Bytes of an error's text as metadata carry it. Clients refuse metadata of more than 8 KiB, and the error with them.
 _MAX_DETAILS = 4096
@@ -55,7 +55,7 @@ _CODES = {
 
 def extend_grpc_codes() -> None:
     """Adds the codes that stock MLServer reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
-    utils.STATUS_CODE_MAPPING.update(_CODES)
+    add_grpc_codes(_CODES)
 
 
 class RefusedCall(MLServerError):  # type: ignore[misc]

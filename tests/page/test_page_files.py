@@ -7,16 +7,16 @@ import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
-from mlserver.rest.server import RESTServer
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from mlserver_torch_stream.server.access.access_control import OpenEndpoints
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
 from mlserver_torch_stream.server.page import page_routes as module
@@ -50,7 +50,7 @@ def _asking(options: ServerOptions, root_path: str = "") -> _Asking:
         return PlainTextResponse("described")
 
     app = Starlette(routes=[Route("/", described, methods=["OPTIONS"])])
-    page_routes.add_routes(cast(RESTServer, SimpleNamespace(_app=app)), options)
+    page_routes.add_routes(ServerHost(SimpleNamespace(_app=app)), options)
     return _Asking(app, root_path)
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import grpc
 import httpx
@@ -29,6 +29,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.serve import Announcement
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests import plain_http
@@ -169,7 +170,7 @@ def _grpc_methods(*descriptors: object) -> list[str]:
 
 
 def _triton_methods() -> list[str]:
-    servicer = TritonServicer(SimpleNamespace(_data_plane=None), 0.0)
+    servicer = TritonServicer(cast(ServerHost, SimpleNamespace(servicer=lambda: None)), 0.0)
     return list(servicer.handler()._method_handlers)  # type: ignore[attr-defined]
 
 

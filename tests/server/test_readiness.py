@@ -15,12 +15,10 @@ from mlserver.repository.repository import SchemalessModelRepository
 from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
-from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.base_runtime import BaseRuntime
+from mlserver_torch_stream.runtime import TorchStreamRuntime
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.rest import health
-from mlserver_torch_stream.server.streams.stream_session import ReplyOpener
 from tests.server.harness import PACKAGE_SPELLING
 
 _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
@@ -40,11 +38,11 @@ def _client(registry: MultiModelRegistry, lifecycle: Lifecycle) -> httpx.AsyncCl
     server, routes = _server()
     server._app.router.routes[:] = routes
     server._data_plane._model_registry = registry
-    health.add_routes(server, lifecycle)
+    health.add_routes(ServerHost(server), lifecycle)
     return httpx.AsyncClient(transport=httpx.ASGITransport(server._app), base_url="http://server")
 
 
-class Loaded(BaseRuntime):
+class Loaded(TorchStreamRuntime):
     """A model of ours without an engine: its readiness depends on the lifecycle alone."""
 
     def __init__(self, lifecycle: Lifecycle, settings: ModelSettings) -> None:
@@ -57,9 +55,6 @@ class Loaded(BaseRuntime):
 
     async def load(self) -> bool:
         return True
-
-    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
-        raise NotServing("it has no engine")
 
 
 class _Built:
@@ -77,7 +72,7 @@ class _Built:
     def shutdown(self) -> None: ...
 
 
-class LoadedSlowly(BaseRuntime):
+class LoadedSlowly(TorchStreamRuntime):
     """A model whose engine is built, and whose load has not ended yet."""
 
     def __init__(self, built: asyncio.Event, settings: ModelSettings) -> None:
@@ -89,9 +84,6 @@ class LoadedSlowly(BaseRuntime):
         self._built.set()
         await asyncio.Event().wait()
         return True
-
-    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
-        raise NotServing("its load has not ended")
 
 
 def test_no_request_that_meets_the_signal_is_answered_400() -> None:

@@ -24,10 +24,10 @@ import asyncio
 from multiprocessing import Queue
 from mlserver import Settings
 from mlserver.parallel import pool
-from mlserver_torch_stream.server.lifecycle import looped_worker
+from mlserver_torch_stream.server import host
 
 if __name__ == "__main__":
-    looped_worker.install()
+    host.use_looped_workers()
     asyncio.set_event_loop(None)  # from now on asyncio makes none when asked, as uvloop 0.22 never does
     pool.Worker(Settings(), Queue())._ignore_signals()
     print("ignored")

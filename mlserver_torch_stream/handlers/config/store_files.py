@@ -162,8 +162,10 @@ def _file_name(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive, which may be missing. ``name``, ``version``: None for the archive's own. ``snapshot``: what a snapshot
-    says of it."""
+    """One archive, which may be missing. ``name``, ``version``: None for the archive's own.
+
+    ``snapshot``: what a snapshot says of it.
+    """
 
     path: Path
     name: str | None = None

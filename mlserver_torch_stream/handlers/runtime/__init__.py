@@ -22,7 +22,7 @@ from mlserver_torch_stream.handlers.runtime.description import describe_pool
 from mlserver_torch_stream.handlers.runtime.reply import HandlerOpener, HandlerReply, PredictionReply, read_posted
 from mlserver_torch_stream.handlers.runtime.v2_messages import read_body, read_parts
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
+from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.v2_reply import read_posted_request
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors, refuse_left_over
@@ -31,11 +31,11 @@ from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind, join_mlservers_log
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.rest.body import parse_object
-from mlserver_torch_stream.server.rest.endpoints import Context
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.served_model import HandlerModel, RestRequest
 
 
-class TorchServeRuntime(BaseRuntime):
+class TorchServeRuntime(BaseRuntime, HandlerModel):
     """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
 
     _slot: ModelSlot[BuiltPool]
@@ -57,24 +57,23 @@ class TorchServeRuntime(BaseRuntime):
         return True
 
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> dict[str, Any] | RequestPart:
-        """For the REST endpoints: where flat JSON is taken, a body may be anything that TorchServe takes."""
+        """Where flat JSON is taken, a body may be anything that TorchServe takes."""
         return read_posted(raw, content_type) if FLAT in route.spellings else parse_object(raw)
 
-    def open_reply(
-        self, posted: PostedBody, route: RestRoute, streaming: bool, endpoint: EndpointKind, context: Context
-    ) -> HandlerReply:
-        """For the REST endpoints: a V2 request or, where flat JSON is taken, the handler's own body."""
+    def reply(self, request: RestRequest) -> HandlerReply:
+        """A V2 request or, where flat JSON is taken, the handler's own body."""
+        posted = request.posted
         body = posted.json
-        own = isinstance(body, RequestPart) or (FLAT in route.spellings and not has_tensors(body))
+        own = isinstance(body, RequestPart) or (FLAT in request.route.spellings and not has_tensors(body))
         request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
-        opener = self.opener(endpoint)
+        opener = self.opener(request.endpoint)
         if own:
             refuse_left_over(len(posted.raw))
-            request = read_body(body, posted.headers, request_id, self._slot.built.engine.config)
+            handled = read_body(body, posted.headers, request_id, self._slot.built.engine.config)
         else:
-            payload = read_posted_request(posted, len(posted.raw), streaming=streaming)
-            request = opener.read(payload, request_id)
-        return opener.reply(request, context(request_id), BinaryOutputs.wanted_by(body))
+            payload = read_posted_request(posted, len(posted.raw), streaming=request.streaming)
+            handled = opener.read(payload, request_id)
+        return opener.reply(handled, request.context(request_id), BinaryOutputs.wanted_by(body))
 
     def open_prediction(
         self,
@@ -84,18 +83,15 @@ class TorchServeRuntime(BaseRuntime):
         endpoint: EndpointKind,
         parameters: Mapping[str, Any] = MappingProxyType({}),
     ) -> PredictionReply:
-        """For TorchServe's own paths and its gRPC service. ``parameters``: V2's of the request's sequence."""
         opener = self.opener(endpoint)
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
         return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
 
     def describe_workers(self) -> dict[str, Any]:
-        """For TorchServe's management API. Raises NotServing."""
         return describe_pool(self._slot.built)
 
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
-        """As ``WorkerScaling.scale``. Raises NotServing or LoadFailed."""
         await self._slot.built.engine.scaling.scale(least, most, grace)
 
     def opener(self, endpoint: EndpointKind) -> HandlerOpener:

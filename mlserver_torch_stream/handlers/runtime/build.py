@@ -31,6 +31,7 @@ from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.supervisor import rank_environments
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from mlserver_torch_stream.handlers.pool.worker_rank import WorkerOrder
+from mlserver_torch_stream.server.host import source_of
 
 logger = logging.getLogger("mlserver_torch_stream.handlers")
 _PICKLE = 4  # what Python 3.8 reads, too
@@ -147,7 +148,8 @@ def gpu_count() -> int:
 def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
     """uri, extra, and the folder of model-settings.json."""
     parameters = settings.parameters
-    folder = os.path.dirname(settings._source) if settings._source else None
+    source = source_of(settings)
+    folder = os.path.dirname(source) if source else None
     extra: Mapping[str, Any] = (parameters.extra if parameters is not None else None) or {}
     uri = parameters.uri if parameters is not None else None
     if not uri:

@@ -22,6 +22,7 @@ from mlserver_torch_stream.errors import Unauthorized
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.host import listen_by
 from mlserver_torch_stream.server.rest.prediction_errors import status_and_body
 from mlserver_torch_stream.server.rest.refusal import send_json
 
@@ -145,7 +146,7 @@ class GuardedAio:
         listen = server.add_insecure_port
         if self._access.tls is not None:
             listen = partial(server.add_secure_port, server_credentials=self._access.tls.grpc_credentials())
-        server.add_insecure_port = lambda address: listen(_with_brackets(address))
+        listen_by(server, lambda address: listen(_with_brackets(address)))
         return server
 
 

@@ -6,24 +6,21 @@ only after that.
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
-from mlserver import ModelSettings
-from mlserver.grpc import server as grpc_server
-from mlserver.metrics.server import MetricsServer
-from mlserver.rest.server import RESTServer
+from mlserver import ModelSettings, Settings
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio, RestGuard
+from mlserver_torch_stream.server.host import guard_ports, ports_are_guarded
 from mlserver_torch_stream.server.lifecycle.unreadable_model import readable_or_not
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.process_state import ACCESS
@@ -47,8 +44,6 @@ class GuardedModelRepository(SchemalessModelRepository):
     With it a server has our routes and ports before it has a model.
     """
 
-    extends_at_start = True  # the server's mark of a repository of ours
-
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # as MLServer's repository finds them
@@ -57,7 +52,7 @@ class GuardedModelRepository(SchemalessModelRepository):
         except SettingsError as error:
             sys.exit(f"The server cannot start: {error}")
         install(ACCESS)
-        patches.install()
+        patches.install_at_start(GuardedModelRepository)
 
     async def list(self) -> list[ModelSettings]:
         """A model whose settings cannot be read is listed too, so that its load fails with the reason.
@@ -70,22 +65,12 @@ class GuardedModelRepository(SchemalessModelRepository):
 
 def install(access: AccessControl) -> None:
     """Guards the ports that MLServer creates from now on. Idempotent."""
-    if isinstance(grpc_server.aio, GuardedAio):
-        return
-    grpc_server.aio = GuardedAio(access)
-    for listener in (RESTServer, MetricsServer):
-        listener._get_config = _guarded(listener._get_config, access)
+    if not ports_are_guarded():
+        guard_ports(GuardedAio(access), partial(_guard, access))
 
 
-def _guarded(original: Callable[[Any], uvicorn.Config], access: AccessControl) -> Callable[[Any], uvicorn.Config]:
-    @functools.wraps(original)
-    def get_config(server: Any) -> uvicorn.Config:
-        config = original(server)
-        settings = server._settings
-        preflights = isinstance(server, RESTServer) and settings.cors_settings is not None
-        config.app = RestGuard(config.app, access, settings.metrics_endpoint, preflights)  # type: ignore[arg-type]
-        if access.tls is not None:
-            access.tls.configure(config)
-        return config
-
-    return get_config
+def _guard(access: AccessControl, config: uvicorn.Config, settings: Settings, is_rest: bool) -> None:
+    preflights = is_rest and settings.cors_settings is not None
+    config.app = RestGuard(config.app, access, settings.metrics_endpoint, preflights)  # type: ignore[arg-type]
+    if access.tls is not None:
+        access.tls.configure(config)

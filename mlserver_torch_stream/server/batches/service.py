@@ -12,7 +12,6 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from mlserver import MLModel
 from mlserver.logging import logger
 from mlserver.registry import MultiModelRegistry
 
@@ -25,9 +24,10 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.server.batches.row_slots import ClientLoad, RowSlots
+from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.served_model import TokenModel
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"
@@ -80,7 +80,7 @@ class ServedRows:
         self._registry = registry
         self._lifecycle = lifecycle
         self._clients = clients
-        self._slots: WeakKeyDictionary[MLModel, RowSlots] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[TokenModel, RowSlots] = WeakKeyDictionary()
         clients.listen(self._look)
 
     async def settled(self) -> None:
@@ -89,12 +89,10 @@ class ServedRows:
 
     def find(self, name: str) -> ServedRowModel | None:
         """A model that generates tokens; it may still be loading."""
-        model = find_model(self._registry, name, None)
-        if model is None or not is_ours(model) or hasattr(model, "open_reply"):
-            return None
-        return ServedRowModel(model, self)
+        model: Any = find_model(self._registry, name, None)
+        return ServedRowModel(model, self) if isinstance(model, TokenModel) else None
 
-    def slots(self, model: MLModel, count: int) -> RowSlots:
+    def slots(self, model: TokenModel, count: int) -> RowSlots:
         if model not in self._slots:
             self._slots[model] = RowSlots(model.name, count, self._clients)
         return self._slots[model]
@@ -108,7 +106,7 @@ class ServedRows:
 class ServedRowModel:
     """A ``RowModel``."""
 
-    model: MLModel
+    model: TokenModel
     rows: ServedRows
 
     async def answer(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mlserver.logging import logger
-from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.server_settings import MAX_PORT
 from mlserver_torch_stream.work_threads import exit_now
@@ -27,15 +27,12 @@ _OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve", _MANAGEMENT_PORT)
 _OWN_FILES = "/proc/self/fd"
 
 
-def check(server: RESTServer, options: ServerOptions) -> None:
+def check(host: ServerHost, options: ServerOptions) -> None:
     """Ends the process with status 1 if the server is starting and one of its listeners cannot have its port.
 
     The process ends at once: it serves nothing yet, and uvicorn's own end would be a traceback for each listener.
     """
-    listener = getattr(server, "_server", None)
-    if listener is None or listener.started:
-        return
-    problem = port_problem(server._settings, options)
+    problem = port_problem(host.settings, options) if host.is_starting else None
     if problem is not None:
         logger.error(f"The server cannot start: {problem}")
         end_process()

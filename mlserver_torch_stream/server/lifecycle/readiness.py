@@ -5,16 +5,18 @@ MLServer handles the health and the requests of other models.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import Any
 
 from mlserver import MLModel, ModelSettings
 from mlserver.context import model_name_var, model_version_var
 from mlserver.handlers import DataPlane
 
+from mlserver_torch_stream.server.host import Hook, find_model, measured, registry_of, wrap
 from mlserver_torch_stream.server.process_state import LIFECYCLE
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 
@@ -27,27 +29,23 @@ def install() -> None:
     models are. A process that shuts down because an engine died is not live either, so that it is restarted even if
     the shutdown hangs.
     """
-    original = DataPlane._infer_contextmanager
+    wrap(Hook.ENTER, _entering)
+    wrap(Hook.READY, partial(_unless, lambda: LIFECYCLE.shutdown_reason))
+    wrap(Hook.LIVE, partial(_unless, lambda: LIFECYCLE.failure))
 
-    @functools.wraps(original)
+
+def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> Callable[..., Any]:
     @asynccontextmanager
     async def enter(data_plane: DataPlane, name: str, version: str | None = None) -> AsyncIterator[MLModel]:
-        model = find_model(data_plane._model_registry, name, version)
+        model = find_model(registry_of(data_plane), name, version)
         if model is None or not is_ours(model):
             async with original(data_plane, name, version) as model:
                 yield model
             return
-        labels = {"model": name, "version": version}
-        seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
-        failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
-        with seconds, failures, model.inflight.track():
-            with _as_model(model.settings):
-                yield model
-            data_plane._ModelInferRequestSuccess.labels(**labels).inc()
+        with measured(data_plane, name, version), model.inflight.track(), _as_model(model.settings):
+            yield model
 
-    DataPlane._infer_contextmanager = enter
-    DataPlane.ready = _unless(lambda: LIFECYCLE.shutdown_reason, DataPlane.ready)
-    DataPlane.live = _unless(lambda: LIFECYCLE.failure, DataPlane.live)
+    return enter
 
 
 @contextmanager
@@ -64,7 +62,6 @@ def _as_model(settings: ModelSettings) -> Iterator[None]:
 
 
 def _unless(trouble: Callable[[], str | None], check: HealthCheck) -> HealthCheck:
-    @functools.wraps(check)
     async def checked(data_plane: DataPlane) -> bool:
         return trouble() is None and await check(data_plane)
 

@@ -6,14 +6,15 @@ unload ends, and of two concurrent loads the first may unregister the second.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from mlserver import ModelSettings
 from mlserver.registry import MultiModelRegistry
 
+from mlserver_torch_stream.server.host import Hook, wrap
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 
@@ -52,12 +53,11 @@ class RegistryLock:
 
 def install(lock: RegistryLock) -> None:
     """Wraps the methods that change MLServer's registry. Called once."""
-    for method in ("load", "unload", "unload_version"):
-        setattr(MultiModelRegistry, method, _locked(lock, getattr(MultiModelRegistry, method)))
+    for hook in (Hook.LOAD, Hook.UNLOAD, Hook.UNLOAD_VERSION):
+        wrap(hook, partial(_locked, lock))
 
 
 def _locked(lock: RegistryLock, change: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @functools.wraps(change)
     async def changed(registry: MultiModelRegistry, subject: ModelSettings | str, *more: Any, **options: Any) -> Any:
         if not lock.covers(subject):
             return await change(registry, subject, *more, **options)

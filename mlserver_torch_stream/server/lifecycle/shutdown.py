@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import gc
 import logging
 import signal
@@ -22,9 +21,10 @@ from mlserver.logging import logger
 from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.host import Hook, listeners_of, registry_of, wrap
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.process_state import LIFECYCLE
-from mlserver_torch_stream.server.registered_models import is_ours
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.work_threads import exit_from_work
 
@@ -44,9 +44,11 @@ class EndedWithError(Exit):
 
 def install() -> None:
     """Wraps MLServer's stop. Called once."""
-    original = MLServer.stop
+    wrap(Hook.STOP, _stopping)
+    logger.addFilter(_without_our_traceback)
 
-    @functools.wraps(original)
+
+def _stopping(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def stop(server: MLServer, sig: int | None = None) -> None:
         if LIFECYCLE.draining:
             if sig is not None:
@@ -67,8 +69,7 @@ def install() -> None:
                 await _drain(server, why)
         await asyncio.gather(original(server, sig), LIFECYCLE.stop_listeners(_GRPC_GRACE))
 
-    MLServer.stop = stop
-    logger.addFilter(_without_our_traceback)
+    return stop
 
 
 def _without_our_traceback(record: logging.LogRecord) -> bool:
@@ -113,15 +114,15 @@ async def _drain(server: MLServer, why: str) -> None:
     await LIFECYCLE.drain(members, options.drain_grace, _WHY)
     await LIFECYCLE.stop_engines(members)
     logger.info("Every stream has ended: closing the listeners")
-    rest = server._rest_server._server
-    if all(map(is_ours, await server._model_registry.get_models())):
+    listeners = listeners_of(server)
+    rest = listeners.rest
+    if all(map(is_ours, await registry_of(server).get_models())):
         await LIFECYCLE.stop_listeners(_GRPC_STOP_TIMEOUT)
-        await server._grpc_server._server.stop(_GRPC_STOP_TIMEOUT)
+        await listeners.grpc.stop(_GRPC_STOP_TIMEOUT)
         # Connections are cut off before: uvicorn cancels what is left, and logs a traceback for each task.
         rest.config.timeout_graceful_shutdown = 2 * _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
-    metrics = server._metrics_server
-    _wrap_listeners(rest, [rest] if metrics is None else [rest, metrics._server])
+    _wrap_listeners(rest, [rest] if listeners.metrics is None else [rest, listeners.metrics])
 
 
 def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from mlserver_torch_stream.did_you_mean import did_you_mean_or_known, nearest_na
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.settings import SETTINGS_FILE
 from mlserver_torch_stream.settings_file import place_of, read_settings_file
@@ -46,7 +47,7 @@ class UnknownRuntime(UnreadableModel):
         super().__init__(settings)
 
     async def load(self) -> bool:
-        path = Path(self.settings._source or SETTINGS_FILE)
+        path = Path(source_of(self.settings) or SETTINGS_FILE)
         try:
             _refuse_unknown_runtime(path, {"implementation": self.settings.implementation_})
         except SettingsError as error:

@@ -26,9 +26,10 @@ from mlserver_torch_stream.handlers.config.store_files import (
     no_model,
 )
 from mlserver_torch_stream.log_text import log_text
+from mlserver_torch_stream.server.host import all_models, default_models, find_model, versions_of
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.registered_models import all_models, find_accepted, find_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
+from mlserver_torch_stream.server.served_model import HandlerModel, find_accepted, is_ours
 from mlserver_torch_stream.work_threads import in_thread
 
 Found = list[Any]  # of ModelSettings; the class below has a method of the name "list"
@@ -84,8 +85,7 @@ class ManagedModels:
 
     def urls(self) -> dict[str, str]:
         """The names of all models, each with the place of its default version's archive."""
-        defaults = (find_model(self._registry, name, None) for name in sorted(self._registry._models))
-        return {model.name: self._url(model) for model in defaults if model is not None}
+        return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
         return find_accepted(self._registry, name, version, lambda model: model is not None)
@@ -97,7 +97,7 @@ class ManagedModels:
     def describe(self, model: MLModel) -> dict[str, Any]:
         """A model that is not loaded yet, or that runs no handler, has no workers."""
         try:
-            workers = model.describe_workers() if hasattr(model, "describe_workers") else {"workers": []}
+            workers = model.describe_workers() if is_ours(model) else {"workers": []}
         except NotServing:
             workers = {"workers": []}
         return {
@@ -155,7 +155,7 @@ class ManagedModels:
         self._run(self.scale(name, version, min_workers, max_workers, grace))
 
     def set_default(self, name: str, version: str) -> None:
-        registry = self._registry._models.get(name)
+        registry = versions_of(self._registry, name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
         model = find_model(self._registry, name, version) if version else None
@@ -180,9 +180,9 @@ class ManagedModels:
         except ModelNotFound:  # another request was first
             raise no_model(f"Model not found: {name}") from None
 
-    def _find_scalable(self, name: str, version: str | None) -> Any:
-        model = self.find(name, version)
-        if not hasattr(model, "scale_workers"):
+    def _find_scalable(self, name: str, version: str | None) -> HandlerModel:
+        model: Any = self.find(name, version)
+        if not isinstance(model, HandlerModel):
             raise bad_request(f"{name} runs no TorchServe handler: it has no workers")
         return model
 
@@ -195,11 +195,11 @@ class ManagedModels:
 
     def _keep_default(self, name: str, extra: dict[str, Any]) -> None:
         """The first version of a model is its default until another one is set, as in TorchServe."""
-        default = find_model(self._registry, name, None)
-        if default is None:
+        default, versions = find_model(self._registry, name, None), versions_of(self._registry, name)
+        if default is None or versions is None:
             extra[default_version.DEFAULT_VERSION] = True
         else:
-            default_version.mark(self._registry._models[name], default)
+            default_version.mark(versions, default)
 
     async def _load(self, name: str, version: str, described: Mapping[str, Any], url: str) -> None:
         settings = ModelSettings(**described)

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import uvicorn
 from mlserver.logging import logger
-from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +21,7 @@ from mlserver_torch_stream.handlers.config.registration import is_true_value
 from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, is_done_before
 from mlserver_torch_stream.server.management.managed_models import ManagedModels, RegisteredRepository
@@ -208,16 +208,15 @@ def _wrong_method() -> ManagementRefusal:
     )
 
 
-def install(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
+def install(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
     """Opens the port that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
     port = options.management_port_torchserve
     if not port:
         return
     token, files = read_token(options), _store_files(options)
     config = ServerConfig.read(Path(options.torchserve_config).absolute() if options.torchserve_config else None)
-    handlers = server._model_repository_handlers
-    handlers._repository = repository = RegisteredRepository(handlers._repository)
-    models = ManagedModels(server._data_plane._model_registry, repository, files, config)
+    host.repository = repository = RegisteredRepository(host.repository)
+    models = ManagedModels(host.registry, repository, files, config)
     calls = ManagementCalls(models, lifecycle, registers=options.enable_model_api)
     _open(ManagementApp(calls, token), options.management_address, port, lifecycle, access.without_keys())
     if token is None:

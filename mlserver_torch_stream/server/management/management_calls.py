@@ -19,6 +19,7 @@ from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
+from mlserver_torch_stream.server.served_model import HandlerModel
 
 _MAX_LISTED = 100
 _MAX_WORKERS = 1024  # which are started at once, each a process
@@ -110,7 +111,7 @@ Descriptions = list[dict[str, Any]]
 
 async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
     """The handler's description of itself; as in TorchServe it must be a JSON object. Raises RequestError."""
-    if not hasattr(model, "open_prediction"):
+    if not isinstance(model, HandlerModel):
         return {}
     reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
     try:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from mlserver.metrics.prometheus import PrometheusEndpoint
-from mlserver.rest.server import RESTServer
 from mlserver.settings import Settings
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -18,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlserver_torch_stream.server.host import ServerHost, export_metrics
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_log import (
     RequestLog,
@@ -32,22 +31,22 @@ _HEALTH = "/health"
 
 
 def install(
-    server: RESTServer,
+    host: ServerHost,
     options: ServerOptions,
     metrics: TokenMetrics = TOKEN_METRICS,
     weights: WeightsMetrics = WEIGHTS_METRICS,
     sinks: RequestSinks = REQUEST_SINKS,
 ) -> None:
     """Called once for a server."""
-    settings = server._settings
+    settings = host.settings
     metrics.vllm_names = options.vllm_metric_names
     metrics.torchserve_names = options.torchserve_metric_names
     registry = partial(_registry, collectors=(metrics, weights))
-    PrometheusEndpoint._registry = property(lambda endpoint: registry(endpoint._settings))
-    routes = [Route(_HEALTH, partial(_health, server))]
+    export_metrics(registry)
+    routes = [Route(_HEALTH, partial(_health, host))]
     if settings.metrics_endpoint:
         routes.append(Route(settings.metrics_endpoint, partial(_scrape, settings, registry)))
-    server._app.router.routes[:0] = routes
+    host.add_routes(routes)
     join_mlservers_log()
     structured = settings.use_structured_logging
     sinks.log = RequestLog(prompts=options.log_prompts, structured=structured) if options.log_requests else None
@@ -70,6 +69,6 @@ def _scrape(settings: Settings, registry: Callable[[Settings], CollectorRegistry
     return Response(generate_latest(registry(settings)), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _health(server: RESTServer, request: Request) -> Response:
-    is_ready = bool(await server._data_plane.ready())
+async def _health(host: ServerHost, request: Request) -> Response:
+    is_ready = bool(await host.data_plane.ready())
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 
@@ -66,10 +66,10 @@ def _read(place: Path) -> PageFile:
     return PageFile(content, headers)
 
 
-def add_routes(server: RESTServer, options: ServerOptions) -> None:
+def add_routes(host: ServerHost, options: ServerOptions) -> None:
     """Called once for a server."""
     if options.page:
-        server._app.router.routes[:0] = [_PageRoute(path, file) for path, file in page_files().items()]
+        host.add_routes([_PageRoute(path, file) for path, file in page_files().items()])
 
 
 class _PageRoute(SelectiveRoute):

@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import orjson
 from mlserver.logging import logger
-from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +29,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.protocol.values import refuse, shown
 from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import (
     ClientLeft,
@@ -182,7 +182,7 @@ _CONTENT_TYPE = "application/octet-stream"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def add_batch_routes(server: RESTServer, service: BatchService, options: ServerOptions) -> None:
+def add_batch_routes(host: ServerHost, service: BatchService, options: ServerOptions) -> None:
     endpoints = _BatchEndpoints(service, options)
     table: Mapping[str, Mapping[str, Handler]] = {
         "/files": {"POST": endpoints.create_file, "GET": endpoints.list_files},
@@ -192,11 +192,12 @@ def add_batch_routes(server: RESTServer, service: BatchService, options: ServerO
         "/batches/{batch_id}": {"GET": endpoints.get_batch},
         "/batches/{batch_id}/cancel": {"POST": endpoints.cancel_batch},
     }
-    server._app.router.routes[:0] = [
+    routes = [
         Route(prefix + path, _answered(handlers), methods=list(handlers), name=f"torch_stream:{prefix}{path}")
         for prefix in OPENAI_PREFIXES
         for path, handlers in table.items()
     ]
+    host.add_routes(routes)
 
 
 def _answered(handlers: Mapping[str, Handler]) -> Handler:

@@ -15,6 +15,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlserver_torch_stream.server.host import transport_of
+
 _KEY = "mlserver_torch_stream.transport"
 # Linux and macOS: how many unsent bytes the kernel takes before the server notices that a reader lags. Without it a
 # reader that stalls is noticed after about 3 MB.
@@ -32,7 +34,7 @@ class NotesTransport:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope[_KEY] = getattr(getattr(send, "__self__", None), "transport", None)
+            scope[_KEY] = transport_of(send)
         await self._app(scope, receive, send)
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 from uuid import uuid4
 
 import orjson
 from mlserver.errors import ModelNotFound
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from mlserver.types import InferenceResponse
 from mlserver.utils import extract_headers
@@ -24,69 +22,28 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import is_ours
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
+from mlserver_torch_stream.server.served_model import EndpointReply, RestRequest, ServedModel, TokenModel, is_ours
 from mlserver_torch_stream.server.status import as_headers
-from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
-
-Context = Callable[[str], ReplyContext]
-"""Makes the context of a reply from the id of its request."""
-
-
-class EndpointReply(Protocol):
-    """The reply to one request: read once, as a stream of messages or as a whole."""
-
-    error: Exception | None  # that the stream has reported after its first message
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def comments(self) -> bool:
-        """True if SSE comments may stand between the events."""
-
-    def bodies(self) -> AsyncIterator[JsonObject]: ...
-
-    async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """The whole reply, and the raw bytes that follow its JSON."""
-
-    def failure(self, error: Exception) -> Sequence[JsonObject]: ...
-
-    def end(self) -> bytes | None: ...
-
-    def close(self) -> None:
-        """Synchronous and idempotent."""
-
-
-class AnswersItself(Protocol):
-    """A model whose requests no spelling can decode: it reads the bodies itself. Both methods raise RequestError."""
-
-    def parse(self, raw: bytes, content_type: str, route: RestRoute) -> Any:
-        """A body without binary tensors, as ``open_reply`` takes it."""
-
-    def open_reply(
-        self, posted: PostedBody, route: RestRoute, streaming: bool, endpoint: EndpointKind, context: Context
-    ) -> EndpointReply:
-        """The reply, not begun."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """The ASGI application of one row of the table."""
 
-    data_plane: DataPlane
+    host: ServerHost
     options: ServerOptions
     route: RestRoute
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is decoded
@@ -121,7 +78,7 @@ class _EndpointRequest:
         self.name = ""
         self.left = False
         self._version: str | None = None
-        self._model: Any = None
+        self._model: ServedModel | None = None
         self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
         self._streaming = bool(route.streaming)
         self._request_id = ""
@@ -143,7 +100,7 @@ class _EndpointRequest:
         posted = self._posted(body)
         if isinstance(posted.json, dict):
             await self._choose(posted.json)
-        async with self._endpoint.data_plane._infer_contextmanager(self.name, self._version) as model:
+        async with self._endpoint.host.enter(self.name, self._version) as model:
             await (self._stream if self._streaming else self._unary)(model, posted)
 
     async def refuse(self, error: Exception) -> None:
@@ -167,12 +124,12 @@ class _EndpointRequest:
 
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
-        model = await self._endpoint.data_plane._model_registry.get_model(name, version)
+        model: Any = await self._endpoint.host.registry.get_model(name, version)
         if is_ours(model):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
             raise ModelNotFound(name, version)
-        if "model_name" not in self._path and not hasattr(self._model, "generator"):
+        if "model_name" not in self._path and not isinstance(model, TokenModel):
             raise InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
 
     async def _choose(self, body: JsonObject) -> None:
@@ -201,14 +158,13 @@ class _EndpointRequest:
     def _posted(self, whole: bytes) -> PostedBody:
         """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
         spelled, raw = split_binary(self._headers, whole)
-        if hasattr(self._model, "open_reply") and JSON_LENGTH not in self._headers:
-            content_type = self._headers.get("content-type", "")
-            body = cast(AnswersItself, self._model).parse(spelled, content_type, self._endpoint.route)
+        if self._model is None or JSON_LENGTH in self._headers:
+            body: Any = parse_object(spelled)
         else:
-            body = parse_object(spelled)
+            body = self._model.parse(spelled, self._headers.get("content-type", ""), self._endpoint.route)
         return PostedBody(body, dict(self._headers), raw)
 
-    async def _unary(self, model: Any, posted: PostedBody) -> None:
+    async def _unary(self, model: ServedModel, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         self.end_decoding()
         try:
@@ -224,7 +180,7 @@ class _EndpointRequest:
         else:
             await send_whole(self._send, 200, *_with_binary(whole, raw, headers))
 
-    async def _stream(self, model: Any, posted: PostedBody) -> None:
+    async def _stream(self, model: ServedModel, posted: PostedBody) -> None:
         reply = self._open(model, posted)
         self.end_decoding()
         try:
@@ -237,22 +193,16 @@ class _EndpointRequest:
         if reply.error is not None:
             raise _AlreadyReported from reply.error
 
-    def _open(self, model: Any, posted: PostedBody) -> EndpointReply:
+    def _open(self, model: ServedModel, posted: PostedBody) -> EndpointReply:
         """The reply, not begun. Raises RequestError."""
-        context = partial(self._context, model)
-        if hasattr(model, "open_reply"):
-            route = self._endpoint.route
-            own = cast(AnswersItself, model).open_reply(posted, route, self._streaming, self._kind, context)
-            self._opened = True
-            return own
-        generator: Generator = model.generator(self._kind)
         self._request_id = self._request_id or str(uuid4())
-        request = self._spelling.decode(posted, generator.info, streaming=self._streaming, request_id=self._request_id)
+        context, route = partial(self._context, model), self._endpoint.route
+        asked = (posted, route, self._spelling, self._streaming, self._kind, self._request_id, context)
+        reply = model.reply(RestRequest(*asked))
         self._opened = True
-        start = partial(generator.start, request)
-        return TokenReply(request, self._spelling, context(request.request_id), start, posted)
+        return reply
 
-    def _context(self, model: Any, request_id: str) -> ReplyContext:
+    def _context(self, model: ServedModel, request_id: str) -> ReplyContext:
         """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
         headers = self._cloud_events(model, request_id) if self._streaming else {}
         return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
@@ -294,9 +244,9 @@ class _EndpointRequest:
         self._leave(reply)
         abort(self._scope)
 
-    def _cloud_events(self, model: Any, request_id: str) -> dict[str, str]:
+    def _cloud_events(self, model: ServedModel, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
-        self._endpoint.data_plane._inference_middleware.response_middleware(response, model.settings)
+        self._endpoint.host.complete(response, model.settings)
         return extract_headers(response) or {}
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlserver import MLModel
-from mlserver.handlers import DataPlane
-from mlserver.rest.server import RESTServer
 from mlserver.rest.utils import to_status_code
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 _LIVE = "/v2/health/live"
 _PATHS = (
@@ -29,17 +28,17 @@ _PATHS = (
 )
 
 
-def add_routes(server: RESTServer, lifecycle: Lifecycle) -> None:
+def add_routes(host: ServerHost, lifecycle: Lifecycle) -> None:
     """Puts our routes for health before MLServer's. Called once for a server."""
-    server._app.router.routes[:0] = [_HealthRoute(path, server._data_plane, lifecycle) for path in _PATHS]
+    host.add_routes([_HealthRoute(path, host, lifecycle) for path in _PATHS])
 
 
 class _HealthRoute(SelectiveRoute):
     """Answers for the whole server and for models of this package; MLServer's own route answers for other models."""
 
-    def __init__(self, path: str, data_plane: DataPlane, lifecycle: Lifecycle) -> None:
+    def __init__(self, path: str, host: ServerHost, lifecycle: Lifecycle) -> None:
         super().__init__(path, self._answer)
-        self._data_plane = data_plane
+        self._host = host
         self._lifecycle = lifecycle
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
@@ -63,10 +62,10 @@ class _HealthRoute(SelectiveRoute):
 
     async def _ask_mlserver(self, path: Mapping[str, str]) -> bool:
         if self.path == _LIVE:
-            return bool(await self._data_plane.live())
+            return bool(await self._host.data_plane.live())
         if "model_name" in path:
-            return bool(await self._data_plane.model_ready(path["model_name"], path.get("model_version")))
-        return bool(await self._data_plane.ready())
+            return bool(await self._host.data_plane.model_ready(path["model_name"], path.get("model_version")))
+        return bool(await self._host.data_plane.ready())
 
     def _trouble(self, path: Mapping[str, str]) -> str | None:
         if self.path == _LIVE:
@@ -78,6 +77,6 @@ class _HealthRoute(SelectiveRoute):
 
     def _models(self, path: Mapping[str, str]) -> list[MLModel]:
         if "model_name" not in path:
-            return all_models(self._data_plane._model_registry)
-        model = find_model(self._data_plane._model_registry, path["model_name"], path.get("model_version"))
+            return all_models(self._host.registry)
+        model = find_model(self._host.registry, path["model_name"], path.get("model_version"))
         return [] if model is None else [model]

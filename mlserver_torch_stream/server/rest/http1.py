@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 import httptools
-from mlserver.rest.server import RESTServer
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from mlserver_torch_stream.server.host import HttpProtocol, ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import reset
 
@@ -22,17 +21,13 @@ _MAX_BYTES_BESIDE_BODY = 64 * 1024
 _GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request itself, as an upload and a stream do
 
 
-def install(server: RESTServer, options: ServerOptions) -> None:
+def install(host: ServerHost, options: ServerOptions) -> None:
     """Connections that are made from now on are read by ``Http1``. Of this, uvicorn's protocol over h11 needs the time
     limits only."""
-    config = server._server.config
-    if not config.loaded:
-        config.load()
-    if config.http_protocol_class is HttpToolsProtocol:
-        config.http_protocol_class = partial(Http1, options=options)
+    host.read_http_by(partial(Http1, options=options))
 
 
-class Http1(HttpToolsProtocol):
+class Http1(HttpProtocol):
     """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is.
 
     A client must send the head of a request within ``piece_timeout`` seconds, and the next bytes of its body within as
@@ -44,8 +39,6 @@ class Http1(HttpToolsProtocol):
         super().__init__(*args, **more)
         self.parser: Any = _Parser(self)
         self._beside_body = 0
-        self._refusal = ""  # why the head at hand is refused
-        self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
         self._silent_after = options.piece_timeout
         self._stalled_after = options.stalled_reader_timeout
         self._waiting_since: float | None = None  # for the rest of a request; None: the last one is complete
@@ -57,10 +50,6 @@ class Http1(HttpToolsProtocol):
         self._wait_for_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the last request only."""
-        for cycle in self._earlier:
-            cycle.disconnected = True
-            cycle.message_event.set()
         for timer in (self._timer, self._reader_timer):
             if timer is not None:
                 timer.cancel()
@@ -76,9 +65,8 @@ class Http1(HttpToolsProtocol):
             self._reader_timer.cancel()
             self._reader_timer = None
 
-    def timeout_keep_alive_handler(self) -> None:
+    def kept_alive(self) -> None:
         """Closing waits until the client has read everything."""
-        super().timeout_keep_alive_handler()
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +74,7 @@ class Http1(HttpToolsProtocol):
         super().data_received(data)
         if self._beside_body > _MAX_BYTES_BESIDE_BODY and not self.transport.is_closing():
             self.logger.warning("The head of a request is too long.")
-            self.send_400_response("The head of the request is too long.")
+            self.refuse_head("The head of the request is too long.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -97,32 +85,22 @@ class Http1(HttpToolsProtocol):
         self._waiting_since = self.loop.time()
         super().on_body(body)
 
-    def declines(self) -> bool:
-        """True if the request at hand offers a protocol that uvicorn does not speak."""
-        offered = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
-        return offered and not self._should_upgrade()
-
-    def on_headers_complete(self) -> None:
+    def takes_head(self) -> bool:
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         if self.declines():
-            return  # the parser reads this head again, without the offer
+            return False  # the parser reads this head again, without the offer
         if sum(name == b"host" for name, _ in self.headers) > 1:  # proxies differ in which of them they take
-            self._refusal = "host: given twice"
-            raise ValueError(self._refusal)
-        self._earlier = [cycle for cycle in (*self._earlier, self.cycle) if cycle and not cycle.response_complete]
-        super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
-            self.cycle.__class__ = _UntilClosed
+            self.refusal = "host: given twice"
+            raise ValueError(self.refusal)
+        return True
 
-    def on_message_complete(self) -> None:
+    def takes_end(self) -> bool:
         self._beside_body = 0
-        if not self.declines():
-            self._waiting_since = None
-            super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        super().send_400_response(self._refusal or msg)
+        if self.declines():
+            return False
+        self._waiting_since = None
+        return True
 
     def _wait_for_more(self) -> None:
         self._waiting_since = self.loop.time()
@@ -135,7 +113,7 @@ class Http1(HttpToolsProtocol):
         if self._waiting_since is None:
             return
         now = self.loop.time()
-        since = now if self.flow.read_paused else self._waiting_since
+        since = self._waiting_since if self.client_may_send else now
         left = since + self._silent_after + _GRACE_S - now
         if left > 0:
             self._timer = self.loop.call_later(left, self._check_silence)
@@ -189,13 +167,3 @@ class _Parser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parser, name)
-
-
-class _UntilClosed(RequestResponseCycle):
-    """The answer to an HTTP/1.0 client, which knows no chunks: its body lasts until the connection is closed."""
-
-    async def send(self, message: Any) -> None:
-        self.chunked_encoding = False
-        if message["type"] == "http.response.body":
-            self.expected_content_length = len(message.get("body", b""))  # uvicorn refuses more than was declared
-        await super().send(message)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from mlserver.errors import MLServerError
-from mlserver.handlers import DataPlane, ModelRepositoryHandlers
-from mlserver.rest.server import RESTServer
+from mlserver.handlers import ModelRepositoryHandlers
 from mlserver.types import RepositoryIndexRequest
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -17,17 +16,18 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
-Read = Callable[[DataPlane, str, str | None], Awaitable[JsonObject]]
+Read = Callable[[ServerHost, str, str | None], Awaitable[JsonObject]]
 _ALL_STATISTICS = "/v2/models/stats"
 
 
-async def _statistics(data_plane: DataPlane, name: str, version: str | None) -> JsonObject:
-    return await read_statistics(data_plane._model_registry, name, version)
+async def _statistics(host: ServerHost, name: str, version: str | None) -> JsonObject:
+    return await read_statistics(host.registry, name, version)
 
 
 _PATHS: dict[str, Read] = {
@@ -39,29 +39,29 @@ _PATHS: dict[str, Read] = {
 }
 
 
-def add_routes(server: RESTServer) -> None:
+def add_routes(host: ServerHost) -> None:
     """Called once for a server."""
-    routes = [_ModelRoute(path, server._data_plane, read) for path, read in _PATHS.items()]
-    server._app.router.routes[:0] = [*routes, _IndexRoute(server._model_repository_handlers)]
+    routes = [_ModelRoute(path, host, read) for path, read in _PATHS.items()]
+    host.add_routes([*routes, _IndexRoute(host.repository_handlers)])
 
 
 class _ModelRoute(SelectiveRoute):
     """Answers for models of this package, and for names that no model has."""
 
-    def __init__(self, path: str, data_plane: DataPlane, read: Read) -> None:
+    def __init__(self, path: str, host: ServerHost, read: Read) -> None:
         super().__init__(path, self._answer)
-        self._data_plane = data_plane
+        self._host = host
         self._read = read
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         name = path.get("model_name", "stats")  # the path of all statistics may be that of a model of this name
-        model = find_model(self._data_plane._model_registry, name, path.get("model_version"))
+        model = find_model(self._host.registry, name, path.get("model_version"))
         return model is None or ("model_name" in path and is_ours(model))
 
     async def _answer(self, request: Request) -> JSONResponse:
         path = request.path_params
         try:
-            found = await self._read(self._data_plane, path.get("model_name", ""), path.get("model_version"))
+            found = await self._read(self._host, path.get("model_name", ""), path.get("model_version"))
             return JSONResponse(found)
         except MLServerError as error:
             refusal = as_refusal(error)

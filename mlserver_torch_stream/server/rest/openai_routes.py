@@ -15,10 +15,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from mlserver import MLModel
-from mlserver.handlers import DataPlane
 from mlserver.registry import MultiModelRegistry
-from mlserver.rest.server import RESTServer
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -30,43 +27,44 @@ from mlserver_torch_stream.protocol.openai_document import openai_document
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
+from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
 
 
-def add_model_routes(server: RESTServer) -> None:
+def add_model_routes(host: ServerHost) -> None:
     """Puts the routes before MLServer's. Called once for a server."""
-    models = OpenAIModels(server._data_plane)
+    models = OpenAIModels(host.registry)
     for prefix in OPENAI_PREFIXES:
-        server._app.router.routes[:0] = [
+        routes = [
             Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
             Route(f"{prefix}/models", models.listed, methods=["GET"], name=_NAME),
             Route(f"{prefix}/models/{{model_name:path}}", models.one, methods=["GET"], name=_NAME),
         ]
+        host.add_routes(routes)
 
 
 class OpenAIModels:
     """Answers from MLServer's registry. Each name is listed once, with its default version."""
 
-    def __init__(self, data_plane: DataPlane) -> None:
-        self._data_plane = data_plane
+    def __init__(self, registry: MultiModelRegistry) -> None:
+        self._registry = registry
 
     async def listed(self, request: Request) -> JSONResponse:
-        defaults = [versions.default for _, versions in sorted(self._data_plane._model_registry._models.items())]
-        shown = [shown_model(model) for model in defaults if hasattr(model, "generator")]
+        shown = [shown_model(model) for model in default_models(self._registry) if isinstance(model, TokenModel)]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
         name = request.path_params["model_name"]
-        model: Any = find_model(self._data_plane._model_registry, name, None)
-        if hasattr(model, "open_prediction"):
+        model: Any = find_model(self._registry, name, None)
+        if isinstance(model, HandlerModel):
             ready = bool(model.ready)
             return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
-        if not hasattr(model, "generator"):
+        if not isinstance(model, TokenModel):
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
         return openai_answer(request, 200, shown_model(model))
 
@@ -75,7 +73,7 @@ async def _document(request: Request) -> JSONResponse:
     return openai_answer(request, 200, openai_document())
 
 
-def shown_model(model: MLModel) -> dict[str, Any]:
+def shown_model(model: TokenModel) -> dict[str, Any]:
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
         info = model.generator(EndpointKind.REST_UNARY).info
@@ -92,11 +90,10 @@ _OURS = "torch_stream:"  # the names of our routes begin with it
 _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
 
 
-def add_fallback_routes(server: RESTServer) -> None:
+def add_fallback_routes(host: ServerHost) -> None:
     """Called once for a server, before any other route of this package is added: later routes come before earlier
     ones."""
-    router, registry = server._app.router, server._data_plane._model_registry
-    router.routes[:0] = [_UnknownRoute(prefix, router, registry) for prefix in OPENAI_PREFIXES]
+    host.add_routes([_UnknownRoute(prefix, host.router, host.registry) for prefix in OPENAI_PREFIXES])
 
 
 class _UnknownRoute(SelectiveRoute):

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
-from mlserver_torch_stream.server.registered_models import find_model
+from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.rest.body import FormEvent, FormReader, PartBegan, PartPiece
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -18,10 +16,10 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.torchserve_document import model_document
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
@@ -40,6 +38,15 @@ from mlserver_torch_stream.server.rest.prediction_messages import (
 )
 from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import ChunkStream
+from mlserver_torch_stream.server.served_model import (
+    Piece,
+    PieceReply,
+    ServedModel,
+    TokenModel,
+    find_accepted,
+    is_ours,
+    no_handler,
+)
 
 _MODELS = "v1/models"
 
@@ -47,13 +54,13 @@ _MODELS = "v1/models"
 class TokenPredictions:
     """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
 
-    def __init__(self, data_plane: DataPlane, options: ServerOptions) -> None:
+    def __init__(self, host: ServerHost, options: ServerOptions) -> None:
         self._endpoints = {
-            path.lstrip("/"): Endpoint(data_plane, options, RestRoute(path, None, (spelling,)))
+            path.lstrip("/"): Endpoint(host, options, RestRoute(path, None, (spelling,)))
             for path, spelling in OPENAI_SPELLINGS.items()
         }
 
-    async def serve(self, path: PredictionPath, model: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, path: PredictionPath, model: TokenModel, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises RequestError."""
         endpoint = self._endpoints.get(path.rest)
         if path.rest == _MODELS:
@@ -78,48 +85,6 @@ _MODEL_PATHS = ("/predictions/{}", "/v1/models/{}:predict", "/v2/models/{}/infer
 _CLOSING_S = 60.0  # for a client to read what precedes the end of a broken stream
 
 
-class Piece(Protocol):
-    """One intermediate response of a handler, or its last one. The first one has the status and the headers."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def last(self) -> bool: ...
-    @property
-    def content_type(self) -> str: ...
-    @property
-    def status(self) -> int: ...
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-
-class PieceReply(Protocol):
-    """The reply to one request, read once: in pieces or whole."""
-
-    async def whole(self) -> bytes:
-        """All pieces joined. Raises RequestError."""
-
-    def pieces(self) -> AsyncGenerator[Any, None]:
-        """Each a ``Piece``. Raises RequestError."""
-
-    def close(self) -> None:
-        """Synchronous and idempotent."""
-
-
-class RunsHandler(Protocol):
-    """A model that TorchServe's paths and its gRPC service lead to."""
-
-    def open_prediction(
-        self,
-        fields: Sequence[BodyField],
-        headers: Mapping[str, str],
-        request_id: str,
-        endpoint: EndpointKind,
-        parameters: Mapping[str, Any] = ...,
-    ) -> PieceReply:
-        """The reply, not begun. ``parameters``: V2's of the request's sequence. Raises RequestError."""
-
-
 @dataclass(frozen=True)
 class PredictionEndpoint:
     """The ASGI application of one path. ``explain``: the handler is asked for an explanation.
@@ -127,7 +92,7 @@ class PredictionEndpoint:
     ``takes_query``: the parameters of the query are fields, too.
     """
 
-    data_plane: DataPlane
+    host: ServerHost
     options: ServerOptions
     tokens: TokenPredictions
     explain: bool = False
@@ -157,12 +122,12 @@ class _Prediction:
     """One request to the endpoint."""
 
     def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        self.path = PredictionPath.of(scope["path_params"], endpoint.data_plane._model_registry)
+        self.path = PredictionPath.of(scope["path_params"], endpoint.host.registry)
         self.left = False
         self._headers = first_headers(scope)
         self._request_id = request_id_of(self._headers)
         self._endpoint = endpoint
-        self._model: Any = None
+        self._model: ServedModel | None = None
         self._opened = False
         self._scope = scope
         self._receive = receive
@@ -172,18 +137,18 @@ class _Prediction:
         method, path, endpoint = self._scope["method"], self.path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model = find_accepted(endpoint.data_plane._model_registry, path.name, path.version, is_ours)
+        model: ServedModel = find_accepted(endpoint.host.registry, path.name, path.version, is_ours)
         if method == "OPTIONS":
             await self._describe(model)
             return
         self._model = model
-        if not hasattr(model, "open_prediction"):
+        if isinstance(model, TokenModel):
             asked = replace(path, rest="") if endpoint.explain else path  # there is nothing to explain
             await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
-        async with endpoint.data_plane._infer_contextmanager(path.name, path.version) as model:
-            reply = self._open(model, fields)
+        async with endpoint.host.enter(path.name, path.version) as entered:
+            reply = self._open(entered, fields)
             try:
                 async with watched(self._receive, partial(self._leave, reply)), aclosing(reply.pieces()) as pieces:
                     await self._answer(reply, pieces)
@@ -199,11 +164,11 @@ class _Prediction:
         status, body = status_and_body(refused)
         await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
 
-    async def _describe(self, model: Any) -> None:
+    async def _describe(self, model: ServedModel) -> None:
         """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""
         name = self.path.name
         handlers = tuple(path.format(name) for path in _MODEL_PATHS)
-        paths = handlers if hasattr(model, "open_prediction") else self._endpoint.tokens.paths(name)
+        paths = self._endpoint.tokens.paths(name) if isinstance(model, TokenModel) else handlers
         await send_json(self._send, 200, as_json(model_document(name, paths)), reply_headers(self._request_id))
 
     async def _fields(self) -> list[BodyField]:
@@ -211,7 +176,7 @@ class _Prediction:
         fields = await read_fields(body, self._headers.get("content-type", ""))
         return [*url_encoded(self._scope["query_string"]), *fields] if self._endpoint.takes_query else fields
 
-    def _open(self, model: RunsHandler, fields: Sequence[BodyField]) -> PieceReply:
+    def _open(self, model: ServedModel, fields: Sequence[BodyField]) -> PieceReply:
         headers = {**self._headers, "url_path": self.path.rest, "explain": str(self._endpoint.explain)}
         reply = model.open_prediction(fields, headers, self._request_id, EndpointKind.REST_STREAM)
         self._opened = True

@@ -8,35 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mlserver.registry import MultiModelRegistry
-from mlserver.rest.server import RESTServer
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spellings import RestRoute
+from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.connection import NotesTransport
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 
-def install(server: RESTServer) -> None:
+def install(host: ServerHost) -> None:
     """Called once for a server."""
-    app = server._app
-    if app.middleware_stack is None:
-        app.middleware_stack = app.build_middleware_stack()
-    app.middleware_stack = NotesTransport(app.middleware_stack)
+    host.put_outside(NotesTransport)
 
 
-def add(server: RESTServer, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
+def add(host: ServerHost, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
     """Adds the rows whose paths the server does not have yet. Called for each model of this package."""
-    router, data_plane = server._app.router, server._data_plane
-    known = {route.path for route in router.routes if isinstance(route, _OurRoute)}
-    router.routes[:0] = [
-        _OurRoute(row.path, Endpoint(data_plane, options, row), data_plane._model_registry)
-        for row in rows
-        if row.path not in known
-    ]
+    known = {route.path for route in host.router.routes if isinstance(route, _OurRoute)}
+    new = [row for row in rows if row.path not in known]
+    host.add_routes([_OurRoute(row.path, Endpoint(host, options, row), host.registry) for row in new])
 
 
 class _OurRoute(SelectiveRoute):

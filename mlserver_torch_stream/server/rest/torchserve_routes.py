@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlserver.registry import MultiModelRegistry
-from mlserver.rest.server import RESTServer
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,13 +16,14 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.torchserve_document import server_document
+from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.registered_models import all_models, find_model, is_ours
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint, TokenPredictions
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.served_model import is_ours
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ _PATHS = (
 )
 
 
-def add_routes(server: RESTServer, options: ServerOptions, lifecycle: Lifecycle) -> None:
+def add_routes(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle) -> None:
     """Called once for a server."""
-    data_plane = server._data_plane
-    registry, tokens = data_plane._model_registry, TokenPredictions(data_plane, options)
-    server._app.router.routes[:0] = [
+    registry, tokens = host.registry, TokenPredictions(host, options)
+    routes = [
         *(
-            _PredictionRoute(each, PredictionEndpoint(data_plane, options, tokens, each.explain, each.legacy), registry)
+            _PredictionRoute(each, PredictionEndpoint(host, options, tokens, each.explain, each.legacy), registry)
             for each in _PATHS
         ),
         Route("/ping", _Ping(registry, lifecycle).answer, methods=["GET"], name="torch_stream:/ping"),
         Route("/api-description", _describe, methods=["GET"], name="torch_stream:/api-description"),
         SelectiveRoute("/", _describe, ["OPTIONS"]),
     ]
+    host.add_routes(routes)
 
 
 class _PredictionRoute(SelectiveRoute):

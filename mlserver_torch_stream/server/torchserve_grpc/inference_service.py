@@ -22,7 +22,6 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import DecodeError
-from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from starlette.datastructures import Headers
 
@@ -30,15 +29,22 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.message_pool import Fields, message_classes
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
+from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.registered_models import find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
 from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.predictions import PieceReply, RunsHandler
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.torchserve_routes import health_of
+from mlserver_torch_stream.server.served_model import (
+    PieceReply,
+    ServedModel,
+    TokenModel,
+    find_accepted,
+    is_ours,
+    no_handler,
+)
 from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.streams.stream_session import MessageStream
 
@@ -140,21 +146,21 @@ class GrpcPrediction:
 
     def __init__(
         self,
-        data_plane: DataPlane,
+        host: ServerHost,
         message: bytes,
         metadata: Mapping[str, str],
         endpoint: EndpointKind,
         *,
         in_sequence: bool = False,
     ) -> None:
-        self._data_plane = data_plane
+        self._host = host
         self._message = message
         self._metadata = metadata
         self._endpoint = endpoint
         self._in_sequence = in_sequence
         self._request_id = request_id_of(Headers(dict(metadata)))
         self._request: Any = PredictionsRequest()
-        self._model: Any = None
+        self._model: ServedModel | None = None
         self._sequence: dict[str, str | bool] = {}
         self._reply: PieceReply | None = None
 
@@ -162,7 +168,7 @@ class GrpcPrediction:
         """All pieces joined. Raises RequestError."""
         with self._refusals():
             self._read()
-            async with self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model:
+            async with self._host.enter(self._request.model_name, self._version) as model:
                 return self._response(await self._open(model).whole())
 
     async def bodies(self) -> AsyncIterator[Prediction]:
@@ -185,7 +191,7 @@ class GrpcPrediction:
         with self._refusals():
             self._read()
             async with (
-                self._data_plane._infer_contextmanager(self._request.model_name, self._version) as model,
+                self._host.enter(self._request.model_name, self._version) as model,
                 aclosing(self._open(model).pieces()) as pieces,
             ):
                 async for piece in pieces:
@@ -205,8 +211,8 @@ class GrpcPrediction:
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")
-        self._model = find_accepted(self._data_plane._model_registry, name, self._version, is_ours)
-        if not hasattr(self._model, "open_prediction"):
+        self._model = find_accepted(self._host.registry, name, self._version, is_ours)
+        if isinstance(self._model, TokenModel):
             raise no_handler(name)
         self._sequence = self._read_sequence()
 
@@ -223,7 +229,7 @@ class GrpcPrediction:
             raise MissingParameter("sequenceId")
         return {"sequence_id": sequence_id or f"ts-seq-{uuid4()}", **flags}
 
-    def _open(self, model: RunsHandler) -> PieceReply:
+    def _open(self, model: ServedModel) -> PieceReply:
         entries = {entry.key: entry.value for entry in self._request.input}  # of a key that comes twice the last counts
         fields = [BodyField(name, "", value) for name, value in entries.items()]
         headers, request_id = self._metadata, self._request_id
@@ -256,8 +262,8 @@ _CLIENT = "A client of TorchServe's gRPC service"
 class InferenceService:
     """``stalled_after``: seconds in which a client must take a response (0: no bound)."""
 
-    def __init__(self, data_plane: DataPlane, lifecycle: Lifecycle, stalled_after: float) -> None:
-        self._data_plane = data_plane
+    def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
+        self._host = host
         self._lifecycle = lifecycle
         self._stalled_after = stalled_after
 
@@ -273,12 +279,12 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _ping(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        health = health_of(self._data_plane._model_registry, self._lifecycle)
+        health = health_of(self._host.registry, self._lifecycle)
         text = as_json({"status": health}).decode().rstrip("\n")
         return bytes(TorchServeHealthResponse(health=text).SerializeToString())
 
     async def _predictions(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        request = GrpcPrediction(self._data_plane, message, _metadata(context), EndpointKind.GRPC_UNARY)
+        request = GrpcPrediction(self._host, message, _metadata(context), EndpointKind.GRPC_UNARY)
         try:
             return (await request.whole()).serialized()
         except Exception as error:
@@ -296,7 +302,7 @@ class InferenceService:
 
         def answer(message: bytes, index: int) -> GrpcPrediction:
             endpoint = EndpointKind.GRPC_STREAM
-            return GrpcPrediction(self._data_plane, message, metadata, endpoint, in_sequence=in_sequence)
+            return GrpcPrediction(self._host, message, metadata, endpoint, in_sequence=in_sequence)
 
         responses = MessageStream(messages, answer, self._stalled_after, _CLIENT)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 from uuid import uuid4
 
 import grpc
@@ -20,22 +19,16 @@ from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
+from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.registered_models import find_model, is_ours
 from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import StreamStatus
-from mlserver_torch_stream.server.streams.stream_session import BodyReply, ReplyOpener
+from mlserver_torch_stream.server.streams.stream_session import BodyReply
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
 from mlserver_torch_stream.types import FinishReason
 
 _MAX_ID_CHARACTERS = 256  # of an id that a message of an error repeats
-
-
-class OpensReplies(Protocol):
-    """The part of a model that a stream uses."""
-
-    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
-        """Raises NotServing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +50,10 @@ class Framed:
 class TritonReply:
     """Reads one message and answers it. Every response has the id of its request."""
 
-    def __init__(self, servicer: InferenceServicer, context: grpc.ServicerContext, message: bytes, index: int) -> None:
+    def __init__(
+        self, host: ServerHost, servicer: InferenceServicer, context: grpc.ServicerContext, message: bytes, index: int
+    ) -> None:
+        self._host = host
         self._servicer = servicer
         self._context = context
         self._message = message
@@ -101,17 +97,16 @@ class TritonReply:
     async def _answer(self) -> AsyncIterator[JsonObject]:
         request = self._request
         name, version = request.model_name, request.model_version
-        data_plane = self._servicer._data_plane
-        model = find_model(data_plane._model_registry, name, version)
+        model = find_model(self._host.registry, name, version)
         if model is None:
             raise ModelNotFound(name, version or None)
         if not is_ours(model):
             raise InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
         converted = await convert_large(self._servicer, request, self._context)
-        payload = self._servicer._InsertHeaders(converted, self._context)
-        async with data_plane._infer_contextmanager(name, version) as ours:
+        payload = convert_message(self._servicer, converted, self._context)
+        async with self._host.enter(name, version):
             self._recorded = True
-            opener = cast(OpensReplies, ours).recorded_opener(EndpointKind.GRPC_STREAM, request.id)
+            opener = model.recorded_opener(EndpointKind.GRPC_STREAM, request.id)
             reply, _ = opener.open(payload, request.id or str(uuid4()), self._index)
             self._reply = reply
             async for body in reply.bodies():

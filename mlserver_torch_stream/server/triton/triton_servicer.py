@@ -13,7 +13,6 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.converters import ModelInferResponseConverter
-from mlserver.grpc.servicers import InferenceServicer
 from mlserver.grpc.utils import handle_mlserver_error
 from mlserver.types import RepositoryIndexRequest
 
@@ -21,8 +20,8 @@ from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message, refuse
+from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model, send_headers
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
-from mlserver_torch_stream.server.registered_models import find_model
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.status import RefusedCall, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import MessageStream
@@ -55,12 +54,11 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """``inference``: MLServer's own servicer, of the same data plane. ``stalled_reader_timeout``: seconds in which a
-    client must take a response (0: no bound)."""
+    """``stalled_reader_timeout``: seconds in which a client must take a response (0: no bound)."""
 
-    def __init__(self, inference: InferenceServicer, stalled_reader_timeout: float) -> None:
-        self._inference = inference
-        self._data_plane = inference._data_plane
+    def __init__(self, host: ServerHost, stalled_reader_timeout: float) -> None:
+        self._host = host
+        self._inference = host.servicer()  # MLServer's own
         self._stalled_reader_timeout = stalled_reader_timeout
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -80,31 +78,31 @@ class TritonServicer:
     async def _model_ready(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """A model that is not there is not ready, as Triton has it."""
         request = read_message(pb.ModelReadyRequest, message)
-        model = find_model(self._data_plane._model_registry, request.name, request.version)
+        model = find_model(self._host.registry, request.name, request.version)
         return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
 
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Outputs are raw contents whatever the inputs are: Triton's clients read no other contents."""
         request = read_message(pb.ModelInferRequest, message)
-        payload = self._inference._InsertHeaders(await convert_large(self._inference, request, context), context)
-        result = await self._data_plane.infer(payload, request.model_name, request.model_version)
-        self._inference._SetTrailingMetadata(result, context)
+        payload = convert_message(self._inference, await convert_large(self._inference, request, context), context)
+        result = await self._host.data_plane.infer(payload, request.model_name, request.model_version)
+        send_headers(self._inference, result, context)
         return bytes(ModelInferResponseConverter.from_types(result, use_raw=True).SerializeToString())
 
     async def _model_config(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
-        config = await read_config(self._data_plane, request.name, request.version)
+        config = await read_config(self._host, request.name, request.version)
         return _from_json({"config": config}, ModelConfigResponse)
 
     async def _model_statistics(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
-        statistics = await read_statistics(self._data_plane._model_registry, request.name, request.version)
+        statistics = await read_statistics(self._host.registry, request.name, request.version)
         return _from_json(statistics, ModelStatisticsResponse)
 
     async def _repository_index(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """MLServer's servicer writes a state as Python shows its enum, ``State.READY``."""
         request = read_message(pb.RepositoryIndexRequest, message)
-        index = await self._inference._model_repository_handlers.index(RepositoryIndexRequest(ready=request.ready))
+        index = await self._host.repository_handlers.index(RepositoryIndexRequest(ready=request.ready))
         response = pb.RepositoryIndexResponse()
         for item in index.root:
             response.models.add(name=item.name, version=item.version, state=item.state.value, reason=item.reason)
@@ -121,7 +119,7 @@ class TritonServicer:
         errors_end_it = (_ERRORS_END_IT, "true") in {(key, value) for key, value in context.invocation_metadata()}
 
         def answer(message: bytes, index: int) -> TritonReply:
-            return TritonReply(self._inference, context, message, index)
+            return TritonReply(self._host, self._inference, context, message, index)
 
         responses = MessageStream(messages, answer, self._stalled_reader_timeout, "A client of Triton's port")
         try:

@@ -1,0 +1,466 @@
+"""The private parts of MLServer, uvicorn, starlette and gRPC: no other module touches them.
+
+docs/hooks.md has a row for each. ``ServerHost`` is one MLServer, as its REST server knows it; ``Hook`` and
+``GrpcMethod`` list the methods of MLServer that are wrapped; the functions read what MLServer's other objects hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from multiprocessing import Queue, current_process
+from typing import Any
+
+import grpc
+import uvicorn
+from grpc import aio
+from mlserver import MLModel, ModelSettings, Settings
+from mlserver.errors import MLServerError
+from mlserver.grpc import server as grpc_server
+from mlserver.grpc import utils
+from mlserver.grpc.model_repository import ModelRepositoryServicer
+from mlserver.grpc.server import GRPCServer
+from mlserver.grpc.servicers import InferenceServicer
+from mlserver.handlers import DataPlane, ModelRepositoryHandlers
+from mlserver.metrics.prometheus import PrometheusEndpoint
+from mlserver.metrics.server import MetricsServer
+from mlserver.parallel import pool
+from mlserver.parallel.worker import Worker
+from mlserver.registry import MultiModelRegistry, SingleModelRegistry
+from mlserver.repository import ModelRepository
+from mlserver.rest.server import RESTServer
+from mlserver.server import MLServer
+from mlserver.types import InferenceRequest, InferenceResponse
+from prometheus_client import CollectorRegistry
+from starlette.routing import BaseRoute, Router
+from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+_WRAPPED = "_torch_stream_wrapped"
+_EXTENDED = "_torch_stream_extended"
+
+
+class Hook(Enum):
+    """The methods of MLServer's classes that are wrapped, each as its class and its name."""
+
+    ADD_MODEL = (RESTServer, "add_custom_handlers")
+    START = (RESTServer, "start")
+    STOP = (MLServer, "stop")
+    REST_CONFIG = (RESTServer, "_get_config")
+    METRICS_CONFIG = (MetricsServer, "_get_config")
+    LIVE = (DataPlane, "live")
+    READY = (DataPlane, "ready")
+    ENTER = (DataPlane, "_infer_contextmanager")
+    LOAD = (MultiModelRegistry, "load")
+    UNLOAD = (MultiModelRegistry, "unload")
+    UNLOAD_VERSION = (MultiModelRegistry, "unload_version")
+    FIND_DEFAULT = (SingleModelRegistry, "_find_default")
+    REFRESH_DEFAULT = (SingleModelRegistry, "_refresh_default")
+    CONVERT = (InferenceServicer, "_InsertHeaders")
+    SET_TRAILING_METADATA = (InferenceServicer, "_SetTrailingMetadata")
+
+
+class GrpcMethod(Enum):
+    """The gRPC methods of MLServer that are wrapped below MLServer's own handling of errors."""
+
+    METADATA = (InferenceServicer, "ModelMetadata")
+    INFER = (InferenceServicer, "ModelInfer")
+    STREAM = (InferenceServicer, "ModelStreamInfer")
+    LOAD = (InferenceServicer, "RepositoryModelLoad")
+    UNLOAD = (InferenceServicer, "RepositoryModelUnload")
+    REPOSITORY_LOAD = (ModelRepositoryServicer, "RepositoryModelLoad")
+    REPOSITORY_UNLOAD = (ModelRepositoryServicer, "RepositoryModelUnload")
+
+
+def wrap(hook: Hook, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces the method by what ``wrapper`` makes of it."""
+    owner, name = hook.value
+    original = getattr(owner, name)
+    replaced = functools.wraps(original)(wrapper(original))
+    setattr(replaced, _WRAPPED, True)
+    setattr(owner, name, replaced)
+
+
+def is_wrapped(hook: Hook) -> bool:
+    owner, name = hook.value
+    return _WRAPPED in vars(getattr(owner, name))
+
+
+def wrap_inside(method: GrpcMethod, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces the function that MLServer's decorator calls, which is a variable of the decorator's closure.
+
+    The method itself cannot be replaced. Without our model repository a model of ours is the first to patch: then the
+    gRPC server runs, and has taken the methods; it asks its first handler of a method, and gives no handler back.
+    """
+    owner, name = method.value
+    decorated = getattr(owner, name)
+    cell = decorated.__closure__[decorated.__code__.co_freevars.index("f")]
+    cell.cell_contents = functools.wraps(cell.cell_contents)(wrapper(cell.cell_contents))
+
+
+class ServerHost:
+    """One MLServer, as its REST server knows it."""
+
+    def __init__(self, server: RESTServer) -> None:
+        self._server = server
+
+    def extend_once(self) -> bool:
+        """True at the first call for a server."""
+        if _EXTENDED in vars(self._server):
+            return False
+        setattr(self._server, _EXTENDED, True)
+        return True
+
+    @property
+    def settings(self) -> Settings:
+        return self._server._settings
+
+    @property
+    def data_plane(self) -> DataPlane:
+        return self._server._data_plane
+
+    @property
+    def registry(self) -> MultiModelRegistry:
+        return self._server._data_plane._model_registry
+
+    @property
+    def repository_handlers(self) -> ModelRepositoryHandlers:
+        return self._server._model_repository_handlers
+
+    @property
+    def repository(self) -> ModelRepository:
+        return self._server._model_repository_handlers._repository
+
+    @repository.setter
+    def repository(self, repository: ModelRepository) -> None:
+        self._server._model_repository_handlers._repository = repository
+
+    # --- REST ---
+
+    @property
+    def router(self) -> Router:
+        router: Router = self._server._app.router
+        return router
+
+    def add_routes(self, routes: Sequence[BaseRoute]) -> None:
+        """Puts the routes before those that are there."""
+        self.router.routes[:0] = routes
+
+    def put_outside(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
+        """Makes the middleware the outermost layer of the app."""
+        app = self._server._app
+        if app.middleware_stack is None:
+            app.middleware_stack = app.build_middleware_stack()
+        app.middleware_stack = middleware(app.middleware_stack)
+
+    def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Calls ``work`` while uvicorn starts the app: after the gRPC port is taken, and before the REST port is."""
+        router = self.router
+        original = router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: Any) -> AsyncIterator[Any]:
+            await work()
+            async with original(app) as state:
+                yield state
+
+        router.lifespan_context = lifespan
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether uvicorn has been made and listens on no port yet."""
+        listener = getattr(self._server, "_server", None)
+        return listener is not None and not listener.started
+
+    def read_http_by(self, protocol: Callable[..., HttpProtocol]) -> None:
+        """Connections that are made from now on are read by ``protocol``, unless uvicorn reads them by h11."""
+        config = self._server._server.config
+        if not config.loaded:
+            config.load()
+        if config.http_protocol_class is HttpToolsProtocol:
+            config.http_protocol_class = protocol
+
+    def enter(self, name: str, version: str | None) -> AbstractAsyncContextManager[MLModel]:
+        """The model, while MLServer measures the request. Raises MLServerError."""
+        entered: AbstractAsyncContextManager[MLModel] = self.data_plane._infer_contextmanager(name, version)
+        return entered
+
+    def complete(self, response: InferenceResponse, settings: ModelSettings) -> None:
+        """Adds what MLServer's middleware adds to every response: the headers of CloudEvents."""
+        self.data_plane._inference_middleware.response_middleware(response, settings)
+
+    # --- gRPC ---
+
+    def servicer(self) -> InferenceServicer:
+        return InferenceServicer(self.data_plane, self.repository_handlers)
+
+    def grpc_options(self) -> list[tuple[str, Any]]:
+        """Those of MLServer's own port, the size of a message among them."""
+        options: list[tuple[str, Any]] = GRPCServer(
+            self.settings, self.data_plane, self.repository_handlers
+        )._get_options()
+        return options
+
+    def grpc_listener(self) -> aio.Server | None:
+        """MLServer's own gRPC listener, which runs already; None if no MLServer has made this registry.
+
+        The REST server does not know it; the registry calls a method of the MLServer at each load.
+        """
+        for called in self.registry._on_model_load:
+            owner: Any = getattr(called, "__self__", None)
+            if isinstance(owner, MLServer):
+                return owner._grpc_server._server
+        return None
+
+
+# --- MLServer's models and their registry ---
+
+
+def registry_of(owner: DataPlane | InferenceServicer | MLServer) -> MultiModelRegistry:
+    if isinstance(owner, InferenceServicer):
+        owner = owner._data_plane
+    return owner._model_registry
+
+
+def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> MLModel | None:
+    """The model that the registry's own ``get_model`` finds, but synchronously, as routes are matched."""
+    versions = versions_of(registry, name)
+    return None if versions is None else versions._find_model(version)
+
+
+def all_models(registry: MultiModelRegistry) -> list[MLModel]:
+    """Every version of every model."""
+    found: list[MLModel] = []
+    for versions in registry._models.values():
+        found += versioned(versions)
+        if versions.default is not None and not versions.default.version:
+            found.append(versions.default)
+    return found
+
+
+def default_models(registry: MultiModelRegistry) -> list[MLModel]:
+    """The default version of each model, in the order of their names."""
+    defaults = [versions.default for _, versions in sorted(registry._models.items())]
+    return [model for model in defaults if model is not None]
+
+
+def versions_of(registry: MultiModelRegistry, name: str) -> SingleModelRegistry | None:
+    """All versions of one model."""
+    return registry._models.get(name)
+
+
+def versioned(versions: SingleModelRegistry) -> list[MLModel]:
+    """Those that have a version."""
+    return list(versions._versions.values())
+
+
+def set_default(versions: SingleModelRegistry, model: MLModel | None) -> None:
+    versions._default = model
+
+
+def choose_default(versions: SingleModelRegistry) -> None:
+    """Lets the registry find its default version again."""
+    versions._refresh_default()
+
+
+def source_of(settings: ModelSettings) -> str | None:
+    """The path of the model-settings.json that MLServer read; None where variables name the model."""
+    source: str | None = settings._source
+    return source
+
+
+# --- MLServer's metrics, workers and ports ---
+
+
+@contextmanager
+def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[None]:
+    """Counts and times the block as MLServer counts and times a request."""
+    labels = {"model": name, "version": version}
+    seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
+    failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
+    with seconds, failures:
+        yield
+        data_plane._ModelInferRequestSuccess.labels(**labels).inc()
+
+
+def export_metrics(registry: Callable[[Settings], CollectorRegistry]) -> None:
+    """Makes MLServer's endpoints of metrics export this registry."""
+    PrometheusEndpoint._registry = property(lambda endpoint: registry(endpoint._settings))
+
+
+class LoopedWorker(Worker):  # type: ignore[misc]
+    """MLServer's inference worker, which other runtimes' models run in, with an event loop of its own.
+
+    MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a
+    loop when asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. In MLServer's
+    main branch the worker makes its loop itself, and passes it on. A worker is a new interpreter, which is told the
+    name of this class and imports it from here.
+    """
+
+    def _ignore_signals(self, *loop: asyncio.AbstractEventLoop) -> None:
+        if not loop:
+            asyncio.set_event_loop(asyncio.new_event_loop())
+        super()._ignore_signals(*loop)
+
+
+def use_looped_workers() -> None:
+    """Makes MLServer start looped workers from now on. Idempotent."""
+    pool.Worker = _create_worker
+
+
+def _create_worker(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
+    """A worker with another Python environment stays MLServer's: this package may be missing there."""
+    return (LoopedWorker if env is None else Worker)(settings, responses, env)
+
+
+def is_worker_process() -> bool:
+    return isinstance(current_process(), Worker)
+
+
+def guard_ports(aio_stand_in: Any, guarded: Callable[[uvicorn.Config, Settings, bool], None]) -> None:
+    """Guards the ports that MLServer creates from now on.
+
+    ``aio_stand_in`` stands in for ``grpc.aio``, from which MLServer takes the function that creates its server.
+    ``guarded`` changes the configuration of an HTTP port; its last argument is whether the port is the REST port.
+    """
+    grpc_server.aio = aio_stand_in
+
+    def guarding(original: Callable[[Any], uvicorn.Config]) -> Callable[[Any], uvicorn.Config]:
+        def get_config(server: Any) -> uvicorn.Config:
+            config = original(server)
+            guarded(config, server._settings, isinstance(server, RESTServer))
+            return config
+
+        return get_config
+
+    for hook in (Hook.REST_CONFIG, Hook.METRICS_CONFIG):
+        wrap(hook, guarding)
+
+
+def ports_are_guarded() -> bool:
+    return grpc_server.aio is not aio
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """uvicorn's servers and gRPC's of one MLServer; ``metrics`` None: MLServer exports none on a port of their own."""
+
+    rest: Any
+    grpc: aio.Server
+    metrics: Any | None
+
+
+def listeners_of(server: MLServer) -> Listeners:
+    metrics = server._metrics_server
+    return Listeners(
+        server._rest_server._server, server._grpc_server._server, None if metrics is None else metrics._server
+    )
+
+
+# --- gRPC ---
+
+
+def convert_message(servicer: InferenceServicer, message: Any, context: grpc.ServicerContext) -> InferenceRequest:
+    """The message as MLServer's request, with the call's metadata as its headers."""
+    return servicer._InsertHeaders(message, context)
+
+
+def send_headers(servicer: InferenceServicer, result: InferenceResponse, context: grpc.ServicerContext) -> None:
+    """The response's headers as the call's trailing metadata."""
+    servicer._SetTrailingMetadata(result, context)
+
+
+def grpc_code(error: MLServerError) -> grpc.StatusCode:
+    code: grpc.StatusCode = utils._grpc_status_code(error)
+    return code
+
+
+def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
+    utils.STATUS_CODE_MAPPING.update(codes)
+
+
+def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
+    """Makes the gRPC server call ``listen`` with the address of a port that it is told to open."""
+    server.add_insecure_port = listen
+
+
+# --- uvicorn ---
+
+
+def transport_of(send: Send) -> Any | None:
+    """The connection's transport, from uvicorn's own ``send``; None from another one."""
+    return getattr(getattr(send, "__self__", None), "transport", None)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which asks a subclass before it goes on. When a client disconnects, all requests that it has
+    sent ahead end, and an answer to a client of HTTP/1.0 lasts until the connection is closed."""
+
+    refusal = ""  # why the head at hand is refused
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
+
+    def takes_head(self) -> bool:
+        """Called at the end of a head; False: the request does not begin. Raises ValueError to refuse it."""
+        return True
+
+    def takes_end(self) -> bool:
+        """Called at the end of a request; False: it goes on."""
+        return True
+
+    def kept_alive(self) -> None:
+        """Called when the connection has been closed, as no further request has come."""
+
+    def refuse_head(self, why: str) -> None:
+        self.send_400_response(why)
+
+    @property
+    def client_may_send(self) -> bool:
+        return not self.flow.read_paused
+
+    def declines(self) -> bool:
+        """True if the request at hand offers a protocol that uvicorn does not speak."""
+        offered = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        return offered and not self._should_upgrade()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the last request only."""
+        for cycle in self._earlier:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        if not self.takes_head():
+            return
+        self._earlier = [cycle for cycle in (*self._earlier, self.cycle) if cycle and not cycle.response_complete]
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _UntilClosed
+
+    def on_message_complete(self) -> None:
+        if self.takes_end():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self.refusal or msg)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.kept_alive()
+
+
+class _UntilClosed(RequestResponseCycle):
+    """The answer to an HTTP/1.0 client, which knows no chunks: its body lasts until the connection is closed."""
+
+    async def send(self, message: Any) -> None:
+        self.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn refuses more than was declared
+        await super().send(message)
