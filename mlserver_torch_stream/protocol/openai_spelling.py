@@ -35,7 +35,7 @@ from mlserver_torch_stream.protocol.spelling import (
 )
 from mlserver_torch_stream.protocol.v2_tensors import refuse_left_over
 from mlserver_torch_stream.protocol.values import most_checked
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 REQUEST_ID = "x-request-id"
 _MODEL = "model"
@@ -153,7 +153,8 @@ class OpenAIResponses(OpenAISpelling):
         if constraint is not None:  # the engine may refuse it later
             constraint = replace(constraint, field=own_name(constraint.field))
         reply = replace(request.reply, repeated=repeated_values(posted.json))
-        return replace(request, reply=reply, constraint=constraint)
+        prompts = tuple(replace(each, field=INPUT) for each in request.prompts if isinstance(each, ChatPrompt))
+        return replace(request, prompts=prompts, reply=reply, constraint=constraint)
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return ResponsesStream(request, context)

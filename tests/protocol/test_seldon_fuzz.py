@@ -55,10 +55,11 @@ def _param(refusal: InvalidInput) -> str:
 # --- conversations ---
 
 plain = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+role = st.text("aZ0_.-", min_size=1, max_size=64)
 text_part = st.fixed_dictionaries({"type": st.just("text"), "text": plain})
 call = st.fixed_dictionaries({"id": plain, "function": st.dictionaries(plain, plain, max_size=2)})
 message = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | plain.filter(bool)},
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | role},
     optional={
         "content": st.none() | plain | st.lists(text_part, max_size=3),
         "tool_calls": st.lists(call, max_size=2),
