@@ -54,13 +54,14 @@ class ChatPrompt:
     """A conversation, rendered by the model's chat template with a generation prompt.
 
     ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they are.
-    ``tool_choice`` says something only beside ``tools``.
+    ``tool_choice`` says something only beside ``tools``. ``field`` is the request's parameter that gave the messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    field: str = "messages"
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt

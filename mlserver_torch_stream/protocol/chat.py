@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len, MaxLen
+from pydantic import TypeAdapter
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.constraints import ElementBudget, Schema, check, check_finite
+from mlserver_torch_stream.protocol.bodies import (
+    FAIL_FAST,
+    SPENDS,
+    Body,
+    ElementBudget,
+    JsonObject,
+    NonEmpty,
+    Text,
+    TextOrList,
+    fields,
+    validate,
+)
+from mlserver_torch_stream.protocol.constraints import check_finite
 from mlserver_torch_stream.protocol.parameters import Merged
 from mlserver_torch_stream.protocol.values import is_text, parse_json, shown
 from mlserver_torch_stream.tool_calls import ToolChoice
@@ -17,36 +32,73 @@ _NO_PARSER = "none"
 MAX_TOOLS = 128
 MAX_NAME = 64
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-FUNCTION: Schema = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-TOOLS: Schema = {
-    "type": "array",
-    "maxItems": MAX_TOOLS,
-    "items": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"type": "string", "enum": ["function"], "description": "only functions are implemented"},
-            "function": FUNCTION,
-        },
-    },
-}
+
+
+class Tool(Body, extra="ignore"):
+    """A tool; only functions are implemented."""
+
+    type: Literal["function"]
+
+
+class ToolFunction(Body, extra="ignore"):
+    """A function that the answer may call."""
+
+    name: Annotated[str, Len(1, MAX_NAME)]
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Tool):
+    """A function, as chats have it."""
+
+    function: ToolFunction
+
+
+FunctionTools = Annotated[list[FunctionTool], MaxLen(MAX_TOOLS), FAIL_FAST]
+_TOOLS = TypeAdapter(FunctionTools)
+
+Objects = Annotated[list[JsonObject], FAIL_FAST, SPENDS]
+
+
+class TextPart(Body, extra="ignore"):
+    """A part of a message's content; only text is implemented."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class MessageMetadata(Body):
+    """What proxies and their SDKs add to a message, and send back with it. No chat template sees it."""
+
+    provider_specific_fields: Any = None
+    cache_control: Any = None
+    id: Any = None
+    reasoning_details: Any = None
+
+
+class ChatMessage(MessageMetadata):
+    """A message of a conversation. An answer may come back as the client's SDK has dumped it, or a proxy."""
+
+    role: NonEmpty
+    content: TextOrList[Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
+    name: Text | None = None
+    tool_calls: Objects | None = None
+    tool_call_id: Text | None = None
+    refusal: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    annotations: Objects | None = None
+    audio: None = None
+    function_call: None = None
+
 
 Tools = tuple[Mapping[str, Any], ...]
 
 
-def check_tools(field: str, value: Any, most: int) -> Tools:
-    """Checks that the tools are functions with different names; an empty list counts as no tools. ``most``: elements
-    that are looked at."""
-    check(field, value, TOOLS, ElementBudget(most))
+def check_tools(field: str, value: Any) -> Tools:
+    """Checks that the tools are functions with different names; an empty list counts as no tools."""
+    validate(field, _TOOLS, value)
     names: set[str] = set()
     for position, tool in enumerate(value):
         name = tool["function"]["name"]
@@ -151,8 +203,6 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 
-# What proxies and their SDKs add to a message, and send back with it. No chat template sees it.
-MESSAGE_METADATA = ("provider_specific_fields", "cache_control", "id", "reasoning_details")
 _NO_NAME = "<|\\/>"  # as in OpenAI's API
 _MARKS = re.compile(rf"[\s\x00-\x1f{re.escape(_NO_NAME)}]")
 _REASONING = ("reasoning", "reasoning_content")  # templates read one or the other
@@ -183,7 +233,7 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
     _check_names(field, position, role, message.get("name"))
     # Templates ask whether a key is there.
-    checked = {key: part for key, part in message.items() if part is not None and key not in MESSAGE_METADATA}
+    checked = {key: part for key, part in message.items() if part is not None and key not in fields(MessageMetadata)}
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = parsed_calls(field, position, calls)

@@ -1,4 +1,4 @@
-"""Reads the constraint of a request's answers, and checks JSON schemas and values against them.
+"""Reads the constraint of a request's answers, and checks JSON schemas.
 
 A schema that no finite answer matches is refused here; the engine's compiler finds out later
 whether a constraint is implemented.
@@ -9,158 +9,17 @@ A part that it cannot read counts as finite.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from mlserver_torch_stream.did_you_mean import did_you_mean
+from annotated_types import Len
+from pydantic import Field, TypeAdapter
+
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.values import is_text, printable, shown
+from mlserver_torch_stream.protocol.bodies import FAIL_FAST, Body, JsonObject, NonEmpty, Text, validate
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ModelInfo
-
-Schema = Mapping[str, Any]
-STRING: Schema = {"type": "string"}
-NULLABLE_STRING: Schema = {"type": ["string", "null"]}
-
-_NAMES = {
-    "array": "a list",
-    "boolean": "true or false",
-    "integer": "an integer",
-    "null": "null",
-    "number": "a number",
-    "object": "a JSON object",
-    "string": "a string",
-}
-
-
-class ElementBudget:
-    """How many elements of lists and objects may be looked at in one value: each takes microseconds."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._left = most
-
-    def take(self, place: str, count: int) -> None:
-        """Raises InvalidInput."""
-        self._left -= count
-        if self._left < 0:
-            raise InvalidInput(place, f"holds too many elements; at most {self._most} are checked")
-
-
-def check(place: str, value: Any, schema: Schema, budget: ElementBudget | None = None) -> None:
-    """Raises InvalidInput. A list or a text is measured before its elements are looked at. ``budget``: of a value that
-    a client has sent, so that none keeps the event loop for seconds. A field of an object that is null counts as
-    absent, also an unknown one."""
-    _check_type(place, value, schema)
-    if "enum" in schema and value not in schema["enum"]:
-        why = f"; {schema['description']}" if "description" in schema else ""
-        raise InvalidInput(place, f"must be {' or '.join(map(shown, schema['enum']))}, got {shown(value)}{why}")
-    if isinstance(value, str):
-        _check_size(place, len(value), schema, "Length", "characters")
-    elif isinstance(value, list):
-        _check_size(place, len(value), schema, "Items", "elements")
-        if "items" in schema and not _are_integers(value, schema["items"]):
-            _take(budget, place, value)
-            for position, element in enumerate(value):
-                check(f"{place}[{position}]", element, schema["items"], budget)
-    elif isinstance(value, dict):
-        _check_object(place, value, schema, budget)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check_bounds(place, value, schema)
-
-
-def nullable(schema: Schema) -> dict[str, Any]:
-    """The schema in the words of JSON Schema: known fields may be null. That unknown ones may be too stays unsaid."""
-    required, said = schema.get("required", ()), dict(schema)
-    if "items" in said:
-        said["items"] = nullable(said["items"])
-    if "properties" in said:
-        properties = said["properties"].items()
-        said["properties"] = {
-            key: nullable(each) if key in required else with_null(nullable(each)) for key, each in properties
-        }
-    return said
-
-
-def with_null(schema: Schema) -> dict[str, Any]:
-    said = dict(schema)
-    types = [said["type"]] if isinstance(said.get("type"), str) else said.get("type")
-    if types is not None and "null" in types:
-        return said
-    if isinstance(said.get("enum", [None])[0], bool):  # generators of clients know no such ``enum``
-        return {"anyOf": [*({"const": each} for each in said["enum"]), {"type": "null"}]}
-    if types is not None:
-        said["type"] = [*types, "null"]
-    if "enum" in said and None not in said["enum"]:
-        said["enum"] = [*said["enum"], None]
-    return said
-
-
-def _check_type(place: str, value: Any, schema: Schema) -> None:
-    said = schema.get("type", list(_NAMES))
-    types = [said] if isinstance(said, str) else said
-    if not any(_is(value, kind) for kind in types):
-        raise InvalidInput(place, f"must be {' or '.join(_NAMES[kind] for kind in types)}, got {shown(value)}")
-
-
-def _is(value: Any, kind: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return kind == ("null" if value is None else "boolean")
-    if isinstance(value, (int, float)):
-        return kind == "number" or (kind == "integer" and (isinstance(value, int) or value.is_integer()))
-    if isinstance(value, str):
-        return kind == "string" and is_text(value)
-    return kind == ("array" if isinstance(value, list) else "object")
-
-
-def _check_size(place: str, size: int, schema: Schema, keyword: str, unit: str) -> None:
-    if size < schema.get(f"min{keyword}", 0):
-        raise InvalidInput(place, "is empty" if size == 0 else f"has only {size} {unit}")
-    most = schema.get(f"max{keyword}")
-    if most is not None and size > most:
-        raise InvalidInput(place, f"must have at most {most} {unit}, got {size}")
-
-
-def _check_bounds(place: str, value: float, schema: Schema) -> None:
-    if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
-        raise InvalidInput(place, f"must be above {schema['exclusiveMinimum']}, got {shown(value)}")
-    if "minimum" in schema and value < schema["minimum"]:
-        raise InvalidInput(place, f"must be at least {schema['minimum']}, got {shown(value)}")
-    if "maximum" in schema and value > schema["maximum"]:
-        raise InvalidInput(place, f"must be at most {schema['maximum']}, got {shown(value)}")
-
-
-def _are_integers(value: Sequence[Any], schema: Schema) -> bool:
-    """True of plain integers that fit: millions of them, as the ids of a prompt may be, are looked at in 0.1 s."""
-    if "integer" not in schema.get("type", ()) or "maximum" in schema or "enum" in schema:
-        return False
-    return set(map(type, value)) == {int} and min(value) >= schema.get("minimum", min(value))
-
-
-def _take(budget: ElementBudget | None, place: str, elements: Sized) -> None:
-    if budget is not None:
-        budget.take(place, len(elements))
-
-
-def _check_object(place: str, value: Mapping[str, Any], schema: Schema, budget: ElementBudget | None) -> None:
-    properties, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
-    if not isinstance(additional, bool):
-        _take(budget, place, value)
-    for key, element in value.items():
-        if element is None and (key in properties or isinstance(additional, bool)):
-            continue
-        name = f"{place}.{printable(key)}"
-        if key in properties:
-            check(name, element, properties[key], budget)
-        elif additional is False:
-            raise InvalidInput(name, f"unknown key{did_you_mean(printable(key), properties, str)}")
-        elif additional is not True:
-            check(name, element, additional, budget)
-    for key in schema.get("required", ()):
-        if value.get(key) is None:
-            raise InvalidInput(f"{place}.{key}", "is needed")
-
 
 _MAX_VISITS = 20_000  # of parts of a schema: some 20 ms
 _MAX_DEPTH = 150  # of nested parts; each takes up to three nested Python calls
@@ -274,48 +133,40 @@ def _target(root: Any, reference: str) -> Any:
 
 
 _MAX_CHOICES = 4096
-_OPTIONAL_STRING: Schema = {"type": ["string", "null"], "minLength": 1}
-RESPONSE_FORMAT: Schema = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
-        "json_schema": {
-            "type": ["object", "null"],
-            "required": ["schema"],
-            "properties": {
-                "name": {"type": "string"},
-                "description": {"type": ["string", "null"]},
-                "schema": {"type": "object"},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "additionalProperties": False,
-        },
-    },
-    "additionalProperties": False,
-}
-STRUCTURED_OUTPUTS: Schema = {
-    "type": "object",
-    "properties": {
-        "json": {"type": ["object", "string", "null"], "minLength": 1},
-        "json_object": {"type": ["boolean", "null"]},
-        "regex": _OPTIONAL_STRING,
-        "choice": {
-            "type": ["array", "null"],
-            "minItems": 1,
-            "maxItems": _MAX_CHOICES,
-            "items": {"type": "string", "minLength": 1},
-        },
-        "grammar": _OPTIONAL_STRING,
-        # Further fields of vLLM's own class, with the values that ask for nothing.
-        "disable_any_whitespace": {"type": "boolean"},
-        "disable_additional_properties": {"type": "boolean", "enum": [False]},
-        "disable_fallback": {"type": "boolean"},
-        "whitespace_pattern": {"type": "null"},
-        "structural_tag": {"type": "null"},
-    },
-    "additionalProperties": False,
-}
+
+
+class JsonSchemaFormat(Body):
+    """The schema of an answer."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The kind of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints of an answer. Further fields of vLLM's own class have the values that ask for nothing."""
+
+    json_: JsonObject | NonEmpty | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Len(1, _MAX_CHOICES), FAIL_FAST] | None = None
+    grammar: NonEmpty | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: bool | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
+_RESPONSE_FORMAT, _STRUCTURED_OUTPUTS = TypeAdapter(ResponseFormat), TypeAdapter(StructuredOutputs)
 # As TensorRT-LLM's backend of Triton names them.
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 _GUIDE_KINDS = {"regex": ConstraintKind.REGEX, "ebnf_grammar": ConstraintKind.GRAMMAR}
@@ -327,7 +178,7 @@ def response_format(value: Any, info: ModelInfo) -> Constraint | None:
     object."""
     field = "response_format"
     said = values.json_object(value, info)
-    check(field, said, RESPONSE_FORMAT)
+    validate(field, _RESPONSE_FORMAT, said)
     if said["type"] == "text":
         return None
     if said["type"] == "json_object":
@@ -342,7 +193,7 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
     object."""
     field = "structured_outputs"
     said = values.json_object(value, info)
-    check(field, said, STRUCTURED_OUTPUTS, ElementBudget(_MAX_CHOICES))
+    validate(field, _STRUCTURED_OUTPUTS, said)
     kinds = [key for key in ("json", "json_object", "regex", "choice", "grammar") if said.get(key)]
     if "json" in said and said["json"] == {}:  # a schema of anything
         kinds.append("json")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.constraints import NULLABLE_STRING, STRING, Schema
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
-from mlserver_torch_stream.protocol.openapi_parts import COUNT, answered, object_schema, reference, response
+from mlserver_torch_stream.protocol.openapi_parts import (
+    COUNT,
+    NULLABLE_STRING,
+    STRING,
+    Schema,
+    answered,
+    object_schema,
+    reference,
+    response,
+)
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
 _FILE_ID: Schema = {"type": "string", "pattern": "^file-[0-9a-f]{32}$"}

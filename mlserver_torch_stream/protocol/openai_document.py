@@ -1,21 +1,23 @@
-"""Builds the OpenAPI document of the paths below ``/v1`` out of the tables that the decoders read."""
+"""Builds the OpenAPI document of the paths below ``/v1`` out of the models that the decoders read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from mlserver_torch_stream.protocol.constraints import NULLABLE_STRING, STRING, Schema, nullable, with_null
 from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
-from mlserver_torch_stream.protocol.openai_parameters import (
-    CHAT_PARAMETERS,
-    COMPLETION_PARAMETERS,
-    BodyParameter,
-    Table,
-    Treatment,
+from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest, CompletionRequest, ModelResponseRequest
+from mlserver_torch_stream.protocol.openapi_parts import (
+    COUNT,
+    NULLABLE_STRING,
+    REQUEST_ID,
+    STRING,
+    Schema,
+    answered,
+    body_schemas,
+    object_schema,
+    reference,
+    response,
 )
-from mlserver_torch_stream.protocol.openapi_parts import COUNT, REQUEST_ID, answered, object_schema, reference, response
-from mlserver_torch_stream.protocol.responses_request import RESPONSE_PARAMETERS
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
 
@@ -72,10 +74,6 @@ def _parts(kind: str, *, annotations: bool = False) -> JsonObject:
 
 _DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
 A parameter that is not listed is refused with status 400 and its name, and so is a value that the schema excludes."""
-_NOT_TAKEN = {
-    Treatment.IGNORED: "Ignored: no answer depends on it.",
-    Treatment.REFUSED: "Not implemented: only values that ask for nothing are accepted.",
-}
 _FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 _REASONING: Mapping[str, Schema] = {"reasoning": STRING, "reasoning_content": STRING}
 _ERRORS = {
@@ -144,9 +142,7 @@ def _error(status: str) -> JsonObject:
 
 def _schemas() -> JsonObject:
     return {
-        "ChatCompletionRequest": _request(CHAT_PARAMETERS),
-        "CompletionRequest": _request(COMPLETION_PARAMETERS),
-        "ModelResponseRequest": _request(RESPONSE_PARAMETERS),
+        **body_schemas(ChatCompletionRequest, CompletionRequest, ModelResponseRequest),
         **response_schemas(),
         "ChatCompletion": _answer("chat.completion", message=reference("Message"), usage=True),
         "ChatCompletionChunk": _answer("chat.completion.chunk", delta=reference("Delta"), usage=False),
@@ -205,42 +201,3 @@ def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
     if usage:
         return object_schema(**fields, usage=reference("Usage"))
     return _with(object_schema(**fields), usage={"anyOf": [reference("Usage"), {"type": "null"}]})
-
-
-def _request(table: Table) -> JsonObject:
-    return {
-        "type": "object",
-        "required": [name for name, parameter in table.items() if parameter.required],
-        "properties": {name: _parameter(parameter) for name, parameter in table.items()},
-        "additionalProperties": False,
-    }
-
-
-def _parameter(parameter: BodyParameter) -> JsonObject:
-    refused = parameter.treatment is Treatment.REFUSED
-    schema = _one_of(parameter.harmless) if refused else nullable(parameter.schema)
-    if parameter.treatment is not Treatment.TAKEN:
-        schema["description"] = _NOT_TAKEN[parameter.treatment]
-    return schema if parameter.required else with_null(schema)
-
-
-def _one_of(values: Sequence[Any]) -> JsonObject:
-    """Several plain values, or one of any kind; generators of clients know no ``enum`` but of texts and numbers."""
-    if not values:
-        return {"type": []}
-    if isinstance(values[0], bool):
-        return {"anyOf": [*({"const": each} for each in values), {"type": "null"}]}
-    return _exactly(values[0]) if isinstance(values[0], (list, dict)) else {"enum": list(values)}
-
-
-def _exactly(value: Any) -> JsonObject:
-    """A list has one element or none."""
-    if isinstance(value, list):
-        items = _exactly(value[0]) if value else {}
-        return {"type": "array", "minItems": len(value), "maxItems": len(value), "items": items}
-    if isinstance(value, dict):
-        return {
-            **object_schema(**{name: _exactly(each) for name, each in value.items()}),
-            "additionalProperties": False,
-        }
-    return {"enum": [value]}

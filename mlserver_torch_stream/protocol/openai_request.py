@@ -58,7 +58,7 @@ def decode_body(
 def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:
     require_template(MESSAGES, info)
     most = values.most_checked(info)
-    tools = None if body.get(TOOLS) is None else check_tools(TOOLS, body[TOOLS], most)
+    tools = None if body.get(TOOLS) is None else check_tools(TOOLS, body[TOOLS])
     return chat_prompt(check_messages(MESSAGES, body[MESSAGES], most), tools, given, info)
 
 

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol import v2_names as names
-from mlserver_torch_stream.protocol.constraints import check
+from mlserver_torch_stream.protocol.bodies import Body, taken_values, validate
+from mlserver_torch_stream.protocol.openai_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ModelResponseRequest,
+    NamedModel,
+)
 from mlserver_torch_stream.protocol.openai_objects import ChatCompletion, TextCompletion
-from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, Table, taken_values
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT, decode_body
 from mlserver_torch_stream.protocol.openai_stream import (
     ChatStream,
@@ -22,7 +29,7 @@ from mlserver_torch_stream.protocol.openai_stream import (
 )
 from mlserver_torch_stream.protocol.request_options import MAX_ID_CHARACTERS, read_client
 from mlserver_torch_stream.protocol.responses_objects import repeated_values
-from mlserver_torch_stream.protocol.responses_request import INPUT, RESPONSE_PARAMETERS, chat_body, own_name
+from mlserver_torch_stream.protocol.responses_request import INPUT, chat_body, own_name
 from mlserver_torch_stream.protocol.responses_stream import ResponsesStream, ResponsesWhole
 from mlserver_torch_stream.protocol.spelling import (
     NO_HEADERS,
@@ -35,13 +42,14 @@ from mlserver_torch_stream.protocol.spelling import (
 )
 from mlserver_torch_stream.protocol.v2_tensors import refuse_left_over
 from mlserver_torch_stream.protocol.values import most_checked
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 REQUEST_ID = "x-request-id"
 _MODEL = "model"
 _MODEL_VERSION = "model_version"
 _STREAM = "stream"
 _STREAM_OPTIONS = "stream_options"
+_NAMED_MODEL = TypeAdapter(NamedModel)
 _READ_HERE = (_MODEL, _MODEL_VERSION, _STREAM, _STREAM_OPTIONS)
 
 
@@ -49,16 +57,12 @@ class OpenAISpelling(Spelling):
     """What the endpoints have in common. ``prompt``: the parameter that holds the prompt."""
 
     prompt: str
-    parameters: Table
+    body: type[Body]
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
         if "model_name" in path:
             return super().model(path, body)
-        for name in (_MODEL, _MODEL_VERSION):
-            if body.get(name) is not None:
-                check(name, body[name], self.parameters[name].schema)
-        if body.get(_MODEL) is None:
-            raise InvalidInput(_MODEL, "is needed")
+        validate("", _NAMED_MODEL, body)
         return body[_MODEL], body.get(_MODEL_VERSION)
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
@@ -71,11 +75,11 @@ class OpenAISpelling(Spelling):
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         refuse_left_over(len(posted.raw))
-        taken = taken_values(posted.json, self.parameters, most_checked(info))
+        taken = taken_values(posted.json, self.body, most_checked(info))
         if _STREAM_OPTIONS in taken and not streaming:
             raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
         said = {name: value for name, value in taken.items() if name not in _READ_HERE}
-        asked = self._asked(said, most_checked(info))
+        asked = self._asked(said)
         try:
             return decode_body(
                 asked,
@@ -103,14 +107,14 @@ class OpenAISpelling(Spelling):
         return field
 
     @abstractmethod
-    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters of a body, as a chat or a completion has them. Raises InvalidInput for errors no schema can
-        find: parameters that do not go together. ``most``: elements of one value that are looked at."""
+        find: parameters that do not go together."""
 
 
 class OpenAIChat(OpenAISpelling):
     prompt = MESSAGES
-    parameters = CHAT_PARAMETERS
+    body = ChatCompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return ChatStream(request, context)
@@ -118,7 +122,7 @@ class OpenAIChat(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
         if "top_logprobs" in taken and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
         return taken
@@ -126,7 +130,7 @@ class OpenAIChat(OpenAISpelling):
 
 class OpenAICompletions(OpenAISpelling):
     prompt = PROMPT
-    parameters = COMPLETION_PARAMETERS
+    body = CompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return CompletionStream(request, context)
@@ -134,7 +138,7 @@ class OpenAICompletions(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
         if taken.get("echo") and "logprobs" in taken:
             raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
         return taken
@@ -144,7 +148,7 @@ class OpenAIResponses(OpenAISpelling):
     """Its streams name their events, and no ``[DONE]`` ends them."""
 
     prompt = INPUT
-    parameters = RESPONSE_PARAMETERS
+    body = ModelResponseRequest
     event_name_field = "type"
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
@@ -153,7 +157,8 @@ class OpenAIResponses(OpenAISpelling):
         if constraint is not None:  # the engine may refuse it later
             constraint = replace(constraint, field=own_name(constraint.field))
         reply = replace(request.reply, repeated=repeated_values(posted.json))
-        return replace(request, reply=reply, constraint=constraint)
+        prompts = tuple(replace(each, field=INPUT) for each in request.prompts if isinstance(each, ChatPrompt))
+        return replace(request, prompts=prompts, reply=reply, constraint=constraint)
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return ResponsesStream(request, context)
@@ -164,8 +169,8 @@ class OpenAIResponses(OpenAISpelling):
     def _own_name(self, field: str) -> str:
         return own_name(field)
 
-    def _asked(self, taken: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-        return chat_body(taken, most)
+    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+        return chat_body(taken)
 
 
 OPENAI_CHAT = OpenAIChat()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import constraints, values
@@ -17,7 +17,7 @@ from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_STRING_BYTES = 4096  # of all strings of one parameter: the engine's thread searches for them in every answer
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
 
 
@@ -128,7 +128,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         "reasoning_effort",
         "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`, for [templates that read it](tools.md#reasoning).",
-        values.one_of(*REASONING_EFFORTS),
+        values.one_of(*get_args(Effort)),
     ),
     Parameter(
         "response_format",

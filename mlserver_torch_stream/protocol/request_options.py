@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.bodies import validate
 from mlserver_torch_stream.protocol.chat import check_template_arguments, chosen_tools
-from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, check, of_guide
-from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
+from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, of_guide
+from mlserver_torch_stream.protocol.openai_models import StreamOptions
 from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
 from mlserver_torch_stream.types import (
     ChatPrompt,
@@ -29,6 +32,7 @@ from mlserver_torch_stream.types import (
 # Every response of a stream repeats the id up to three times, within lines of 48 KiB.
 MAX_ID_CHARACTERS = 256
 _STREAM_OPTIONS, _CONTINUOUS = "stream_options", "continuous_usage_stats"
+_STREAM_OPTIONS_MODEL = TypeAdapter(StreamOptions)
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
@@ -139,7 +143,7 @@ def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, strea
     for name in OPENAI_BODIES:
         options = dict(object_pairs(name, parameters.get(name), info)).get(_STREAM_OPTIONS)
         if options is not None:
-            check(_STREAM_OPTIONS, options, CHAT_PARAMETERS[_STREAM_OPTIONS].schema)
+            validate(_STREAM_OPTIONS, _STREAM_OPTIONS_MODEL, options)
             if not streaming:
                 raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
             return dict(options)

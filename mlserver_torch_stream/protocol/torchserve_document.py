@@ -6,8 +6,7 @@ them.
 
 from __future__ import annotations
 
-from mlserver_torch_stream.protocol.constraints import STRING, Schema
-from mlserver_torch_stream.protocol.openapi_parts import object_schema
+from mlserver_torch_stream.protocol.openapi_parts import STRING, Schema, object_schema
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.version import __version__
 

@@ -101,7 +101,7 @@ def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str,
     tools = [values.named(names.TOOLS, values.parse_json, text) for text in texts]
     if len(tools) == 1 and isinstance(tools[0], list):
         tools = tools[0]
-    return check_tools(names.TOOLS, tools, values.most_checked(info))
+    return check_tools(names.TOOLS, tools)
 
 
 class Unreadable(InferenceRequest):  # type: ignore[misc]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from mlserver_torch_stream.batches.batch_record import BATCH, FILE, BatchRequest, IdMaker, is_id, read_batch_request
 from mlserver_torch_stream.batches.pages import read_query
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.bodies import fields
 from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
-from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS
+from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.values import printable
@@ -83,6 +84,7 @@ def test_an_unknown_key_of_a_batch_is_named(body: dict[str, Any]) -> None:
 
 _LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 _HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+_PARAMETERS = sorted({*fields(ChatCompletionRequest), *(each.name for each in PARAMETERS)} - {"model", "echo"})
 _INFO = ModelInfo(vocab_size=100, max_model_len=64, max_num_seqs=4, has_chat_template=True)
 
 
@@ -96,7 +98,7 @@ def test_any_key_of_a_row_is_taken_or_named(changes: dict[str, Any]) -> None:
         assert refusal.field in {*(printable(key) for key in changes), "messages"}, refusal.message
 
 
-@pytest.mark.parametrize("name", sorted({*CHAT_PARAMETERS, *(each.name for each in PARAMETERS)} - {"model", "echo"}))
+@pytest.mark.parametrize("name", _PARAMETERS)
 def test_a_bad_value_in_the_body_of_a_row_is_refused_by_its_name(name: str) -> None:
     @settings(max_examples=8, deadline=None)
     @given(_JSON)

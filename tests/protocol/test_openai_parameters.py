@@ -1,4 +1,4 @@
-"""One table says what a body of OpenAI's API may hold: the decoder, the OpenAPI document and the page agree on it."""
+"""One model says what a body of OpenAI's API may hold: the decoder, the OpenAPI document and the page agree on it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.bodies import Body, Refused, fields, taken_values, treatment
 from mlserver_torch_stream.protocol.openai_document import openai_document
-from mlserver_torch_stream.protocol.openai_parameters import (
-    CHAT_PARAMETERS,
-    COMPLETION_PARAMETERS,
-    Table,
-    Treatment,
-    taken_values,
-)
+from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest, CompletionRequest, ModelResponseRequest
 from mlserver_torch_stream.protocol.openai_spelling import (
     OPENAI_CHAT,
     OPENAI_COMPLETIONS,
     OPENAI_RESPONSES,
     OpenAISpelling,
 )
-from mlserver_torch_stream.protocol.responses_request import RESPONSE_PARAMETERS
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 from tests import markdown
@@ -69,12 +63,12 @@ _value = st.recursive(
 
 
 def _bodies(endpoint: str) -> st.SearchStrategy[dict[str, Any]]:
-    names = st.sampled_from(sorted(_SPELLINGS[endpoint].parameters))
+    names = st.sampled_from(sorted(fields(_SPELLINGS[endpoint].body)))
     return st.dictionaries(names, _value, max_size=4).map(lambda given: {**_LEAST[endpoint], **given})
 
 
 def _validator(endpoint: str) -> jsonschema.Draft202012Validator:
-    schema: Mapping[str, Any] = openai_document()["components"]["schemas"][_SCHEMAS[endpoint]]
+    schema = {"$ref": f"#/components/schemas/{_SCHEMAS[endpoint]}", "components": openai_document()["components"]}
     return jsonschema.Draft202012Validator(_with_unknown_nulls(schema))
 
 
@@ -88,9 +82,9 @@ def _with_unknown_nulls(schema: Any) -> Any:
     return {**said, "additionalProperties": {"type": "null"}} if said.get("additionalProperties") is False else said
 
 
-def _refusal(body: Mapping[str, Any], table: Table) -> InvalidInput | None:
+def _refusal(body: Mapping[str, Any], model: type[Body]) -> InvalidInput | None:
     try:
-        taken_values(body, table, 4096)
+        taken_values(body, model, 4096)
     except InvalidInput as refused:
         return refused
     return None
@@ -99,9 +93,9 @@ def _refusal(body: Mapping[str, Any], table: Table) -> InvalidInput | None:
 @_endpoints
 @examples(400)
 @given(data=st.data())
-def test_the_document_accepts_a_body_exactly_where_the_table_does(endpoint: str, data: st.DataObject) -> None:
+def test_the_document_accepts_a_body_exactly_where_the_model_does(endpoint: str, data: st.DataObject) -> None:
     body = data.draw(_bodies(endpoint))
-    refused = _refusal(body, _SPELLINGS[endpoint].parameters)
+    refused = _refusal(body, _SPELLINGS[endpoint].body)
     assert (refused is None) == _validator(endpoint).is_valid(body), refused
 
 
@@ -131,7 +125,7 @@ def test_the_document_accepts_a_body_exactly_where_the_table_does(endpoint: str,
 )
 def test_they_agree_at_the_bounds(given: dict[str, Any], accepted: bool) -> None:
     body = {**_LEAST["completions"], **given}
-    assert (_refusal(body, COMPLETION_PARAMETERS) is None) == accepted
+    assert (_refusal(body, CompletionRequest) is None) == accepted
     assert _validator("completions").is_valid(body) == accepted
 
 
@@ -141,7 +135,7 @@ def test_they_agree_at_the_bounds(given: dict[str, Any], accepted: bool) -> None
 def test_any_value_of_any_parameter_is_understood_or_refused_by_its_name(
     endpoint: str, data: st.DataObject, value: Any, streaming: bool
 ) -> None:
-    name = data.draw(st.sampled_from(sorted(_SPELLINGS[endpoint].parameters)))
+    name = data.draw(st.sampled_from(sorted(fields(_SPELLINGS[endpoint].body))))
     outcome = _outcome(endpoint, {**_LEAST[endpoint], name: value}, streaming)
     if isinstance(outcome, InvalidInput):
         assert outcome.field.startswith(name) and len(outcome.message.encode()) < 2000
@@ -168,7 +162,7 @@ def _outcome(endpoint: str, body: dict[str, Any], streaming: bool) -> Generation
 @_endpoints
 def test_null_is_as_good_as_nothing(endpoint: str) -> None:
     spelling = _SPELLINGS[endpoint]
-    optional = {name: None for name, parameter in spelling.parameters.items() if not parameter.required}
+    optional = {name: None for name, field in fields(spelling.body).items() if not field.is_required()}
     body = {**_LEAST[endpoint], **optional, "nobody_knows_it": None, "best_off": None}
     assert _outcome(endpoint, body, False) == _outcome(endpoint, _LEAST[endpoint], False)
 
@@ -246,12 +240,12 @@ def test_usage_on_every_chunk_needs_the_usage() -> None:
 @_endpoints
 def test_what_is_ignored_changes_nothing_and_what_is_refused_has_harmless_values(endpoint: str) -> None:
     alone = _outcome(endpoint, _LEAST[endpoint], False)
-    ignored = {"string": "x", "object": {"a": "b"}, "boolean": False}
-    for name, parameter in _SPELLINGS[endpoint].parameters.items():
-        if parameter.treatment is Treatment.IGNORED:
-            value = ignored[parameter.schema["type"]]
-            assert _outcome(endpoint, {**_LEAST[endpoint], name: value}, False) == alone, name
-        for value in parameter.harmless if parameter.treatment is Treatment.REFUSED else ():
+    for name, field in fields(_SPELLINGS[endpoint].body).items():
+        if treatment(field) == "ignored":
+            values = ("x", {"a": "b"}, False)
+            outcomes = [_outcome(endpoint, {**_LEAST[endpoint], name: value}, False) for value in values]
+            assert outcomes.count(alone) == 1, name
+        for value in (each for kind in field.metadata if isinstance(kind, Refused) for each in kind.harmless):
             assert _outcome(endpoint, {**_LEAST[endpoint], name: value}, False) == alone, name
 
 
@@ -367,22 +361,22 @@ def test_a_response_is_one_answer_whatever_the_settings_say_of_chats() -> None:
 
 def test_the_page_has_a_row_for_every_parameter_of_a_response_and_no_other() -> None:
     said = {}
-    for names, treatment, _ in markdown.table("docs/openai.md", "Parameters of a response"):
-        said.update(dict.fromkeys(markdown.code_spans(names), treatment))
-    assert said == {name: each.treatment.value for name, each in RESPONSE_PARAMETERS.items()}
+    for names, done, _ in markdown.table("docs/openai.md", "Parameters of a response"):
+        said.update(dict.fromkeys(markdown.code_spans(names), done))
+    assert said == {name: treatment(field) for name, field in fields(ModelResponseRequest).items()}
 
 
 def test_the_page_has_a_row_for_every_parameter_and_no_other() -> None:
     rows = markdown.table("docs/openai.md", "Parameters")
     said = {}
-    for names, endpoints, treatment, *_ in rows:
+    for names, endpoints, done, *_ in rows:
         for name in markdown.code_spans(names):
             assert name not in said, name
-            said[name] = (endpoints, treatment)
-    tables = {"chat": CHAT_PARAMETERS, "completions": COMPLETION_PARAMETERS}
-    for name, (endpoints, treatment) in said.items():
-        for endpoint, table in tables.items():
-            listed = endpoints in ("both", endpoint) or (endpoints == "each" and name in table)
-            assert (name in table) == listed, f"{name}: {endpoint}"
-            assert name not in table or table[name].treatment.value == treatment, name
-    assert said.keys() == {*CHAT_PARAMETERS, *COMPLETION_PARAMETERS}
+            said[name] = (endpoints, done)
+    bodies = {"chat": fields(ChatCompletionRequest), "completions": fields(CompletionRequest)}
+    for name, (endpoints, done) in said.items():
+        for endpoint, body in bodies.items():
+            listed = endpoints in ("both", endpoint) or (endpoints == "each" and name in body)
+            assert (name in body) == listed, f"{name}: {endpoint}"
+            assert name not in body or treatment(body[name]) == done, name
+    assert said.keys() == {*bodies["chat"], *bodies["completions"]}

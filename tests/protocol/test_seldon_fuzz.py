@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.openai_parameters import CHAT_PARAMETERS, Treatment
+from mlserver_torch_stream.protocol.bodies import fields, treatment
+from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import PostedBody
@@ -30,7 +32,9 @@ FIELDS = [
     if spelling not in NOT_PARAMETERS
 ]
 # What OpenAI's chat completions know beside these; a server's path has the version of the model.
-_OPENAIS = {name: each for name, each in CHAT_PARAMETERS.items() if name not in (*NOT_PARAMETERS, "model_version")}
+_OPENAIS = {
+    name: each for name, each in fields(ChatCompletionRequest).items() if name not in (*NOT_PARAMETERS, "model_version")
+}
 FIELDS += [name for name in _OPENAIS if name not in FIELDS]
 FIELDS += ["best_of", "guided_json"]
 
@@ -55,10 +59,11 @@ def _param(refusal: InvalidInput) -> str:
 # --- conversations ---
 
 plain = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+role = st.text("aZ0_.-", min_size=1, max_size=64)
 text_part = st.fixed_dictionaries({"type": st.just("text"), "text": plain})
 call = st.fixed_dictionaries({"id": plain, "function": st.dictionaries(plain, plain, max_size=2)})
 message = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | plain.filter(bool)},
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | role},
     optional={
         "content": st.none() | plain | st.lists(text_part, max_size=3),
         "tool_calls": st.lists(call, max_size=2),
@@ -121,24 +126,35 @@ def test_a_bad_value_of_any_field_is_refused_by_its_name(field: str) -> None:
     check()
 
 
-_SAMPLES = {"string": "x", "boolean": True, "object": {}, "integer": 1, "number": 1, "array": []}
-
-_VALUES = {"response_format": {"type": "text"}, "tool_choice": "auto", "reasoning_effort": "none"}
+_SAMPLES = (
+    "x",
+    True,
+    {},
+    1,
+    [],
+    [{"type": "function", "function": {"name": "f"}}],
+    {"type": "text"},
+    "auto",
+    "none",
+    {"o": 1},
+)
 
 
 @pytest.mark.parametrize("name", _OPENAIS)
 def test_what_openais_endpoint_does_with_a_parameter_is_done_here_too(name: str) -> None:
-    parameter = _OPENAIS[name]
-    if parameter.treatment is Treatment.REFUSED:
-        outcome = _decode({"messages": _HELLO, name: {"other": 1}}, True)
-        assert isinstance(outcome, InvalidInput) and outcome.field == name
-        values = parameter.harmless
-    else:
-        kind = parameter.schema["type"]
-        values = (_VALUES.get(name, _SAMPLES[kind if isinstance(kind, str) else kind[0]]),)
-    for value in values:
-        more = {"logprobs": True} if name == "top_logprobs" else {}
-        assert isinstance(_decode({"messages": _HELLO, **more, name: value}, True), GenerationRequest), value
+    taken = 0
+    for value in (*_SAMPLES, *(each for kind in _OPENAIS[name].metadata for each in getattr(kind, "harmless", ()))):
+        body = {"messages": _HELLO, **({"logprobs": True} if name == "top_logprobs" else {}), name: value}
+        try:
+            OPENAI_CHAT.decode(PostedBody({"model": "chat", **body}), INFO, streaming=True, request_id="r")
+        except InvalidInput:
+            if treatment(_OPENAIS[name]) == "refused":
+                outcome = _decode(body, True)
+                assert isinstance(outcome, InvalidInput) and outcome.field == name, value
+        else:
+            taken += 1
+            assert isinstance(_decode(body, True), GenerationRequest), value
+    assert taken or treatment(_OPENAIS[name]) == "refused"
 
 
 @examples(300)

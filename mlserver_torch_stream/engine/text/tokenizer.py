@@ -101,7 +101,7 @@ class TextCodec:
             return prompt.token_ids
         if isinstance(prompt, TextPrompt):
             return self._ids(prompt.text, "text_input", self._adds_special_tokens(prompt.text))
-        return self._ids(self._rendered(prompt), "messages", False)
+        return self._ids(self._rendered(prompt), prompt.field, False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Returns the text of ``ids``, with the spaces that the tokens have."""
@@ -240,11 +240,11 @@ class TextCodec:
                 )
             )
         except GenerationFailed as error:
-            raise GenerationFailed(f"messages: the model's chat template {error.message}") from None
+            raise GenerationFailed(f"{prompt.field}: the model's chat template {error.message}") from None
         except NotServing:
             raise
         except Exception as error:  # a template is a program that runs on the client's data, and can raise any error
-            raise InvalidInput("messages", f"the chat template refused them: {_reason(error)}") from error
+            raise InvalidInput(prompt.field, f"the chat template refused them: {_reason(error)}") from error
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:

@@ -1,0 +1,238 @@
+"""The base of the models of request bodies: what pydantic finds wrong becomes an InvalidInput that names the field.
+
+A null counts as an absent field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, MinLen
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    GetJsonSchemaHandler,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from mlserver_torch_stream.did_you_mean import did_you_mean
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.values import printable, refuse, refuse_unless_harmless, shown
+
+MAX_ENTRIES = 4096  # of an object whose keys are the client's
+_SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # of a message of pydantic
+
+
+class ElementBudget:
+    """How many elements of lists may be looked at in one value: each takes microseconds."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._left = most
+
+    def spend(self, count: int) -> bool:
+        """False if that is too many."""
+        self._left -= count
+        return self._left >= 0
+
+    def take(self, place: str, count: int) -> None:
+        """Raises InvalidInput."""
+        if not self.spend(count):
+            raise InvalidInput(place, f"holds too many elements; at most {self.most} are checked")
+
+
+class Body(BaseModel):
+    """An object of a request. A field of it that is null counts as absent, also an unknown one."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        said = {key: each for key, each in value.items() if each is not None}
+        if cls.model_config.get("extra") == "forbid":
+            known = fields(cls)
+            for key in said:
+                if key not in known:
+                    raise wrong(f"unknown key{did_you_mean(printable(key), known, str)}", key)
+        return said
+
+
+@cache
+def fields(model: type[Body]) -> Mapping[str, Any]:
+    """The fields of a model by the names that clients know them by."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+class Ignored:
+    """Marks a parameter that is accepted and has no effect."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "description": "Ignored: no answer depends on it."}
+
+
+class Refused:
+    """Marks a parameter that is not implemented. ``harmless``: the values with which it asks for nothing."""
+
+    def __init__(self, *harmless: Any) -> None:
+        self.harmless = harmless
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        said = [_exactly(each) for each in self.harmless]
+        return {
+            "anyOf": [*said, {"type": "null"}],
+            "description": "Not implemented: only values that ask for nothing are accepted.",
+        }
+
+    def _check(self, value: Any) -> Any:
+        try:
+            refuse_unless_harmless("", value, self.harmless)
+        except InvalidInput as error:
+            raise wrong(error.reason) from None
+        return value
+
+
+def _exactly(value: Any) -> dict[str, Any]:
+    """The schema of one value; a list has one element or none."""
+    if isinstance(value, list):
+        items = _exactly(value[0]) if value else {}
+        return {"type": "array", "minItems": len(value), "maxItems": len(value), "items": items}
+    if isinstance(value, dict):
+        properties = {name: _exactly(each) for name, each in value.items()}
+        return {"type": "object", "required": list(value), "properties": properties, "additionalProperties": False}
+    return {"const": value}
+
+
+def wrong(message: str, key: str | None = None) -> PydanticCustomError:
+    """An error of the value at hand, or of its field ``key``."""
+    return PydanticCustomError("wrong", "{message}", {"message": message, "key": key})
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Millions of ids, as a prompt may have, are looked at in 0.1 s."""
+    if not isinstance(value, list) or float not in set(map(type, value)):
+        return value
+    return [int(each) if type(each) is float and each.is_integer() else each for each in value]
+
+
+def _spend(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, list) and info.context is not None and not info.context.spend(len(value)):
+        raise wrong(f"holds too many elements; at most {info.context.most} are checked")
+    return value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise wrong(f"must have at most {MAX_ENTRIES} entries, got {len(value)}")
+    return value
+
+
+def _text_or_list(value: Any) -> str | None:
+    return "a text" if isinstance(value, str) else "a list" if isinstance(value, list) else None
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions of types need it
+
+
+FAIL_FAST = _FailFast()  # of a list: one error is enough
+WHOLE = BeforeValidator(_whole)  # as JSON has it, where 1 is 1.0
+SPENDS = BeforeValidator(_spend)  # of a list whose elements take Python code: counts them before
+T = TypeVar("T")
+# A constraint makes pydantic refuse lone surrogates, which UTF-8 has not.
+Text = Annotated[str, MinLen(0), WithJsonSchema({"type": "string"})]
+NonEmpty = Annotated[str, MinLen(1)]
+JsonObject = dict[str, Any]
+TokenIds = Annotated[list[Annotated[int, Ge(0)]], FAIL_FAST, BeforeValidator(_whole_numbers)]
+Entries = Annotated[dict[str, T], BeforeValidator(_few)]
+TextOrList = Annotated[
+    Annotated[Text, Tag("a text")] | Annotated[T, Tag("a list")],
+    Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
+]
+NonEmptyOrList = Annotated[
+    Annotated[NonEmpty, Tag("a text")] | Annotated[T, Tag("a list")],
+    Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
+]
+
+
+def validate(place: str, kind: TypeAdapter[Any], value: Any, most: int | None = None) -> None:
+    """Raises InvalidInput, whose field begins with ``place``. ``most``: elements that are looked at."""
+    try:
+        kind.validate_python(value, context=None if most is None else ElementBudget(most))
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise InvalidInput(_field(place, value, found), _reason(found)) from None
+
+
+def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[str, Any]:
+    """The parameters of a body that have an effect. Raises InvalidInput, which names the parameter that is missing,
+    wrong, unknown or not implemented.
+
+    ``most``: elements of its lists that are looked at.
+    """
+    known, said = fields(model), dict[str, Any]()
+    for key, value in body.items():
+        if key in known:
+            said[key] = value
+        else:
+            refuse(key, value, known)
+    validate("", _adapter(model), said, most)
+    return {key: value for key, value in said.items() if value is not None and treatment(known[key]) == "taken"}
+
+
+@cache
+def _adapter(model: type[Body]) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
+
+
+def treatment(field: Any) -> str:
+    """What becomes of a parameter: it is taken, ignored or refused."""
+    kinds = [type(each) for each in field.metadata]
+    return "ignored" if Ignored in kinds else "refused" if Refused in kinds else "taken"
+
+
+def _field(place: str, value: Any, found: ErrorDetails) -> str:
+    """The path of a field. A step that leads nowhere in the value is pydantic's name of a kind."""
+    missing = found["type"] == "missing"
+    for step in found["loc"][:-1] if missing else found["loc"]:
+        if isinstance(step, int) and isinstance(value, list):
+            place, value = f"{place}[{step}]", value[step]
+        elif isinstance(value, dict) and step in value:
+            place, value = _joined(place, step), value[step]
+    if missing:
+        return _joined(place, found["loc"][-1])
+    key = "type" if found["type"] == "type" else found.get("ctx", {}).get("key")
+    return place if key is None else _joined(place, key)
+
+
+def _joined(place: str, key: Any) -> str:
+    return f"{place}.{printable(str(key))}" if place else printable(str(key))
+
+
+def _reason(found: ErrorDetails) -> str:
+    if found["type"] == "missing":
+        return "is needed"
+    if "key" in found.get("ctx", {}):
+        return found["msg"]
+    return f"{_SUBJECT.sub('must ', found['msg'])}, got {shown(found['input'])}"

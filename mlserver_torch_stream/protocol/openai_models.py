@@ -1,0 +1,314 @@
+"""Declares the bodies of OpenAI's requests: chat completions, completions and responses.
+
+The decoder and the OpenAPI document both read these models. A parameter says whether it is taken, ignored, or refused
+by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from pydantic import Discriminator, Field, Tag
+
+from mlserver_torch_stream.protocol.bodies import (
+    FAIL_FAST,
+    SPENDS,
+    WHOLE,
+    Body,
+    Entries,
+    Ignored,
+    JsonObject,
+    NonEmpty,
+    NonEmptyOrList,
+    Refused,
+    Text,
+    TextOrList,
+    TokenIds,
+)
+from mlserver_torch_stream.protocol.chat import MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
+from mlserver_torch_stream.protocol.constraints import ResponseFormat, StructuredOutputs
+from mlserver_torch_stream.protocol.parameters import (
+    LEAST_REPETITION_PENALTY,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    Effort,
+)
+from mlserver_torch_stream.protocol.values import MAX_TOKEN_IDS, harmless_values
+
+LOGPROBS = "message.output_text.logprobs"
+Positive = Annotated[int, Ge(1), WHOLE]
+NotNegative = Annotated[int, Ge(0), WHOLE]
+Alternatives = Annotated[int, Ge(0), Le(20), WHOLE]
+Share = Annotated[float, Gt(0), Le(1)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
+Strings = Annotated[list[NonEmpty], FAIL_FAST]
+
+
+class NamedModel(Body, extra="ignore"):
+    """The model that a body names."""
+
+    model: NonEmpty
+    model_version: NonEmpty | None = None
+
+
+class _Generation(NamedModel, extra="forbid"):
+    """The parameters of all three bodies."""
+
+    stream: bool | None = None
+    temperature: Annotated[float, Ge(0), Le(100)] | None = None
+    top_p: Share | None = None
+    stop: NonEmptyOrList[Annotated[Strings, MaxLen(MAX_STOP_STRINGS)]] | None = None
+    seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1), WHOLE] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Entries[Annotated[float, Ge(-100), Le(100)]] | None = None
+    user: Annotated[Text | None, Ignored()] = None
+    # What vLLM's clients send beside OpenAI's own.
+    top_k: Annotated[int, Ge(-1), WHOLE] | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    typical_p: Share | None = None
+    repetition_penalty: Annotated[float, Ge(LEAST_REPETITION_PENALTY), Le(100)] | None = None
+    min_tokens: NotNegative | None = None
+    stop_token_ids: Annotated[TokenIds, MaxLen(MAX_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    bad_words: NonEmptyOrList[Annotated[Strings, MaxLen(MAX_BAD_WORDS)]] | None = None
+    priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
+    # Of this runtime alone.
+    timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None
+
+
+class StreamOptions(Body):
+    """What a stream shows beside its choices."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Choices(_Generation):
+    """The parameters of chat completions and completions."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    n: Positive | None = None
+    response_format: ResponseFormat | None = None
+
+
+class _Talk(_Generation):
+    """The parameters of chat completions and responses."""
+
+    top_logprobs: Alternatives | None = None
+    chat_template_kwargs: JsonObject | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: Annotated[Text | None, Ignored()] = None
+    prompt_cache_key: Annotated[Text | None, Ignored()] = None
+    prompt_cache_options: Annotated[JsonObject | None, Ignored()] = None
+    prompt_cache_retention: Annotated[Text | None, Ignored()] = None
+    moderation: Annotated[Any, Refused()] = None
+    service_tier: Annotated[Any, Refused(*harmless_values("service_tier"))] = None
+
+
+class ChatCompletionRequest(_Choices, _Talk):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], MinLen(1), FAIL_FAST, SPENDS]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    tools: FunctionTools | None = None
+    reasoning_effort: Effort | None = None
+    metadata: Annotated[JsonObject | None, Ignored()] = None
+    store: Annotated[bool | None, Ignored()] = None
+    audio: Annotated[Any, Refused()] = None
+    function_call: Annotated[Any, Refused("none", "auto")] = None
+    functions: Annotated[Any, Refused(*harmless_values("functions"))] = None
+    modalities: Annotated[Any, Refused(*harmless_values("modalities"))] = None
+    prediction: Annotated[Any, Refused()] = None
+    verbosity: Annotated[Any, Refused(*harmless_values("verbosity"))] = None
+    web_search_options: Annotated[Any, Refused()] = None
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        return "a text" if isinstance(prompt, str) else None
+    first = prompt[0] if prompt else ""
+    return "some texts" if isinstance(first, str) else "some prompts" if isinstance(first, list) else "some ids"
+
+
+class CompletionRequest(_Choices):
+    """The body of ``/v1/completions``. Its prompt is a text, several, the ids of one prompt, or of several."""
+
+    prompt: Annotated[
+        Annotated[NonEmpty, Tag("a text")]
+        | Annotated[Strings, MinLen(1), Tag("some texts")]
+        | Annotated[TokenIds, MinLen(1), Tag("some ids")]
+        | Annotated[
+            list[Annotated[TokenIds, MinLen(1)]],
+            MinLen(1),
+            FAIL_FAST,
+            SPENDS,
+            Tag("some prompts"),
+        ],
+        Discriminator(
+            _kind_of_prompt, custom_error_type="wrong", custom_error_message="must be a text, or a list of texts or ids"
+        ),
+    ]
+    echo: bool | None = None
+    logprobs: Alternatives | None = None
+    best_of: Annotated[Any, Refused(*harmless_values("best_of"))] = None
+    suffix: Annotated[Any, Refused(*harmless_values("suffix"))] = None
+
+
+class InputText(Body, extra="ignore"):
+    """A part of a message, or of what a function has answered."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class ReasoningText(Body, extra="ignore"):
+    """A part of an earlier answer's reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class SummaryText(Body, extra="ignore"):
+    """A part of the summary of an earlier answer's reasoning."""
+
+    type: Literal["summary_text"]
+    text: Text
+
+
+_Parts = TextOrList[Annotated[list[InputText], FAIL_FAST, SPENDS]]
+
+
+class _Item(Body):
+    id: Text | None = None
+    status: Text | None = None
+
+
+class InputMessage(_Item):
+    """A message of a conversation."""
+
+    type: Literal["message"] | None = None
+    role: NonEmpty
+    content: _Parts
+    phase: Text | None = None
+
+
+class InputCall(_Item):
+    """A call of a function in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class InputCallOutput(_Item):
+    """What a function has answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: _Parts
+
+
+class InputReasoning(_Item):
+    """The reasoning of an earlier answer, or its summary where there is no text of it."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], FAIL_FAST, SPENDS] | None = None
+    content: Annotated[list[ReasoningText], FAIL_FAST, SPENDS] | None = None
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _kind_of_item(item: Any) -> str | None:
+    """An item is a message unless it says otherwise."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return "a message" if kind is None else f"a {kind}" if kind in _KINDS else None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("a message")]
+    | Annotated[InputCall, Tag("a function_call")]
+    | Annotated[InputCallOutput, Tag("a function_call_output")]
+    | Annotated[InputReasoning, Tag("a reasoning")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="type",
+        custom_error_message=f"must be {' or '.join(_KINDS)}",
+    ),
+]
+
+
+class ResponseTool(ToolFunction, Tool):
+    """A function, as responses have it."""
+
+
+class TextFormat(Body):
+    """The kind of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """How the text of an answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    """How the model reasons. No summary is made: ``auto`` leaves that to the server."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    """What a stream of events shows."""
+
+    include_obfuscation: bool | None = None
+
+
+class ModelResponseRequest(_Talk):
+    """The body of ``/v1/responses``. The server keeps no responses."""
+
+    input: NonEmptyOrList[Annotated[list[Item], MinLen(1), FAIL_FAST, SPENDS]]
+    instructions: Text | None = None
+    max_output_tokens: Positive | None = None
+    tools: Annotated[list[ResponseTool], MaxLen(MAX_TOOLS), FAIL_FAST] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    # An item of reasoning has its text, so that nothing has to be encrypted to come back.
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], MaxLen(16), FAIL_FAST]
+        | None
+    ) = None
+    metadata: Entries[Text] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: Annotated[Any, Refused(False)] = None
+    background: Annotated[Any, Refused(False)] = None
+    truncation: Annotated[Any, Refused("disabled")] = None
+    previous_response_id: Annotated[Any, Refused()] = None
+    conversation: Annotated[Any, Refused()] = None
+    prompt: Annotated[Any, Refused()] = None
+    max_tool_calls: Annotated[Any, Refused()] = None
+    context_management: Annotated[Any, Refused()] = None
+    access_programs: Annotated[Any, Refused()] = None
+    background_options: Annotated[Any, Refused()] = None
+    image: Annotated[Any, Refused()] = None
