@@ -12,7 +12,7 @@ def _manage(method: str, path: str) -> str:
     return f"curl -X {method} 'management:{path}'"
 
 
-DESCRIBED = (
+_DESCRIBED = (
     "keys in another order; `maxRetryTimeoutInSec` is not honoured; without sequences `maxNumSequence` and "
     "`maxSequenceJobQueueSize` are 1"
 )
@@ -21,10 +21,10 @@ _DOCUMENT = "the document names the paths that this server has"
 MANAGEMENT = (
     Case("the models", _manage("GET", "/models")),
     Case("the models, by pages", _manage("GET", "/models?limit=1")),
-    Case("a model", _manage("GET", "/models/class"), why=DESCRIBED),
-    Case("a model's version", _manage("GET", "/models/class/1.0"), why=DESCRIBED),
-    Case("all versions", _manage("GET", "/models/class/all"), why=DESCRIBED),
-    Case("a model's own description", _manage("GET", "/models/class/1.0?customized=true"), why=DESCRIBED),
+    Case("a model", _manage("GET", "/models/class"), why=_DESCRIBED),
+    Case("a model's version", _manage("GET", "/models/class/1.0"), why=_DESCRIBED),
+    Case("all versions", _manage("GET", "/models/class/all"), why=_DESCRIBED),
+    Case("a model's own description", _manage("GET", "/models/class/1.0?customized=true"), why=_DESCRIBED),
     Case("a model that is not there", _manage("GET", "/models/nothing")),
     Case("a version that is not there", _manage("GET", "/models/class/7.0")),
     Case("registering without a worker", _manage("POST", "/models?url=late-1.0.mar")),
