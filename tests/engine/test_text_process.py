@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.text import text_process, tokenizer
+from mlserver_torch_stream.engine.text import text_process, text_process_main, tokenizer
+from mlserver_torch_stream.engine.text.text_process import TextProcesses
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tokenizer_limits import backtracks
 from mlserver_torch_stream.errors import ContextLengthExceeded, GenerationFailed, InvalidInput, LoadFailed
@@ -122,3 +129,52 @@ def test_expressions_that_backtrack_without_end_are_recognised(pattern: str) -> 
 @pytest.mark.parametrize("pattern", [_GPT4, _O200K, r" ?[^(\s|[.,!?])]+", r"[0-9][0-9][0-9]", r"[\]+*]+", r"\(a+\)+"])
 def test_expressions_of_known_models_are_not_suspected(pattern: str) -> None:
     assert not backtracks(pattern)
+
+
+def _render(processes: TextProcesses, content: str) -> str:
+    conversation = [{"role": "user", "content": content}]
+    return str(processes.run("render", conversations=[conversation], chat_template="{{ messages[0].content }}"))
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text().split()}
+
+
+def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a ``sitecustomize`` of a company's image, or a library that greets, may."""
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert _render(TextProcesses(), "hello") == "hello"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
+def test_a_process_that_reads_no_job_fails_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job longer than what the system keeps for a reader."""
+    monkeypatch.setattr(text_process, "MAX_SECONDS", 1.0)
+    processes, before = TextProcesses(), _children()
+    assert _render(processes, "hello") == "hello"
+    (started,) = _children() - before
+    os.kill(started, signal.SIGSTOP)
+    with pytest.raises(GenerationFailed, match="took longer than 1 s"):
+        _render(processes, "x" * 10_000_000)
+    assert _render(processes, "hello") == "hello"
+    assert started not in _children()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no limit of address space")
+@pytest.mark.parametrize(
+    ("limit", "statm"), [(2**30, "/proc/self/statm"), (-1, "/not/mounted"), (2**30, "/not/mounted")]
+)
+def test_memory_is_limited_below_the_servers_own_limit_and_without_proc(limit: int, statm: str) -> None:
+    script = f"""
+import resource, pathlib
+from {text_process_main.__name__} import _limit_memory
+import {text_process_main.__name__} as main
+main._STATM = pathlib.Path({statm!r})
+resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
+_limit_memory(2**30)
+print(resource.getrlimit(resource.RLIMIT_AS)[0])"""
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert printed.returncode == 0, printed.stderr
+    assert 0 < int(printed.stdout) <= (limit if limit > 0 else 2**31)

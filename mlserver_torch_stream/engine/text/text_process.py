@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-import select
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +31,7 @@ MAX_REPLY_BYTES = 2**27
 _MAX_START_S = 60.0
 _MAX_IDLE = 2  # processes that wait for a job, of some 60 MB each
 _NO_PROCESS = "no process can be started for what the model's files do with text"
-_PIECE = 2**16
+_PIECE = 2**18
 
 
 class JobRefused(Exception):
@@ -47,10 +47,10 @@ class TextProcesses:
 
     def __init__(self, tokenizer: Callable[[], str] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._idle: deque[subprocess.Popen[bytes]] = deque()
+        self._idle: deque[_Process] = deque()
         weakref.finalize(self, _stop_all, self._idle)
 
-    def run(self, job: str, **arguments: Any) -> Any:
+    def run(self, job: str, /, **arguments: Any) -> Any:
         """Returns what the job returns. Blocks for at most ``MAX_SECONDS``, and while a process starts.
 
         Raises JobRefused, GenerationFailed if the job exceeds a limit, or NotServing if no process can be started.
@@ -58,92 +58,111 @@ class TextProcesses:
         message = _line([job, arguments])
         process = self._living() or self._started()
         try:
-            reply = _reply(process, message, MAX_SECONDS)
+            reply = process.ask(message, MAX_SECONDS)
         except _LimitExceeded as exceeded:
-            _stop(process)
+            process.stop()
             logger.warning("a %s job of a model was exceeded: it %s", job, exceeded)
             raise GenerationFailed(str(exceeded)) from None
         except BaseException:
-            _stop(process)
+            process.stop()
             raise
         if len(self._idle) < _MAX_IDLE:
             self._idle.append(process)
         else:
-            _stop(process)
+            process.stop()
         if "error" in reply:
             raise JobRefused(reply["error"])
         return reply["result"]
 
-    def _living(self) -> subprocess.Popen[bytes] | None:
+    def _living(self) -> _Process | None:
         """Takes a process that has no job; None if there is none."""
         with contextlib.suppress(IndexError):
             while True:
                 process = self._idle.pop()
-                if process.poll() is None:
+                if process.lives():
                     return process
-                _stop(process)
+                process.stop()
         return None
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> _Process:
+        try:
+            process = _Process()
+        except OSError as error:
+            raise NotServing(f"{_NO_PROCESS}: {error}") from error
+        try:
+            tokenizer = None if self._tokenizer is None else self._tokenizer()
+            process.ask(_line(["start", {"tokenizer": tokenizer}]), _MAX_START_S)
+        except _LimitExceeded as exceeded:
+            process.stop()
+            raise NotServing(f"{_NO_PROCESS}: it {exceeded}") from None
+        except BaseException:
+            process.stop()
+            raise
+        return process
+
+
+class _Process:
+    """A process and the socket of its jobs and replies, which is its stdin: anything may print to its stdout."""
+
+    def __init__(self) -> None:
         path = [str(each) for each in sys.path]
         run = f"import sys; sys.path[:] = {path}; from {MODULE} import main; main({MAX_BYTES}, {MAX_SECONDS})"
+        self._socket, theirs = socket.socketpair()
         try:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", run],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic writes there what its job raises
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             )
-        except OSError as error:
-            raise NotServing(f"{_NO_PROCESS}: {error}") from error
-        tokenizer = None if self._tokenizer is None else self._tokenizer()
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
+        """Raises _LimitExceeded."""
+        end = time.monotonic() + seconds
+        pieces: list[bytes] = []
+        size = 0
         try:
-            _reply(process, _line(["start", {"tokenizer": tokenizer}]), _MAX_START_S)
-        except _LimitExceeded as exceeded:
-            _stop(process)
-            raise NotServing(f"{_NO_PROCESS}: it {exceeded}") from None
-        return process
+            self._socket.settimeout(seconds)
+            self._socket.sendall(message)
+            while not pieces or not pieces[-1].endswith(b"\n"):
+                self._socket.settimeout(max(0.001, end - time.monotonic()))
+                pieces.append(self._socket.recv(_PIECE))
+                if not pieces[-1]:
+                    raise ConnectionResetError
+                size += len(pieces[-1])
+                if size > MAX_REPLY_BYTES:
+                    raise _LimitExceeded(f"made more than {MAX_REPLY_BYTES // 2**20} MiB of text")
+        except TimeoutError:
+            raise _LimitExceeded(f"took longer than {seconds:g} s") from None
+        except ConnectionError:
+            raise _LimitExceeded(f"needed more than {MAX_BYTES // 2**20} MiB of memory, or ended its process") from None
+        reply: dict[str, Any] = json.loads(b"".join(pieces))
+        if "exceeded" in reply:
+            raise _LimitExceeded(reply["exceeded"])
+        return reply
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._socket.close()
+        self._process.wait()
 
 
 def _line(message: list[Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _reply(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> dict[str, Any]:
-    assert process.stdin is not None and process.stdout is not None
-    end = time.monotonic() + seconds
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which reading shows
-        process.stdin.write(message)
-        process.stdin.flush()
-    waiting = select.poll()
-    waiting.register(process.stdout, select.POLLIN)
-    pieces: list[bytes] = []
-    size = 0
-    while not pieces or not pieces[-1].endswith(b"\n"):
-        if not waiting.poll(max(0.0, 1000 * (end - time.monotonic()))):
-            raise _LimitExceeded(f"took longer than {seconds:g} s")
-        pieces.append(os.read(process.stdout.fileno(), _PIECE))
-        if not pieces[-1]:
-            raise _LimitExceeded(f"needed more than {MAX_BYTES // 2**20} MiB of memory, or ended its process")
-        size += len(pieces[-1])
-        if size > MAX_REPLY_BYTES:
-            raise _LimitExceeded(f"made more than {MAX_REPLY_BYTES // 2**20} MiB of text")
-    reply: dict[str, Any] = json.loads(b"".join(pieces))
-    if "exceeded" in reply:
-        raise _LimitExceeded(reply["exceeded"])
-    return reply
-
-
-def _stop_all(processes: deque[subprocess.Popen[bytes]]) -> None:
+def _stop_all(processes: deque[_Process]) -> None:
     while processes:
-        _stop(processes.pop())
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # a message that it has not read
-        pass
+        processes.pop().stop()
 
 
 class _LimitExceeded(Exception):

@@ -1,6 +1,7 @@
 """The process that ``text_process`` starts: it renders chat templates and tokenizes texts, one job after another.
 
-A job and its reply are lines of JSON. It ends with its parent, whose end closes stdin, or when a job takes too long.
+A job and its reply are lines of JSON, both on stdin, which is a socket. It ends with its parent, whose end closes the
+socket, or when a job takes too long.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Job = Callable[..., Any]
+_STATM = Path("/proc/self/statm")
+_IMPORTS_BYTES = 2**29  # of address space, at the most
 
 
 def main(max_bytes: int, max_seconds: float) -> None:
@@ -21,18 +24,19 @@ def main(max_bytes: int, max_seconds: float) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
         signal.signal(each, signal.SIG_IGN)
     jobs: dict[str, Job] = {}
-    for line in sys.stdin.buffer:
-        name, arguments = json.loads(line)
-        if name == "start":
-            jobs = _jobs(**arguments)
-            _limit_memory(max_bytes)
-            reply: Mapping[str, Any] = {"result": None}
-        else:
-            signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)  # the parent may have ended meanwhile
-            reply = _run(jobs[name], arguments)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    with open(0, "wb", closefd=False) as replies:
+        for line in sys.stdin.buffer:
+            name, arguments = json.loads(line)
+            if name == "start":
+                jobs = _jobs(**arguments)
+                _limit_memory(max_bytes)
+                reply: Mapping[str, Any] = {"result": None}
+            else:
+                signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)  # the parent may have ended meanwhile
+                reply = _run(jobs[name], arguments)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            replies.write(json.dumps(reply).encode() + b"\n")
+            replies.flush()
 
 
 def _jobs(tokenizer: str | None) -> dict[str, Job]:
@@ -55,10 +59,16 @@ def _jobs(tokenizer: str | None) -> dict[str, Job]:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
-    if pages:
-        most = pages * resource.getpagesize() + max_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    """A lower limit that the server has itself stays."""
+    if sys.platform != "linux":
+        return
+    try:
+        taken = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # no /proc is mounted
+        taken = _IMPORTS_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = taken + max_bytes if hard == resource.RLIM_INFINITY else min(taken + max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _run(job: Job, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
