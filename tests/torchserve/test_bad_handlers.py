@@ -263,7 +263,7 @@ def test_a_worker_that_dies_fails_its_own_requests_and_is_started_again(tmp_path
             first = {place.worker.pids[0] for place in pool.supervisor.slots if place.worker}
             dies = pool.submit(request("die"))
             assert (await anext(dies)).value == b"first"
-            with pytest.raises(HandlerFailed, match=r"^the handler worker [01] exited with status 9"):
+            with pytest.raises(HandlerFailed, match=r"^model worker [01] exited with status 9"):
                 await anext(dies)
             await _fine(pool)
             await until(lambda: len(pool.supervisor.ready) == 2)

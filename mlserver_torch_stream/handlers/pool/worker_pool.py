@@ -226,7 +226,7 @@ class WorkerPool:
         slot.batches.clear()
         slot.batch_s = None
         for job in lost:
-            self._end(job, WorkerLost(f"the {why}"))
+            self._end(job, WorkerLost(why))
         self._dispatcher.dispatch_due()
 
     def unavailable(self, why: str) -> None:
