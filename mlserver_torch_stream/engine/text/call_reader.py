@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,21 @@ _NO_ARGUMENTS = "{}"
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
+class CallReader(ABC):
+    """Reads one call. ``name`` is the function's, once it is known; ``complete``: the call has ended."""
+
+    name: str | None
+    complete: bool
+
+    @abstractmethod
+    def push(self, char: str) -> bool:
+        """Takes the next character. Returns False if no call goes on with it."""
+
+    @abstractmethod
+    def take(self) -> str:
+        """Returns the text of the arguments since the last call of this method; nothing before the name is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallKeys:
     """The keys of the function's name, and of its arguments."""
@@ -152,7 +168,7 @@ class CallKeys:
     arguments: tuple[str, ...] = ("arguments", "parameters")
 
 
-class ArgumentsReader:
+class ArgumentsReader(CallReader):
     """Reads arguments: an object, whose text is given as it comes, or the same as a JSON string, or null.
 
     ``name``: of the function, if it is known before its arguments.
@@ -182,7 +198,6 @@ class ArgumentsReader:
         return self.complete
 
     def take(self) -> str:
-        """Returns the text of the arguments since the last call."""
         if not self.complete and not self._read.startswith("{"):
             return ""
         piece = self._read[self._taken :]
@@ -190,8 +205,8 @@ class ArgumentsReader:
         return piece
 
 
-class CallReader:
-    """``push`` takes the next character and returns False if no call goes on with it.
+class ObjectReader(CallReader):
+    """Reads a call that is one object of JSON.
 
     ``names``: of the functions that may be called; None: of any function.
     """
@@ -212,7 +227,6 @@ class CallReader:
         return not self.complete and self._state(char)
 
     def take(self) -> str:
-        """Returns the text of the arguments since the last call; nothing before the name is known."""
         if self.name is None or (self._arguments is None and not self.complete):
             return ""
         if self._arguments is None:

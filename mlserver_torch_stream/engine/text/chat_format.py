@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -153,16 +153,67 @@ logger = logging.getLogger(__name__)
 
 AUTO, NONE, TEMPLATE = "auto", "none", "template"
 HERMES_PARSER, LLAMA_PARSER, MISTRAL_PARSER = "hermes", "llama3", "mistral"
-_PARSERS: Mapping[str, type[MarkedCalls]] = {
-    HERMES_PARSER: HermesCalls,
-    LLAMA_PARSER: LlamaCalls,
-    MISTRAL_PARSER: MistralCalls,
-}
 _CALL_MARKS = (HermesCalls.mark, HermesCalls.end, LlamaCalls.mark, MistralCalls.mark, ARGUMENTS_MARK, ID_MARK)
 _REASONING_MARKS = (BEGIN, END)
-# Texts in a chat template that has the mark of Hermes and writes calls in XML, each with the parser of such calls.
-_XML = {"<function=": QWEN3_CODER_PARSER, "<arg_key>": GLM_PARSER}
 _ARGUMENTS = ("tools", "reasoning_effort", "enable_thinking")
+
+
+class CallNotation(Protocol):
+    """One way to write tool calls."""
+
+    def is_in(self, template: str) -> bool:
+        """Whether a chat template writes calls this way."""
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
+        """Returns a parser that finds the calls in an answer."""
+
+    def spelling(self, template: str) -> CallSpelling | None:
+        """Returns how a grammar writes calls for a model with this chat template; None if no grammar is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedNotation:
+    """Calls of JSON after a mark. With ``named``, templates that have ``[ARGS]`` write calls so."""
+
+    calls: type[MarkedCalls]
+    plain: CallSpelling
+    named: CallSpelling | None = None
+
+    def is_in(self, template: str) -> bool:
+        return self.calls.mark in template
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
+        return self.calls(frozenset(str(tool["function"]["name"]) for tool in tools), parallel=parallel)
+
+    def spelling(self, template: str) -> CallSpelling | None:
+        return self.named if self.named is not None and ARGUMENTS_MARK in template else self.plain
+
+
+@dataclass(frozen=True, slots=True)
+class XmlNotation:
+    """Calls in XML after the mark of Hermes. ``tag`` is in the chat templates that write calls so."""
+
+    name: str
+    tag: str
+
+    def is_in(self, template: str) -> bool:
+        return HermesCalls.mark in template and self.tag in template
+
+    def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
+        return TemplateParser(xml_calls(self.name), "", tools, parallel=parallel)
+
+    def spelling(self, template: str) -> CallSpelling | None:
+        return None
+
+
+# By the setting's value. The first one that a chat template shows is the model's.
+NOTATIONS: Mapping[str, CallNotation] = {
+    QWEN3_CODER_PARSER: XmlNotation(QWEN3_CODER_PARSER, "<function="),
+    GLM_PARSER: XmlNotation(GLM_PARSER, "<arg_key>"),
+    HERMES_PARSER: MarkedNotation(HermesCalls, HERMES),
+    MISTRAL_PARSER: MarkedNotation(MistralCalls, MISTRAL_LIST, MISTRAL_NAMED),
+    LLAMA_PARSER: MarkedNotation(LlamaCalls, LLAMA),
+}
 
 
 class ChatFormat:
@@ -175,7 +226,7 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
         """Raises SettingsError if the parser is the tokenizer's ``response_template`` and it has none."""
         text = _template_text(tokenizer.chat_template)
-        shown = _tools_of(text)
+        shown = next((name for name, notation in NOTATIONS.items() if notation.is_in(text)), None)
         self._template = _declared(tokenizer, tool_parser, shown)
         if tool_parser != AUTO:
             self.tools: str | None = tool_parser
@@ -184,7 +235,8 @@ class ChatFormat:
         thinks = END in text if self._template is None else self._template.reasons
         self.reasons = thinks if reasoning_parser == AUTO else reasoning_parser != NONE
         self.arguments = frozenset(name for name in _ARGUMENTS if name in text)
-        self._spelling = _spelling(shown if self.tools == TEMPLATE else self.tools, text)
+        notation = NOTATIONS.get((shown if self.tools == TEMPLATE else self.tools) or NONE)
+        self._spelling = None if notation is None else notation.spelling(text)
         added = tokenizer.added_tokens_decoder
         self._added = {str(token.content): token_id for token_id, token in added.items()}
         self._call_marks = {mark: self._added[mark] for mark in _CALL_MARKS if mark in self._added}
@@ -231,11 +283,9 @@ class ChatFormat:
         return partial(ReasoningParser, begun=_begun(ending))
 
     def _calls(self, prompt: ChatPrompt, kind: str) -> Callable[[], CallParser] | None:
-        parallel = prompt.tool_choice.parallel
-        if kind in _XML.values():
-            return partial(TemplateParser, xml_calls(kind), "", prompt.tools, parallel=parallel)
-        names = frozenset(str(function["name"]) for function in _functions(prompt))
-        return None if kind == NONE else partial(_PARSERS[kind], names, parallel=parallel)
+        if kind == NONE:
+            return None
+        return partial(NOTATIONS[kind].parser, prompt.tools or (), prompt.tool_choice.parallel)
 
     def _constraint(self, prompt: ChatPrompt, text: Constraint | None) -> Constraint | None:
         choice = prompt.tool_choice
@@ -279,13 +329,6 @@ def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str |
     return None if template.calls is None and shown is not None and tool_parser == AUTO else template
 
 
-def _spelling(kind: str | None, template: str) -> CallSpelling | None:
-    """Returns how a grammar spells calls; None if no grammar is known."""
-    if kind == MISTRAL_PARSER:
-        return MISTRAL_NAMED if ARGUMENTS_MARK in template else MISTRAL_LIST
-    return {HERMES_PARSER: HERMES, LLAMA_PARSER: LLAMA}.get(kind or NONE)
-
-
 def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
     return [tool["function"] for tool in prompt.tools or ()]
 
@@ -293,11 +336,3 @@ def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
 def _template_text(template: Any) -> str:
     """Returns the text of a chat template, or of several, which have names."""
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
-
-
-def _tools_of(template: str) -> str | None:
-    if HermesCalls.mark in template:
-        return next((parser for mark, parser in _XML.items() if mark in template), HERMES_PARSER)
-    if MistralCalls.mark in template:
-        return MISTRAL_PARSER
-    return LLAMA_PARSER if LlamaCalls.mark in template else None

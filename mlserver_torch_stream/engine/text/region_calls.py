@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.text.call_reader import (
     WHITESPACE,
     ArgumentsReader,
     CallKeys,
-    CallReader,
+    ObjectReader,
 )
 from mlserver_torch_stream.engine.text.tool_parsers import MarkedCalls
 
@@ -136,7 +136,7 @@ class RegionCalls(MarkedCalls):
 
     def _next_call(self, char: str) -> bool:
         if self._spelling.capture is None:
-            return self._read(CallReader(keys=self._spelling.keys), char)
+            return self._read(ObjectReader(keys=self._spelling.keys), char)
         name = self._captures.get(self._spelling.capture, "")
         return FUNCTION_NAME.fullmatch(name) is not None and self._read(ArgumentsReader(name), char)
 

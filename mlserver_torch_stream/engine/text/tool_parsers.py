@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from mlserver_torch_stream.engine.text.answer_format import Part, joined
-from mlserver_torch_stream.engine.text.call_reader import FUNCTION_NAME, WHITESPACE, ArgumentsReader, CallReader
+from mlserver_torch_stream.engine.text.call_reader import (
+    FUNCTION_NAME,
+    WHITESPACE,
+    ArgumentsReader,
+    CallReader,
+    ObjectReader,
+)
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 ARGUMENTS_MARK, ID_MARK = "[ARGS]", "[CALL_ID]"
-
-
-class Reader(Protocol):
-    """Reads one call. ``push`` returns False if no call goes on with the character."""
-
-    @property
-    def name(self) -> str | None: ...
-
-    @property
-    def complete(self) -> bool: ...
-
-    def push(self, char: str) -> bool: ...
-
-    def take(self) -> str: ...
 
 
 def call_id() -> str:
@@ -65,7 +56,7 @@ class MarkedCalls:
         self._raw = ""  # of a mark or a call that is not certain
         self._strips = False  # the whitespace after a call
         self._listed = False  # in a list of calls that has not ended
-        self._reader: Reader | None = None
+        self._reader: CallReader | None = None
         self._begun = False  # the name of the call has been given
 
     def push(self, text: str) -> list[Part]:
@@ -127,9 +118,9 @@ class MarkedCalls:
 
     def _next_call(self, char: str) -> bool:
         """The first character of a call, or whitespace before it."""
-        return self._read(CallReader(), char)
+        return self._read(ObjectReader(), char)
 
-    def _read(self, reader: Reader, char: str) -> bool:
+    def _read(self, reader: CallReader, char: str) -> bool:
         """Reads a call from this character on."""
         self._reader, self._state = reader, self._in_call
         return self._in_call(char)
@@ -200,7 +191,7 @@ class LlamaCalls(MarkedCalls):
     def _start(self, char: str) -> bool:
         read = self._raw.lstrip(WHITESPACE)
         if read == "{":
-            return self._read(CallReader(self._names), char)
+            return self._read(ObjectReader(self._names), char)
         if read == self.mark:
             self._marked()
         return self.mark.startswith(read)
