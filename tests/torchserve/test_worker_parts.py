@@ -24,8 +24,7 @@ class _Call:
     def __init__(self, count: int, **limits: int) -> None:
         from mlserver_torch_stream.handlers.worker.cancellation import StopAlone
         from mlserver_torch_stream.handlers.worker.channel import Channel
-        from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Outlet, WorkerRequest
-        from mlserver_torch_stream.handlers.worker.metrics_store import Metrics
+        from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Metrics, Outlet, WorkerRequest
 
         self._near, self._far = socket.socketpair()
         self.reader = FrameReader(self._far)

@@ -77,6 +77,11 @@ _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
 _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
+def is_true(value: object) -> bool:
+    """As Java reads a boolean: true in any case of letters, and nothing else."""
+    return str(value).strip().lower() == "true"
+
+
 def words(keys: str) -> frozenset[str]:
     return frozenset(keys.split())
 

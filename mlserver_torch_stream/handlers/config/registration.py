@@ -11,6 +11,7 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
 from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.properties import is_true
 from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 
@@ -44,7 +45,7 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
             raise bad_request(f"unknown parameter {key!r}{did_you_mean(str(key), (*_KEYS, *_OTHERS))}")
     if given.get("url") is None:
         raise bad_request("Parameter url is required.")
-    if is_true_value(given.get("s3_sse_kms")):
+    if is_true(given.get("s3_sse_kms")):
         raise bad_request("s3_sse_kms: encrypted archives are not implemented: decrypt them into the model store")
     runtime = given.get("runtime")
     if runtime is not None and str(runtime).lower() not in _RUNTIMES:
@@ -56,7 +57,7 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
     if workers is not None and workers < 0:
         raise bad_request(f"initial_workers: must not be below 0, got {workers}")
     name = None if given.get("model_name") in (None, "") else str(given["model_name"])
-    return Registration(str(given["url"]), name, workers, is_true_value(given.get("synchronous", True)), extra)
+    return Registration(str(given["url"]), name, workers, is_true(given.get("synchronous", True)), extra)
 
 
 def registered_settings(asked: Registration, path: Path, server: ServerConfig) -> dict[str, Any]:
@@ -91,8 +92,3 @@ def whole_number(given: Mapping[str, Any], key: str) -> int:
         return int(str(given[key]))
     except ValueError:
         raise bad_request(f"{key}: must be a whole number, got {given[key]!r}") from None
-
-
-def is_true_value(given: Any) -> bool:
-    """As Java reads a boolean: true in any case of letters, and nothing else."""
-    return str(given).lower() == "true"

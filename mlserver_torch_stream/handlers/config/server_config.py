@@ -20,6 +20,7 @@ from mlserver_torch_stream.handlers.config.properties import (
     ELSEWHERE,
     METRICS_CONFIG,
     carried,
+    is_true,
     model_keys,
     own_settings,
     read_properties_file,
@@ -113,15 +114,15 @@ class ServerConfig:
         """
         given = read_properties_file(file) if file is not None else {}
         found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments or {})
-        if _is_true(found.get(_BY_VARIABLES)):
+        if is_true(found.get(_BY_VARIABLES)):
             found |= {key: environ[name] for key, name in _variables(found).items() if name in environ}
         for key in found:
-            if key in REFUSED and (key != _NO_TLS or _is_true(found[key])):
+            if key in REFUSED and (key != _NO_TLS or is_true(found[key])):
                 raise SettingsError(f"config.properties: {key}: is not implemented: {_TLS}")
         return cls({key: value.strip() for key, value in found.items()}, file, environ)
 
     def is_true(self, key: str, default: bool = False) -> bool:
-        return _is_true(self.properties.get(key), default)
+        return is_true(self.properties.get(key, default))
 
     def ignored(self) -> Iterator[str]:
         """One line for each key, and for each variable of TorchServe, that has no effect."""
@@ -307,15 +308,10 @@ def _is_port(number: int) -> bool:
     return 0 < number < 1 << 16
 
 
-def _is_true(value: str | None, default: bool = False) -> bool:
-    """As Java reads a boolean: true in any case of letters, and nothing else."""
-    return default if value is None else value.strip().lower() == "true"
-
-
 def _variables(properties: Mapping[str, str]) -> dict[str, str]:
     """Key -> the variable that sets it."""
     found = _all_variables()
-    if not _is_true(properties.get(_ALLOWED_BY_VARIABLE)):
+    if not is_true(properties.get(_ALLOWED_BY_VARIABLE)):
         del found[_ALLOWED_URLS]
     return found
 

@@ -1,4 +1,4 @@
-"""The context that a handler gets: TorchServe's class, whose socket leads to our channel.
+"""The context that a handler gets, with its metrics: TorchServe's classes, which lead to our channel.
 
 Import it when ``ts`` can be imported: the base class is the package's or the shim's.
 
@@ -7,19 +7,24 @@ All integers are big-endian 32-bit; a length of -1 ends the list.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Dict
+from functools import partial
+from typing import Any, Callable, Dict
 
 from ts.context import Context, RequestProcessor
+from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
 
 from mlserver_torch_stream.handlers.worker import values
 from mlserver_torch_stream.handlers.worker.cancellation import NeverStop
 from mlserver_torch_stream.handlers.worker.channel import STREAM_NEXT, Channel, SentPiece
 from mlserver_torch_stream.handlers.worker.handler import described
 
+logger = logging.getLogger(__name__)
 _INT = struct.Struct("!i")
 _ERROR = "error"  # the value of a response without results, as in TorchServe
 FAILED = 503
@@ -193,3 +198,48 @@ class Outlet:
 
     def _wanted(self, request_id: str) -> bool:
         return request_id in self._ids and request_id not in self.ended and not self._channel.cancelled(request_id)
+
+
+class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
+    """``context.metrics``: TorchServe's own store, whose values go to the server instead of the log.
+
+    ``config``: the content of ``metrics.yaml``. The server reads it, since this interpreter may have no YAML parser.
+    """
+
+    def __init__(self, channel: Channel, model_name: str, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._channel = channel
+        super().__init__(config_file_path="")
+        self.initialize_cache()
+        # While the handler loads there is no request, and TorchServe counts a metric without ids among errors.
+        self.set_request_ids(model_name)
+        self.model_name = model_name
+
+    def _parse_yaml_file(self, config_file_path: str) -> None:
+        self._parsed_file = self._config
+
+    def add_metric_to_cache(self, *args: Any, **options: Any) -> Any:
+        metric = super().add_metric_to_cache(*args, **options)
+        metric.emit_metrics = partial(self._emit, metric)
+        metric.add_or_update = partial(self._add_number, metric.metric_name, metric.add_or_update)
+        return metric
+
+    def _add_number(self, name: str, add: Callable[..., object], value: Any, *args: Any, **options: Any) -> None:
+        """Logs a value that is no number: no metric fails a request."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            logger.error("Metric %s: %r is no number", name, value)
+            return
+        add(number, *args, **options)
+
+    def _emit(self, metric: Any, request_id: str, value: float, dimension_string: str) -> None:
+        names = metric.dimension_names or []  # the string is not split at its commas, because a value may have some
+        values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
+        self._channel.send(
+            "metric",
+            name=metric.metric_name,
+            type=metric.metric_type.value,
+            value=value,
+            labels=dict(zip(names, values.groups())) if values else {},
+        )

@@ -81,8 +81,7 @@ class HandlerHost:
     def _make_context(self) -> Any:
         from ts import __version__
 
-        from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext
-        from mlserver_torch_stream.handlers.worker.metrics_store import Metrics
+        from mlserver_torch_stream.handlers.worker.handler_context import HandlerContext, Metrics
 
         order = self._order
         return HandlerContext(

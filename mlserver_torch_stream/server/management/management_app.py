@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import NotServing, RequestError, SettingsError
-from mlserver_torch_stream.handlers.config.registration import is_true_value
+from mlserver_torch_stream.handlers.config.properties import is_true
 from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
@@ -168,7 +168,7 @@ class ManagementApp:
     async def _of_one(self, request: Request, name: str, version: str | None) -> Reply:
         query = request.query_params
         if request.method == "GET":
-            customized = is_true_value(query.get("customized"))
+            customized = is_true(query.get("customized"))
             headers = {key: value for key, value in request.headers.items() if key != "authorization"}
             return 200, await self._calls.describe(name, version, customized, headers)
         if request.method == "PUT":

@@ -13,7 +13,8 @@ from uuid import uuid4
 from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import NotServing, SettingsError
-from mlserver_torch_stream.handlers.config.registration import is_true_value, whole_number
+from mlserver_torch_stream.handlers.config.properties import is_true
+from mlserver_torch_stream.handlers.config.registration import whole_number
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
@@ -79,7 +80,7 @@ class ManagementCalls:
         if timeout > _MAX_TIMEOUT_S:
             raise bad_request(f"timeout: must not be above {_MAX_TIMEOUT_S} seconds")
         grace = None if timeout < 0 else float(timeout)
-        if not is_true_value(given.get("synchronous")):
+        if not is_true(given.get("synchronous")):
             self.models.scale_later(name, version, min_workers, max_workers, grace)
             return ACCEPTED
         await self.models.scale(name, version, min_workers, max_workers, grace)
