@@ -183,6 +183,7 @@ def _named(choice: Any, functions: Sequence[Mapping[str, Any]], given: Merged) -
     return str(choice["name"])
 
 
+_MAX_TEMPLATE_ARGUMENTS = 64  # templates read a few; each is copied several times on its way to one
 # Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -190,12 +191,14 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
         "max_length",
         "messages",
         "padding",
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "self",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -219,6 +222,8 @@ def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any]
 
 
 def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(value) > _MAX_TEMPLATE_ARGUMENTS:
+        raise InvalidInput(field, f"may have at most {_MAX_TEMPLATE_ARGUMENTS} entries, got {len(value)}")
     reserved = sorted(_RESERVED_TEMPLATE_ARGUMENTS.intersection(value))
     if reserved:
         raise InvalidInput(field, f"may not set {', '.join(reserved)}")

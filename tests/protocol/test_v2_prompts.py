@@ -145,6 +145,22 @@ def test_a_client_cannot_replace_the_chat_template(info: ModelInfo) -> None:
     assert "chat_template" in error.message
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"conversations": []}, "may not set conversations"),
+        ({"self": 1}, "may not set self"),
+        (dict.fromkeys(map(str, range(65))), "may have at most 64 entries, got 65"),
+    ],
+)
+def test_template_arguments_that_are_not_the_templates_are_refused(
+    info: ModelInfo, given: dict[str, Any], said: str
+) -> None:
+    parameters = {"chat_template_kwargs": given}
+    error = refused(over_rest(text(json.dumps(MESSAGES), name="messages"), parameters=parameters), info)
+    assert (error.field, said in error.message) == ("chat_template_kwargs", True), error.message
+
+
 def test_the_choice_of_tools_reaches_the_conversation(info: ModelInfo) -> None:
     tool = json.dumps({"type": "function", "function": {"name": "f", "strict": True}})
     tensors = [text(json.dumps(MESSAGES), name="messages"), text(tool, name="tools")]

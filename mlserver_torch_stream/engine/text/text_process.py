@@ -8,7 +8,6 @@ process starts.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -19,6 +18,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import orjson
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
 
@@ -145,7 +146,7 @@ class _Process:
             raise _LimitExceeded(f"took longer than {seconds:g} s") from None
         except ConnectionError:
             raise _LimitExceeded(f"needed more than {MAX_BYTES // 2**20} MiB of memory, or ended its process") from None
-        reply: dict[str, Any] = json.loads(b"".join(pieces))
+        reply: dict[str, Any] = orjson.loads(b"".join(pieces))
         if "exceeded" in reply:
             raise _LimitExceeded(reply["exceeded"])
         return reply
@@ -157,7 +158,8 @@ class _Process:
 
 
 def _line(message: list[Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    # Conversations may have megabytes, and all streams wait while one is written: json takes several times as long.
+    return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _stop_all(processes: deque[_Process]) -> None:
