@@ -27,13 +27,23 @@ _AT_ONCE = 1 << 18  # characters, which fit into a processor's cache
 
 def parse_bounded(raw: bytes) -> Any:
     """Raises ValueError: also for NaN, lone surrogates and bottomless nesting."""
-    opened, keys, quotes = raw.count(b"[") + raw.count(b"{"), raw.count(b":"), raw.count(b'"')
-    if opened > MAX_CONTAINERS or keys > MAX_KEYS or quotes > 2 * (MAX_STRINGS + MAX_KEYS):
+    if len(raw) > min(MAX_CONTAINERS, MAX_KEYS) and _may_hold_too_much(raw):
         _check_counts(raw)
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"is not valid JSON ({error if _is_text(raw) else 'it is not UTF-8 text'})") from None
+
+
+def _may_hold_too_much(raw: bytes) -> bool:
+    """Counts what stands in strings, too. ``bytes.count`` takes longer for that than the parser for everything."""
+    every, opened, keys, quotes = np.frombuffer(raw, np.uint8), 0, 0, 0
+    for start in range(0, len(raw), _AT_ONCE):
+        characters = every[start : start + _AT_ONCE]
+        opened += np.count_nonzero(characters == ord("[")) + np.count_nonzero(characters == ord("{"))
+        keys += np.count_nonzero(characters == ord(":"))
+        quotes += np.count_nonzero(characters == ord('"'))
+    return opened > MAX_CONTAINERS or keys > MAX_KEYS or quotes > 2 * (MAX_STRINGS + MAX_KEYS)
 
 
 def _check_counts(raw: bytes) -> None:

@@ -121,6 +121,15 @@ def test_a_template_that_refuses_is_the_clients_fault() -> None:
         _chat("{{ raise_exception('no system') }}").encode(_HELLO)
 
 
+def test_a_template_may_write_any_text_but_half_a_character() -> None:
+    assert _chat("é日\U0001f600\n\\n").encode(_HELLO) == TextCodec(byte_level()).encode(
+        TextPrompt("é日\U0001f600\n\\n")
+    )
+    with pytest.raises(InvalidInput, match="messages: "):
+        _chat(r"{{ '\ud800' }}").encode(_HELLO)
+    assert _chat("hello").encode(_HELLO) == TextCodec(byte_level()).encode(TextPrompt("hello"))
+
+
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*$", r"(a?){50}b", r"a*a*a*b", r"((ab)*)*", r"(?:[^x]+){10,}"])
 def test_expressions_that_backtrack_without_end_are_recognised(pattern: str) -> None:
     assert backtracks(pattern)
