@@ -215,7 +215,7 @@ def test_the_page_is_on_unless_the_environment_says_otherwise(
 def test_the_page_is_named_where_there_is_one(page: str, said: bool) -> None:
     class Ready(Handler):
         def do_GET(self) -> None:
-            self.answer(200)
+            self.answer(200, b'{"inputs": [{}]}')
 
         def do_POST(self) -> None:
             self.received()
@@ -232,7 +232,7 @@ def test_with_a_key_it_asks_and_shows_no_key(tmp_path: Path) -> None:
         keys: ClassVar[list[str | None]] = []
 
         def do_GET(self) -> None:
-            self.answer(200)
+            self.answer(200, b'{"inputs": [{}]}')
 
         def do_POST(self) -> None:
             self.keys.append(self.headers["Authorization"])
