@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import quote
 
 from mlserver_torch_stream.cli.argument_types import authorization, key_in_file, port_number
 from mlserver_torch_stream.client.address import tls_context
@@ -54,23 +55,28 @@ class Announcement:
         while time.monotonic() < end and not self._asks_for_certificates:
             try:
                 self._get("/v2/health/ready", None)
-                models = self._get("/v2/repository/index", {"ready": True})
+                names = [str(model["name"]) for model in self._get("/v2/repository/index", {"ready": True})]
+                models = {name: self._get(f"/v2/models/{quote(name)}", None) for name in names}
             except (OSError, ValueError):
                 time.sleep(POLL_SECONDS)
                 continue
             page = f"\nOpen {self.url}/ to chat in a browser.\n" if self._has_page else ""
-            print("".join(self._invitation(str(model["name"])) for model in models) + page, file=out, flush=True)
+            texts = [self._invitation(name, bool(about["inputs"])) for name, about in models.items()]
+            print("".join(texts) + page, file=out, flush=True)
             return
 
-    def _invitation(self, name: str) -> str:
-        curl, chat = "curl -N", f"{_command()} chat --url {self.url} --model {name}"
+    def _invitation(self, name: str, generates: bool) -> str:
+        """``generates``: whether the model generates tokens; a TorchServe handler says nothing of its inputs."""
+        curl, chat = "curl -N", f"{_command()} chat --url {self.url} --model {shlex.quote(name)}"
         if self._certificate:
             curl += f" --cacert {shlex.quote(self._certificate)}"
             chat += f" --ca-file {shlex.quote(self._certificate)}"
         if self._keys_file:
             curl += ' -H "Authorization: Bearer $KEY"'
             chat += f" --api-key-file {shlex.quote(self._keys_file)}"
-        url = f"{self.url}/v2/models/{name}/generate_stream"
+        if not generates:
+            return f"\n{name} is ready. Send it a file:\n\n  {curl} {self.url}/predictions/{quote(name)} -T FILE\n"
+        url = f"{self.url}/v2/models/{quote(name)}/generate_stream"
         return f"\n{name} is ready. Ask it something:\n\n  {curl} {url} -d '{json.dumps(_EXAMPLE)}'\n  {chat}\n"
 
     def _get(self, path: str, body: Mapping[str, Any] | None) -> Any:

@@ -172,12 +172,15 @@ def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
         polls = 0
 
         def do_GET(self) -> None:
+            if self.path.startswith("/v2/models/"):
+                inputs = [{"name": "text_input"}] if self.path.endswith("/tiny") else []
+                return self.answer(200, json.dumps({"inputs": inputs}).encode())
             type(self).polls += 1
             self.answer(503 if self.polls == 1 else 200)
 
         def do_POST(self) -> None:
             self.received()
-            self.answer(200, b'[{"name": "tiny"}]')
+            self.answer(200, b'[{"name": "tiny"}, {"name": "a handler"}]')
 
     out = io.StringIO()
     with serving(Ready) as url:
@@ -186,6 +189,8 @@ def test_when_the_server_is_ready_a_request_to_copy_is_printed() -> None:
     assert f"{url}/v2/models/tiny/generate_stream" in words
     assert json.loads(words[words.index("-d") + 1])["text_input"]
     assert Ready.polls == 2
+    assert f"a handler is ready. Send it a file:\n\n  curl -N {url}/predictions/a%20handler -T FILE\n" in out.getvalue()
+    assert out.getvalue().count(" chat --url ") == 1
 
 
 def test_a_server_that_never_gets_ready_is_not_announced(taken: int) -> None:
@@ -210,7 +215,7 @@ def test_the_page_is_on_unless_the_environment_says_otherwise(
 def test_the_page_is_named_where_there_is_one(page: str, said: bool) -> None:
     class Ready(Handler):
         def do_GET(self) -> None:
-            self.answer(200)
+            self.answer(200, b'{"inputs": [{}]}')
 
         def do_POST(self) -> None:
             self.received()
@@ -227,7 +232,7 @@ def test_with_a_key_it_asks_and_shows_no_key(tmp_path: Path) -> None:
         keys: ClassVar[list[str | None]] = []
 
         def do_GET(self) -> None:
-            self.answer(200)
+            self.answer(200, b'{"inputs": [{}]}')
 
         def do_POST(self) -> None:
             self.keys.append(self.headers["Authorization"])
