@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from mlserver_torch_stream.engine.text.chat_format import AUTO, HERMES, ChatFormat, tool_grammar
+from mlserver_torch_stream.engine.text.chat_format import (
+    AUTO,
+    HERMES,
+    NONE,
+    NOTATIONS,
+    TEMPLATE,
+    ChatFormat,
+    tool_grammar,
+)
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, ReasoningMarks
@@ -193,3 +202,8 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it(ending: str, begun: bool | N
     )
     if begun is not None:
         assert answer.parser().reasons == begun
+
+
+def test_each_value_of_the_setting_is_a_notation_or_chooses_one() -> None:
+    values = get_args(EngineSettings.model_fields["tool_parser"].annotation)
+    assert set(values) == {AUTO, TEMPLATE, NONE, *NOTATIONS}
