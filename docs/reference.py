@@ -151,15 +151,14 @@ def _rest_paths() -> dict[str, set[str]]:
     from mlserver_torch_stream.server.host import ServerHost
     from mlserver_torch_stream.server.options import ServerOptions
     from mlserver_torch_stream.server.rest import routes
+    from mlserver_torch_stream.server.state import server_state
 
     settings, registry = Settings(parallel_workers=0), MultiModelRegistry()
     repository = ModelRepositoryHandlers(ModelRepositoryFactory.resolve_model_repository(settings), registry)
-    host, options = (
-        ServerHost(RESTServer(settings, DataPlane(settings, registry), repository)),
-        ServerOptions(page=True),
-    )
-    add_routes(host, options)
-    routes.add(host, options, REST_ROUTES)
+    host = ServerHost(RESTServer(settings, DataPlane(settings, registry), repository))
+    state, options = server_state(), ServerOptions(page=True)
+    add_routes(host, state, options)
+    routes.add(host, state.lifecycle, options, REST_ROUTES)
     found: dict[str, set[str]] = {}
     for route in host.router.routes:
         path = re.sub(r"^/page/.*", "/page/{file}", re.sub(r":path\}", "}", route.path))

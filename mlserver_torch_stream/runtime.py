@@ -19,8 +19,6 @@ from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
 from mlserver_torch_stream.server.served_model import RestRequest, TokenModel
 from mlserver_torch_stream.server.streams.token_reply import TokenOpener, TokenReply
 from mlserver_torch_stream.settings import KNOWN_KEYS
@@ -48,8 +46,9 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")
             return False
-        ENGINE_METRICS.add(self.name, self.version, built.engine.stats)
-        REQUEST_METRICS.of(self.name, self.version)  # every metric of the model is exported from now on, at 0
+        self._state.engine_metrics.add(self.name, self.version, built.engine.stats)
+        # Every metric of the model is exported from now on, at 0.
+        self._state.request_metrics.of(self.name, self.version)
         logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")
         warning = warning_of_name(self.name)
         if warning is not None:
@@ -61,15 +60,14 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         if built is not None:
             from mlserver_torch_stream.engine.build import reclaim_memory
 
-            ENGINE_METRICS.remove(self.name, self.version, built.engine.stats)
+            self._state.engine_metrics.remove(self.name, self.version, built.engine.stats)
             del built
             await in_thread(reclaim_memory)
         return True
 
     def generator(self, endpoint: EndpointKind) -> Generator:
         built = self._slot.built
-        observers = ModelRequestObservers(self.name, self.version, endpoint)
-        return Generator(built.engine, built.codec, built.engine.info, observers)
+        return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
     def reply(self, request: RestRequest) -> TokenReply:
         generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling

@@ -1,4 +1,4 @@
-"""State that a whole process shares is created in three named modules, whose docstrings give the reason.
+"""State that a whole process shares is created in two named modules, whose docstrings give the reason.
 
 Reads the source and imports nothing of the package.
 """
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
-_NAMED = {"server/process_state.py", "engine/shared_pool.py", "handlers/pool/handler_metrics.py"}
+_NAMED = {"engine/shared_pool.py", "handlers/pool/handler_metrics.py"}
 
 
 @cache
@@ -70,3 +70,15 @@ def test_no_function_rebinds_a_name_of_its_module() -> None:
         if isinstance(node, ast.Global)
     }
     assert found == set()
+
+
+def test_the_servers_state_is_asked_for_only_by_what_mlserver_builds() -> None:
+    """All else gets it passed."""
+    asking = {
+        module
+        for module, tree in _trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "server_state"
+    }
+    built = {"server/base_runtime.py", "server/access/model_repository.py", "server/lifecycle/unreadable_model.py"}
+    assert asking == built | {"cli/rank.py"}

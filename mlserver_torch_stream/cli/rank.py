@@ -56,10 +56,10 @@ def _lead(folder: str) -> int:
         print(f"error: {reason}", file=sys.stderr, flush=True)
     finally:
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
-        from mlserver_torch_stream.server.process_state import LIFECYCLE
+        from mlserver_torch_stream.server.state import server_state
 
         # A signal, which all ranks get, is no failure: MLServer returns 0 for both.
-        orderly = status == 0 and (LIFECYCLE.draining or models == [])
+        orderly = status == 0 and (server_state().lifecycle.draining or models == [])
         if dismiss(os.environ, reason, 1.0 if orderly else _PATIENCE) and not orderly:
             status = 1
     return status

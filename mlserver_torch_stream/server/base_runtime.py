@@ -27,6 +27,7 @@ from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.served_model import ServedModel
+from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
 from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
@@ -62,11 +63,12 @@ class BaseRuntime(ServedModel, MLModel):
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
-        patches.install()
+        self._state = server_state()
+        patches.install(self._state)
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)
         self.created = int(time.time())  # seconds since the epoch
-        self._slot = ModelSlot(settings.name)
+        self._slot = ModelSlot(settings.name, self._state.lifecycle)
 
     @property
     def ready(self) -> bool:
@@ -115,12 +117,15 @@ class BaseRuntime(ServedModel, MLModel):
     def opener(self, endpoint: EndpointKind) -> ReplyOpener:
         """Opens the replies to gRPC messages. Raises NotServing."""
 
+    def observers(self, endpoint: EndpointKind) -> ModelRequestObservers:
+        return ModelRequestObservers(self._state.reports, self.name, self.version, endpoint)
+
     def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
         """Records a request that the opener refuses, which our REST endpoints do themselves."""
         try:
             return self.opener(endpoint)
         except NotServing as error:
-            ModelRequestObservers(self.name, self.version, endpoint).refused(request_id, error)
+            self.observers(endpoint).refused(request_id, error)
             raise
 
     def _refuse_stray_settings(self) -> None:

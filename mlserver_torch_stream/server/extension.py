@@ -21,7 +21,6 @@ from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
-from mlserver_torch_stream.server.process_state import ACCESS, CLIENT_LOAD, LIFECYCLE
 from mlserver_torch_stream.server.rest import (
     batch_routes,
     health,
@@ -32,57 +31,58 @@ from mlserver_torch_stream.server.rest import (
     torchserve_routes,
 )
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
+from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 
-def extend_at_start(host: ServerHost) -> None:
+def extend_at_start(host: ServerHost, state: ServerState) -> None:
     """Extends the server while uvicorn starts it."""
 
     async def extend_or_end() -> None:
         try:
-            await extend(host)
+            await extend(host, state)
         except ModelNotLoaded:
             ports.end_process()
 
     host.before_listening(extend_or_end)
 
 
-async def extend(host: ServerHost) -> ServerOptions:
+async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
         options = read_options()
-        ACCESS.check(options)
+        state.access.check(options)
         if host.extend_once():
-            await _extend(host, options)
+            await _extend(host, state, options)
         return options
     except (SettingsError, ModelNotLoaded) as error:
         logger.error(str(error))
         raise ModelNotLoaded(str(error)) from None
 
 
-async def _extend(host: ServerHost, options: ServerOptions) -> None:
+async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
     routes.install(host)
     http1.install(host, options)
-    add_routes(host, options)
+    add_routes(host, state, options)
     shutdown.take_signals()
     _warn_of_server_settings(host.settings)
-    await _open_grpc_services(host, options)
-    management_app.install(host, options, LIFECYCLE, ACCESS)
+    await _open_grpc_services(host, state, options)
+    management_app.install(host, options, state.lifecycle, state.access)
 
 
-async def _open_grpc_services(host: ServerHost, options: ServerOptions) -> None:
+async def _open_grpc_services(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     """Triton's service is on its own port, TorchServe's on MLServer's port too. Raises ModelNotLoaded for a port that
     cannot be had."""
-    open_ours = partial(open_port, host, LIFECYCLE, ACCESS)
+    open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:
-        triton = TritonServicer(host, stalled_after).handler()
+        triton = TritonServicer(host, state, stalled_after).handler()
         await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
-    torchserve = InferenceService(host, LIFECYCLE, stalled_after).handler()
+    torchserve = InferenceService(host, state.lifecycle, stalled_after).handler()
     listener = host.grpc_listener()
     if listener is not None:
         listener.add_generic_rpc_handlers((torchserve,))
@@ -90,17 +90,17 @@ async def _open_grpc_services(host: ServerHost, options: ServerOptions) -> None:
         await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", torchserve)
 
 
-def add_routes(host: ServerHost, options: ServerOptions) -> None:
+def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     """Adds all routes of this package that need no model. Called once for a server."""
-    telemetry.install(host, options)
+    telemetry.install(host, options, state.token_metrics, state.weights_metrics, state.sinks)
     openai_routes.add_fallback_routes(host)
-    health.add_routes(host, LIFECYCLE)
-    model_routes.add_routes(host)
+    health.add_routes(host, state.lifecycle)
+    model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
-    torchserve_routes.add_routes(host, options, LIFECYCLE)
-    models = ServedRows(host.registry, CLIENT_LOAD, LIFECYCLE)
-    service = BatchService(options.batch_store, models, LIFECYCLE)
+    torchserve_routes.add_routes(host, state.lifecycle, options)
+    models = ServedRows(host.registry, state.clients, state.lifecycle)
+    service = BatchService(options.batch_store, models, state.lifecycle)
     batch_routes.add_batch_routes(host, service, options)
 
 

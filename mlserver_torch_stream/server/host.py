@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import Queue, current_process
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import uvicorn
@@ -40,8 +40,16 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+T = TypeVar("T")
 _WRAPPED = "_torch_stream_wrapped"
 _EXTENDED = "_torch_stream_extended"
+
+
+@functools.cache
+def process_object(kind: Callable[[], T]) -> T:
+    """The one object of this class in the process, made at the first call: MLServer builds runtimes anew at each load,
+    reloads the module that ``implementation`` names, and gives a runtime no object of its own."""
+    return kind()
 
 
 class Hook(Enum):

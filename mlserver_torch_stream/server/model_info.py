@@ -10,18 +10,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlserver import MLModel
-from mlserver.registry import MultiModelRegistry
 from mlserver.types import MetadataModelResponse, MetadataTensor
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.observability.request_metrics import Duration
-from mlserver_torch_stream.server.process_state import ENGINE_METRICS, REQUEST_METRICS
 from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.state import ServerState
 
 
-async def read_config(host: ServerHost, name: str, version: str | None) -> JsonObject:
+async def read_config(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
     """Raises MLServerError if there is no such model."""
     metadata = await host.data_plane.model_metadata(name, version)
     return _config(metadata, ours=is_ours(find_model(host.registry, name, version)))
@@ -50,25 +49,25 @@ def _tensor(tensor: MetadataTensor) -> dict[str, Any]:
     }
 
 
-async def read_statistics(registry: MultiModelRegistry, name: str, version: str | None) -> JsonObject:
+async def read_statistics(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
     """Statistics of one model, or of all models of this package if no name is given. Raises MLServerError if there is
     no such model, and InvalidInput if its requests are not counted here."""
     if not name:
-        return _all_statistics(filter(is_ours, all_models(registry)))
-    model = await registry.get_model(name, version)
+        return _all_statistics(state, filter(is_ours, all_models(host.registry)))
+    model = await host.registry.get_model(name, version)
     if not is_ours(model):
         raise InvalidInput("name", f"{name} is a model of another runtime, whose requests are not counted")
-    return _all_statistics([model])
+    return _all_statistics(state, [model])
 
 
-def _all_statistics(models: Iterable[MLModel]) -> JsonObject:
+def _all_statistics(state: ServerState, models: Iterable[MLModel]) -> JsonObject:
     """An execution is a decode step; where there is no engine, it is a request."""
-    steps = {labels: stats.decode_steps for labels, stats in ENGINE_METRICS.counters().items()}
-    return {"model_stats": [_statistics(model.name, model.version or "", steps) for model in models]}
+    steps = {labels: stats.decode_steps for labels, stats in state.engine_metrics.counters().items()}
+    return {"model_stats": [_statistics(state, model.name, model.version or "", steps) for model in models]}
 
 
-def _statistics(name: str, version: str, steps: dict[tuple[str, str], int]) -> JsonObject:
-    counts = REQUEST_METRICS.of(name, version)
+def _statistics(state: ServerState, name: str, version: str, steps: dict[tuple[str, str], int]) -> JsonObject:
+    counts = state.request_metrics.of(name, version)
     none = Duration()
     durations = {
         "success": counts.success,

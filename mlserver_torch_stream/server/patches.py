@@ -17,50 +17,52 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
-from mlserver_torch_stream.server.process_state import REGISTRY_LOCK
 from mlserver_torch_stream.server.rest import routes
 from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
 
-def install() -> None:
+def install(state: ServerState) -> None:
     """Patches MLServer's classes. Idempotent. A REST server is extended when it registers a model of ours."""
     if is_wrapped(Hook.ADD_MODEL):
         return
     extend_grpc_codes()
-    shutdown.install()
-    readiness.install()
+    shutdown.install(state.lifecycle)
+    readiness.install(state.lifecycle)
     grpc_messages.install()
     grpc_refusals.install()
-    registry_lock.install(REGISTRY_LOCK)
+    registry_lock.install(state.registry_lock)
     default_version.install()
     use_looped_workers()
-    wrap(Hook.ADD_MODEL, _adding)
+    wrap(Hook.ADD_MODEL, partial(_adding, state))
 
 
-def install_at_start(repository: type) -> None:
+def install_at_start(repository: type, state: ServerState) -> None:
     """Patches MLServer's classes, and extends REST servers with such a model repository when they start. Idempotent."""
-    install()
+    install(state)
     if not is_wrapped(Hook.START):
-        wrap(Hook.START, partial(_starting, repository))
+        wrap(Hook.START, partial(_starting, repository, state))
 
 
-def _adding(original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaitable[MLModel]]:
+def _adding(state: ServerState, original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaitable[MLModel]]:
     async def add_custom_handlers(server: RESTServer, model: MLModel) -> MLModel:
         if is_ours(model):
             host = ServerHost(server)
-            options = await extension.extend(host)
-            routes.add(host, options, model.rest_routes)
+            options = await extension.extend(host, state)
+            routes.add(host, state.lifecycle, options, model.rest_routes)
         return await original(server, model)
 
     return add_custom_handlers
 
 
-def _starting(repository: type, original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _starting(
+    repository: type, state: ServerState, original: Callable[..., Awaitable[None]]
+) -> Callable[..., Awaitable[None]]:
     async def start(server: RESTServer) -> None:
         host = ServerHost(server)
         if isinstance(host.repository, repository):
-            extension.extend_at_start(host)
+            extension.extend_at_start(host, state)
         await original(server)
 
     return start

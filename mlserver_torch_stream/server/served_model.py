@@ -22,6 +22,7 @@ from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
@@ -119,6 +120,10 @@ class ServedModel(ABC):
     @property
     @abstractmethod
     def ready(self) -> bool: ...
+
+    @abstractmethod
+    def observers(self, endpoint: EndpointKind) -> ModelRequestObservers:
+        """Makes the observers of the model's requests, which report them."""
 
     @abstractmethod
     def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:

@@ -31,6 +31,7 @@ from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.serve import Announcement
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
+from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests import plain_http
 from tests.certificates import Authority
@@ -170,7 +171,7 @@ def _grpc_methods(*descriptors: object) -> list[str]:
 
 
 def _triton_methods() -> list[str]:
-    servicer = TritonServicer(cast(ServerHost, SimpleNamespace(servicer=lambda: None)), 0.0)
+    servicer = TritonServicer(cast(ServerHost, SimpleNamespace(servicer=lambda: None)), cast(ServerState, None), 0.0)
     return list(servicer.handler()._method_handlers)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.engine.api import EngineStats
 from mlserver_torch_stream.runtime import TorchStreamRuntime
-from mlserver_torch_stream.server.process_state import ENGINE_METRICS
+from mlserver_torch_stream.server.state import server_state
 from tests.server import v2
 from tests.server.harness import PACKAGE_SPELLING
 
@@ -82,12 +82,12 @@ async def _cancelled(call: Awaitable[object]) -> None:
 
 
 def _gauges() -> EngineStats:
-    return ENGINE_METRICS.gauges()[_NAME, ""]
+    return server_state().engine_metrics.gauges()[_NAME, ""]
 
 
 def _counters() -> EngineStats:
     """Since the process began."""
-    return ENGINE_METRICS.counters()[_NAME, ""]
+    return server_state().engine_metrics.counters()[_NAME, ""]
 
 
 async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:

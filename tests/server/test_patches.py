@@ -9,6 +9,7 @@ from mlserver import ModelSettings
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.state import server_state
 from tests.server.harness import PACKAGE_SPELLING
 
 _INSIDE_A_WORKER = """
@@ -45,7 +46,7 @@ def test_a_model_asks_for_no_workers_whatever_the_server_has() -> None:
 
 
 def test_installing_the_guards_twice_changes_nothing() -> None:
-    patches.install()
+    patches.install(server_state())
     once = RESTServer.add_custom_handlers
-    patches.install()
+    patches.install(server_state())
     assert RESTServer.add_custom_handlers is once

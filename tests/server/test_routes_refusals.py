@@ -7,7 +7,6 @@ from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.rest import refusal as refusals
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 
 
@@ -31,10 +30,9 @@ def test_every_error_has_its_status(error: Exception, status: int, retry_after: 
     assert refusal.message and "inside" not in refusal.message
 
 
-def test_a_name_that_is_unknown_during_a_shutdown_is_refused_as_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_unknown_during_a_shutdown_is_refused_as_not_served() -> None:
     """MLServer forgets a model whose load the shutdown interrupts; a router that reads 404 would forget it as well."""
     lifecycle = Lifecycle()
     lifecycle.begin_shutdown("the server is shutting down")
-    monkeypatch.setattr(refusals, "LIFECYCLE", lifecycle)
-    refusal = as_refusal(ModelNotFound("m", "v1"))
+    refusal = as_refusal(ModelNotFound("m", "v1"), lifecycle.shutdown_reason)
     assert (refusal.status, refusal.message) == (503, "the server is shutting down")

@@ -11,9 +11,10 @@ import httpx
 from mlserver.settings import Settings
 from starlette.applications import Starlette
 
+from mlserver_torch_stream.engine.process_resources import PROCESS
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_log import RequestSinks
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
 from mlserver_torch_stream.server.options import ServerOptions
@@ -29,7 +30,9 @@ def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: A
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
     metrics = TokenMetrics(EngineMetrics(), RequestMetrics())
-    telemetry.install(ServerHost(server), ServerOptions(**options), metrics, sinks=sinks or RequestSinks())
+    telemetry.install(
+        ServerHost(server), ServerOptions(**options), metrics, WeightsMetrics(PROCESS), sinks or RequestSinks()
+    )
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -15,6 +15,7 @@ from mlserver.parallel.worker import Worker
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.state import server_state
 from tests import plain_http
 from tests.server.conftest import FOREIGN, QUIET, with_foreign
 from tests.server.harness import Model, exit_code, serve
@@ -43,7 +44,7 @@ def test_a_worker_needs_no_event_loop_from_asyncio() -> None:
 
 
 def test_a_worker_with_an_environment_of_its_own_needs_no_package_of_ours(tmp_path: Path) -> None:
-    patches.install()
+    patches.install(server_state())
     settings = Settings(parallel_workers=1)
     queue = pool.Queue()
     alone = pool.Worker(settings, queue, Environment(str(tmp_path), "hash", delete_env=False))

@@ -12,7 +12,10 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, H
 from mlserver_torch_stream.handlers.runtime.reply import HandlerReply, HandlerRequestObserver
 from mlserver_torch_stream.handlers.runtime.v2_messages import Reply
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
+from mlserver_torch_stream.server.batches.row_slots import ClientLoad
+from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord, RequestSinks
+from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestReports
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])
@@ -249,7 +252,8 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path
         async with running(write_handler(tmp_path, COUNTER)) as pool:
             asked = request("count 5000")
             record = RequestRecord("r", "model", "", EndpointKind.REST_UNARY)
-            observer = HandlerRequestObserver(record, HandlerMetrics())
+            reports = RequestReports(RequestMetrics(), RequestSinks(), ClientLoad())
+            observer = HandlerRequestObserver(record, reports, HandlerMetrics())
             reply = Reply(ReplyContext("model"), asked, False)
             whole = HandlerReply(asked, reply, pool.submit, observer, most_pieces=10)
             with pytest.raises(HandlerFailed, match="stream it") as failed:

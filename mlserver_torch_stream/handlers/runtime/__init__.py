@@ -95,4 +95,4 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         await self._slot.built.engine.scaling.scale(least, most, grace)
 
     def opener(self, endpoint: EndpointKind) -> HandlerOpener:
-        return HandlerOpener(self.name, self.version, self._slot.built, endpoint)
+        return HandlerOpener(self.name, self.version, self._slot.built, endpoint, self._state.reports)

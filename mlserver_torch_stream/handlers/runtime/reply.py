@@ -29,7 +29,11 @@ from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
 from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers, TimedRequest
+from mlserver_torch_stream.server.observability.request_observer import (
+    ModelRequestObservers,
+    RequestReports,
+    TimedRequest,
+)
 from mlserver_torch_stream.server.rest.body import parse_json
 from mlserver_torch_stream.types import FinishReason
 
@@ -37,8 +41,8 @@ from mlserver_torch_stream.types import FinishReason
 class HandlerRequestObserver(TimedRequest):
     """Its record has no token counts: a handler's pieces need not be tokens."""
 
-    def __init__(self, record: RequestRecord, handler_metrics: HandlerMetrics) -> None:
-        super().__init__(record)
+    def __init__(self, record: RequestRecord, reports: RequestReports, handler_metrics: HandlerMetrics) -> None:
+        super().__init__(record, reports)
         self._handler_metrics = handler_metrics
 
     def piece(self, queued_s: float | None) -> None:
@@ -189,7 +193,10 @@ class HandlerOpener:
 
     most_open = 256  # requests of one gRPC stream that run at once
 
-    def __init__(self, name: str, version: str | None, built: BuiltPool, endpoint: EndpointKind) -> None:
+    def __init__(
+        self, name: str, version: str | None, built: BuiltPool, endpoint: EndpointKind, reports: RequestReports
+    ) -> None:
+        self._reports = reports
         self._name = name
         self._version = version
         self._built = built
@@ -205,7 +212,8 @@ class HandlerOpener:
         try:
             request = self.read(payload, request_id)
         except RequestError as error:  # recorded here, because MLServer's gRPC methods do not
-            ModelRequestObservers(self._name, self._version, self._endpoint).refused(request_id, error)
+            observers = ModelRequestObservers(self._reports, self._name, self._version, self._endpoint)
+            observers.refused(request_id, error)
             raise
         return self.reply(request, ReplyContext(self._name, self._version, request_index=index)), False
 
@@ -224,7 +232,7 @@ class HandlerOpener:
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
         reply = Reply(context, request, self._built.archive.envelope in ("kserve", "kservev2"))
         record = RequestRecord(request.request_id, self._name, self._version or "", self._endpoint)
-        observer = HandlerRequestObserver(record, self._built.engine.metrics)
+        observer = HandlerRequestObserver(record, self._reports, self._built.engine.metrics)
         return HandlerReply(request, reply, self._built.engine.submit, observer, binary)
 
 

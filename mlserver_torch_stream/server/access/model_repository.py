@@ -23,7 +23,7 @@ from mlserver_torch_stream.server.access.guards import GuardedAio, RestGuard
 from mlserver_torch_stream.server.host import guard_ports, ports_are_guarded
 from mlserver_torch_stream.server.lifecycle.unreadable_model import readable_or_not
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.process_state import ACCESS
+from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.settings import SETTINGS_FILE
 
 if TYPE_CHECKING:
@@ -47,12 +47,13 @@ class GuardedModelRepository(SchemalessModelRepository):
     def __init__(self, root: str) -> None:
         super().__init__(root)
         self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # as MLServer's repository finds them
+        state = server_state()
         try:
-            ACCESS.configure(read_options())
+            state.access.configure(read_options())
         except SettingsError as error:
             sys.exit(f"The server cannot start: {error}")
-        install(ACCESS)
-        patches.install_at_start(GuardedModelRepository)
+        install(state.access)
+        patches.install_at_start(GuardedModelRepository, state)
 
     async def list(self) -> list[ModelSettings]:
         """A model whose settings cannot be read is listed too, so that its load fails with the reason.

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable, Member
+from mlserver_torch_stream.server.lifecycle.lifecycle import Drainable, Lifecycle, Member
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.work_threads import in_thread
 
 OnDeath = Callable[[BaseException], None]
@@ -34,8 +33,9 @@ B = TypeVar("B", bound=BuiltModel)
 class ModelSlot(Member, Generic[B]):
     """Builds, holds and drains the engine of one model."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lifecycle: Lifecycle) -> None:
         super().__init__(name)
+        self._lifecycle = lifecycle
         self._built: B | None = None
 
     @property
@@ -48,8 +48,8 @@ class ModelSlot(Member, Generic[B]):
     @property
     def trouble(self) -> str | None:
         """The reason why the model is not ready; None if it is ready."""
-        if LIFECYCLE.shutdown_reason is not None:
-            return LIFECYCLE.shutdown_reason
+        if self._lifecycle.shutdown_reason is not None:
+            return self._lifecycle.shutdown_reason
         if self.retired:
             return "it is unloaded"
         if self._built is None:
@@ -65,15 +65,15 @@ class ModelSlot(Member, Generic[B]):
         404, not 503, for a model that it does not know.
         """
         loop = asyncio.get_running_loop()
-        LIFECYCLE.join(self)
+        self._lifecycle.join(self)
         building = in_thread(
-            lambda: build(lambda error: LIFECYCLE.engine_died(self.name, error, loop)), self.cancellation
+            lambda: build(lambda error: self._lifecycle.engine_died(self.name, error, loop)), self.cancellation
         )
         building.add_done_callback(self._take)
         try:
-            await LIFECYCLE.unless_shutdown(asyncio.shield(building))
+            await self._lifecycle.unless_shutdown(asyncio.shield(building))
             if self._built is None:
-                await LIFECYCLE.listeners_closed.wait()
+                await self._lifecycle.listeners_closed.wait()
             return self.built
         except BaseException:
             self.retired = True  # an engine that is built later is given back at once
@@ -93,8 +93,8 @@ class ModelSlot(Member, Generic[B]):
         built = self._built
         if built is None or not built.give_back():
             return None
-        why = LIFECYCLE.shutdown_reason or f"model '{self.name}' is being unloaded"
-        await LIFECYCLE.drain([self, *LIFECYCLE.members(built.engine)], read_options().drain_grace, why)
+        why = self._lifecycle.shutdown_reason or f"model '{self.name}' is being unloaded"
+        await self._lifecycle.drain([self, *self._lifecycle.members(built.engine)], read_options().drain_grace, why)
         await in_thread(built.shutdown)
         self._built = self.engine = None
         return built
@@ -103,7 +103,7 @@ class ModelSlot(Member, Generic[B]):
         if building.cancelled() or building.exception() is not None:
             return
         built = building.result()
-        if not self.retired and LIFECYCLE.shutdown_reason is None:
+        if not self.retired and self._lifecycle.shutdown_reason is None:
             self._built, self.engine = built, built.engine
         elif built.give_back():
             in_thread(built.shutdown)

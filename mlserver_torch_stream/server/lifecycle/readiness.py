@@ -15,13 +15,13 @@ from mlserver.context import model_name_var, model_version_var
 from mlserver.handlers import DataPlane
 
 from mlserver_torch_stream.server.host import Hook, find_model, measured, registry_of, wrap
-from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.served_model import is_ours
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 
 
-def install() -> None:
+def install(lifecycle: Lifecycle) -> None:
     """Passes requests to our models whether they are ready or not: they refuse with a status of their own. Called once.
 
     MLServer refuses with 400, at which Seldon Core 2 loads the model again; and it has no state for a model that still
@@ -30,8 +30,8 @@ def install() -> None:
     the shutdown hangs.
     """
     wrap(Hook.ENTER, _entering)
-    wrap(Hook.READY, partial(_unless, lambda: LIFECYCLE.shutdown_reason))
-    wrap(Hook.LIVE, partial(_unless, lambda: LIFECYCLE.failure))
+    wrap(Hook.READY, partial(_unless, lambda: lifecycle.shutdown_reason))
+    wrap(Hook.LIVE, partial(_unless, lambda: lifecycle.failure))
 
 
 def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> Callable[..., Any]:

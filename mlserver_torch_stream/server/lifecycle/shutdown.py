@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,8 +23,8 @@ from mlserver.server import HANDLED_SIGNALS, MLServer
 
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.host import Hook, listeners_of, registry_of, wrap
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.process_state import LIFECYCLE
 from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.work_threads import exit_from_work
@@ -42,17 +43,17 @@ class EndedWithError(Exit):
         super().__init__(1)
 
 
-def install() -> None:
+def install(lifecycle: Lifecycle) -> None:
     """Wraps MLServer's stop. Called once."""
-    wrap(Hook.STOP, _stopping)
+    wrap(Hook.STOP, partial(_stopping, lifecycle))
     logger.addFilter(_without_our_traceback)
 
 
-def _stopping(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _stopping(lifecycle: Lifecycle, original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def stop(server: MLServer, sig: int | None = None) -> None:
-        if LIFECYCLE.draining:
+        if lifecycle.draining:
             if sig is not None:
-                LIFECYCLE.skip_grace()
+                lifecycle.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
         # uvicorn raises the signal again for the listener that ends first; a second SIGINT would cut the others off.
@@ -60,14 +61,14 @@ def _stopping(original: Callable[..., Awaitable[None]]) -> Callable[..., Awaitab
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
             if _options().skip_failed_models:
                 return
-            LIFECYCLE.failure = str(failure)
+            lifecycle.failure = str(failure)
             why, sig = "A model could not be loaded", signal.SIGTERM
-        if LIFECYCLE.members() or LIFECYCLE.listeners or LIFECYCLE.failure is not None:
-            atexit.register(lambda: exit_from_work(0 if LIFECYCLE.failure is None else 1))
+        if lifecycle.members() or lifecycle.listeners or lifecycle.failure is not None:
+            atexit.register(lambda: exit_from_work(0 if lifecycle.failure is None else 1))
             if why is not None:
-                LIFECYCLE.draining = True
-                await _drain(server, why)
-        await asyncio.gather(original(server, sig), LIFECYCLE.stop_listeners(_GRPC_GRACE))
+                lifecycle.draining = True
+                await _drain(server, lifecycle, why)
+        await asyncio.gather(original(server, sig), lifecycle.stop_listeners(_GRPC_GRACE))
 
     return stop
 
@@ -104,28 +105,28 @@ def _options() -> ServerOptions:
         return read_options({})
 
 
-async def _drain(server: MLServer, why: str) -> None:
+async def _drain(server: MLServer, lifecycle: Lifecycle, why: str) -> None:
     options = _options()
-    members = LIFECYCLE.members()
-    LIFECYCLE.begin_shutdown(_WHY)
+    members = lifecycle.members()
+    lifecycle.begin_shutdown(_WHY)
     logger.info(f"{why}: streams in flight have up to {options.drain_grace:g} s to finish")
-    await LIFECYCLE.delay(options.drain_delay)
-    LIFECYCLE.refusing.set()
-    await LIFECYCLE.drain(members, options.drain_grace, _WHY)
-    await LIFECYCLE.stop_engines(members)
+    await lifecycle.delay(options.drain_delay)
+    lifecycle.refusing.set()
+    await lifecycle.drain(members, options.drain_grace, _WHY)
+    await lifecycle.stop_engines(members)
     logger.info("Every stream has ended: closing the listeners")
     listeners = listeners_of(server)
     rest = listeners.rest
     if all(map(is_ours, await registry_of(server).get_models())):
-        await LIFECYCLE.stop_listeners(_GRPC_STOP_TIMEOUT)
+        await lifecycle.stop_listeners(_GRPC_STOP_TIMEOUT)
         await listeners.grpc.stop(_GRPC_STOP_TIMEOUT)
         # Connections are cut off before: uvicorn cancels what is left, and logs a traceback for each task.
         rest.config.timeout_graceful_shutdown = 2 * _REST_STOP_TIMEOUT
     gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
-    _wrap_listeners(rest, [rest] if listeners.metrics is None else [rest, listeners.metrics])
+    _wrap_listeners(lifecycle, rest, [rest] if listeners.metrics is None else [rest, listeners.metrics])
 
 
-def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:
+def _wrap_listeners(lifecycle: Lifecycle, rest: Any, listeners: Sequence[Any]) -> None:
     """Lets interrupted loads fail when the REST listener closes, from when on no client can ask for their models.
 
     MLServer's main task waits for the listeners and raises the exception of any of them. After a failure the last
@@ -138,12 +139,12 @@ def _wrap_listeners(rest: Any, listeners: Sequence[Any]) -> None:
 
         async def shut_down(*args: Any, **options: Any) -> None:
             if listener is rest:
-                LIFECYCLE.listeners_closed.set()
+                lifecycle.listeners_closed.set()
                 if rest.config.timeout_graceful_shutdown is not None:
                     asyncio.get_running_loop().call_later(_REST_STOP_TIMEOUT, _cut_off, rest)
             await shutdown(*args, **options)
             open_listeners.remove(listener)
-            if LIFECYCLE.failure is not None and not open_listeners:
+            if lifecycle.failure is not None and not open_listeners:
                 raise EndedWithError
 
         return shut_down

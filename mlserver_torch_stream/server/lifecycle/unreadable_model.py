@@ -19,6 +19,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.host import source_of
+from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.settings import SETTINGS_FILE
 from mlserver_torch_stream.settings_file import place_of, read_settings_file
@@ -43,7 +44,7 @@ class UnknownRuntime(UnreadableModel):
     """Its settings name a runtime of this package that does not exist, and were read by MLServer's own repository."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        patches.install()
+        patches.install(server_state())
         super().__init__(settings)
 
     async def load(self) -> bool:

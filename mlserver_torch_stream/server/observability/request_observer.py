@@ -8,16 +8,22 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mlserver.errors import MLServerError, ModelNotReady
 from opentelemetry.trace import Span
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
+from mlserver_torch_stream.server.batches.row_slots import ClientLoad
 from mlserver_torch_stream.server.observability import request_log
-from mlserver_torch_stream.server.observability.request_log import CLIENT_CLOSED_REQUEST, EndpointKind, RequestRecord
-from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests
-from mlserver_torch_stream.server.process_state import CLIENT_LOAD, REQUEST_METRICS, REQUEST_SINKS
+from mlserver_torch_stream.server.observability.request_log import (
+    CLIENT_CLOSED_REQUEST,
+    EndpointKind,
+    RequestRecord,
+    RequestSinks,
+)
+from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests, RequestMetrics
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
 
 # The outcome of a request whose sequences ended differently is the first of these.
@@ -31,20 +37,31 @@ _GRAVEST = (
 )
 
 
+@dataclass(frozen=True)
+class RequestReports:
+    """Where requests are reported: their metrics, log and trace, and the load that clients make."""
+
+    metrics: RequestMetrics
+    sinks: RequestSinks
+    clients: ClientLoad
+
+
 class ModelRequestObservers(RequestObservers):
     """Makes the observers of the requests to one model through one kind of endpoint."""
 
-    def __init__(self, model: str, version: str | None, endpoint: EndpointKind) -> None:
+    def __init__(self, reports: RequestReports, model: str, version: str | None, endpoint: EndpointKind) -> None:
+        self._reports = reports
         self._model = model
         self._version = version or ""
         self._endpoint = endpoint
 
     def started(self, request: GenerationRequest) -> ServerRequestObserver:
         streaming = self._endpoint.streams and request.stream is not False
-        return ServerRequestObserver(self._record(request.request_id, request), streaming=streaming)
+        return ServerRequestObserver(self._record(request.request_id, request), self._reports, streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
-        ServerRequestObserver(self._record(request_id, None), streaming=self._endpoint.streams).failed(error)
+        record = self._record(request_id, None)
+        ServerRequestObserver(record, self._reports, streaming=self._endpoint.streams).failed(error)
 
     def _record(self, request_id: str, request: GenerationRequest | None) -> RequestRecord:
         return RequestRecord(request_id, self._model, self._version, self._endpoint, request)
@@ -53,9 +70,10 @@ class ModelRequestObservers(RequestObservers):
 class TimedRequest(ABC):
     """Measures one request, and reports it once. A subclass says in ``count`` which counters of the model grow."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, reports: RequestReports) -> None:
         self.record = record
-        self.metrics: ModelRequests = REQUEST_METRICS.of(record.model, record.version)
+        self.reports = reports
+        self.metrics: ModelRequests = reports.metrics.of(record.model, record.version)
         self.ended = False
         self._began = time.monotonic()
 
@@ -85,8 +103,8 @@ class TimedRequest(ABC):
             record.status = status_of(record.error)
             self.metrics.count_error(record.status)
         self.count()
-        if REQUEST_SINKS.log is not None:
-            REQUEST_SINKS.log.write(record)
+        if self.reports.sinks.log is not None:
+            self.reports.sinks.log.write(record)
         record.error = None  # its frames hold this observer: a cycle would keep the request's prompts
 
     @abstractmethod
@@ -97,18 +115,19 @@ class TimedRequest(ABC):
 class ServerRequestObserver(TimedRequest, RequestObserver):
     """Observes one request. ``streaming``: after the first event, an error does not change the status."""
 
-    def __init__(self, record: RequestRecord, *, streaming: bool) -> None:
-        super().__init__(record)
+    def __init__(self, record: RequestRecord, reports: RequestReports, *, streaming: bool) -> None:
+        super().__init__(record, reports)
         self._streaming = streaming
         self._unfinished = record.sequences
         self._accepted = False
         self._prompted = False
         self._seen = False
         self._last: dict[int, float] = {}  # by sequence: the time of its last tokens
-        self._keeps_text = REQUEST_SINKS.log is not None and REQUEST_SINKS.log.prompts
+        sinks = reports.sinks
+        self._keeps_text = sinks.log is not None and sinks.log.prompts
         self._span: Span | None = None
-        if REQUEST_SINKS.tracer is not None:
-            self._span = request_log.start_span(REQUEST_SINKS.tracer, record)
+        if sinks.tracer is not None:
+            self._span = request_log.start_span(sinks.tracer, record)
 
     def accepted(self) -> None:
         self._accepted = True
@@ -118,7 +137,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         self.record.prompt_tokens = tokens
         if not self.ended:
             self._prompted = True
-            CLIENT_LOAD.prompted(self.record.model, self.record.sequences)
+            self.reports.clients.prompted(self.record.model, self.record.sequences)
 
     def event(self, event: TokenEvent) -> None:
         count = len(event.token_ids)
@@ -139,7 +158,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
 
     def first_event(self, now: float) -> None:
         super().first_event(now)
-        CLIENT_LOAD.first_token()
+        self.reports.clients.first_token()
         if self._span is not None:
             self._span.add_event(request_log.FIRST_TOKEN)
 
@@ -158,7 +177,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
     def count(self) -> None:
         record, metrics = self.record, self.metrics
         if self._prompted:
-            CLIENT_LOAD.ended(record.model, record.sequences, answered=record.ttft_s is not None)
+            self.reports.clients.ended(record.model, record.sequences, answered=record.ttft_s is not None)
         if self._span is not None:
             request_log.end_span(self._span, record)
         metrics.ended(self._outcome(), record.e2e_s, record.queue_s or 0.0, record.sequences)

@@ -25,7 +25,6 @@ from mlserver_torch_stream.server.observability.request_log import (
     tracer_of,
 )
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.process_state import REQUEST_SINKS, TOKEN_METRICS, WEIGHTS_METRICS
 
 _HEALTH = "/health"
 
@@ -33,9 +32,9 @@ _HEALTH = "/health"
 def install(
     host: ServerHost,
     options: ServerOptions,
-    metrics: TokenMetrics = TOKEN_METRICS,
-    weights: WeightsMetrics = WEIGHTS_METRICS,
-    sinks: RequestSinks = REQUEST_SINKS,
+    metrics: TokenMetrics,
+    weights: WeightsMetrics,
+    sinks: RequestSinks,
 ) -> None:
     """Called once for a server."""
     settings = host.settings

@@ -26,8 +26,8 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
@@ -44,6 +44,7 @@ class Endpoint:
     """The ASGI application of one row of the table."""
 
     host: ServerHost
+    lifecycle: Lifecycle
     options: ServerOptions
     route: RestRoute
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is decoded
@@ -106,9 +107,8 @@ class _EndpointRequest:
     async def refuse(self, error: Exception) -> None:
         """Answers with an error, and records it unless the observer of an opened request has done so."""
         if self._model is not None and not self._opened:
-            observers = ModelRequestObservers(self._model.name, self._model.version, self._kind)
-            observers.refused(self._request_id, error)
-        refused = as_refusal(error)
+            self._model.observers(self._kind).refused(self._request_id, error)
+        refused = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
         status, body = self._spelling.refusal(refused)
         await send_refusal(self._send, status, orjson.dumps(body), refused.retry_after, self._spelling_headers())
 
@@ -226,7 +226,7 @@ class _EndpointRequest:
         except Exception as error:
             if not events.started:
                 raise
-            reply.error = as_refusal(error)
+            reply.error = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
             for body in reply.failure(reply.error):
                 await events.send(orjson.dumps(body), None if named_by is None else body[named_by])
         end = reply.end()

@@ -21,36 +21,34 @@ from mlserver_torch_stream.server.model_info import read_config, read_statistics
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
 from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.state import ServerState
 
-Read = Callable[[ServerHost, str, str | None], Awaitable[JsonObject]]
+Read = Callable[[ServerHost, ServerState, str, str | None], Awaitable[JsonObject]]
 _ALL_STATISTICS = "/v2/models/stats"
 
 
-async def _statistics(host: ServerHost, name: str, version: str | None) -> JsonObject:
-    return await read_statistics(host.registry, name, version)
-
-
 _PATHS: dict[str, Read] = {
-    _ALL_STATISTICS: _statistics,
-    "/v2/models/{model_name}/stats": _statistics,
-    "/v2/models/{model_name}/versions/{model_version}/stats": _statistics,
+    _ALL_STATISTICS: read_statistics,
+    "/v2/models/{model_name}/stats": read_statistics,
+    "/v2/models/{model_name}/versions/{model_version}/stats": read_statistics,
     "/v2/models/{model_name}/config": read_config,
     "/v2/models/{model_name}/versions/{model_version}/config": read_config,
 }
 
 
-def add_routes(host: ServerHost) -> None:
+def add_routes(host: ServerHost, state: ServerState) -> None:
     """Called once for a server."""
-    routes = [_ModelRoute(path, host, read) for path, read in _PATHS.items()]
+    routes = [_ModelRoute(path, host, state, read) for path, read in _PATHS.items()]
     host.add_routes([*routes, _IndexRoute(host.repository_handlers)])
 
 
 class _ModelRoute(SelectiveRoute):
     """Answers for models of this package, and for names that no model has."""
 
-    def __init__(self, path: str, host: ServerHost, read: Read) -> None:
+    def __init__(self, path: str, host: ServerHost, state: ServerState, read: Read) -> None:
         super().__init__(path, self._answer)
         self._host = host
+        self._state = state
         self._read = read
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
@@ -61,10 +59,10 @@ class _ModelRoute(SelectiveRoute):
     async def _answer(self, request: Request) -> JSONResponse:
         path = request.path_params
         try:
-            found = await self._read(self._host, path.get("model_name", ""), path.get("model_version"))
+            found = await self._read(self._host, self._state, path.get("model_name", ""), path.get("model_version"))
             return JSONResponse(found)
         except MLServerError as error:
-            refusal = as_refusal(error)
+            refusal = as_refusal(error, self._state.lifecycle.shutdown_reason)
             return JSONResponse({"error": refusal.message}, refusal.status)
 
 

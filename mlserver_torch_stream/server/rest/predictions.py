@@ -17,8 +17,8 @@ from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.torchserve_document import model_document
 from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
 from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
@@ -54,9 +54,9 @@ _MODELS = "v1/models"
 class TokenPredictions:
     """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
 
-    def __init__(self, host: ServerHost, options: ServerOptions) -> None:
+    def __init__(self, host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
         self._endpoints = {
-            path.lstrip("/"): Endpoint(host, options, RestRoute(path, None, (spelling,)))
+            path.lstrip("/"): Endpoint(host, lifecycle, options, RestRoute(path, None, (spelling,)))
             for path, spelling in OPENAI_SPELLINGS.items()
         }
 
@@ -93,6 +93,7 @@ class PredictionEndpoint:
     """
 
     host: ServerHost
+    lifecycle: Lifecycle
     options: ServerOptions
     tokens: TokenPredictions
     explain: bool = False
@@ -158,9 +159,8 @@ class _Prediction:
     async def refuse(self, error: Exception) -> None:
         """Answers with an error, and records it unless the observer of an opened request has done so."""
         if self._model is not None and not self._opened:
-            observers = ModelRequestObservers(self._model.name, self._model.version, EndpointKind.REST_STREAM)
-            observers.refused(self._request_id, error)
-        refused = as_refusal(error)
+            self._model.observers(EndpointKind.REST_STREAM).refused(self._request_id, error)
+        refused = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
         status, body = status_and_body(refused)
         await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
 
@@ -208,7 +208,7 @@ class _Prediction:
             async for piece in pieces:
                 await chunks.write(piece.value)
         except Exception as error:
-            raise _BrokenStream from as_refusal(error)
+            raise _BrokenStream from as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
 
     def _leave(self, reply: PieceReply) -> None:
         self.left = True

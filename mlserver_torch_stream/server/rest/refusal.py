@@ -11,21 +11,23 @@ from mlserver.logging import logger
 from starlette.types import Send
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError, UnknownModel
-from mlserver_torch_stream.server.process_state import LIFECYCLE
 
 EncodedHeaders = list[tuple[bytes, bytes]]
 _INTERNAL = "internal server error"
 _NO_CONTENT = 204  # has no content-length, says RFC 9110
 
 
-def as_refusal(error: Exception) -> RequestError:
-    """Any exception as an error of the error table. An unexpected exception is a bug, and logged with its traceback."""
+def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:
+    """Any exception as an error of the error table. An unexpected exception is a bug, and logged with its traceback.
+
+    ``shutdown_reason``: why the process accepts no more requests; None while it does.
+    """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ModelNotReady):
         return NotServing(str(error))
-    if isinstance(error, ModelNotFound) and LIFECYCLE.shutdown_reason is not None:
-        return NotServing(LIFECYCLE.shutdown_reason)  # an interrupted load has left the registry: 404 would be wrong
+    if isinstance(error, ModelNotFound) and shutdown_reason is not None:
+        return NotServing(shutdown_reason)  # an interrupted load has left the registry: 404 would be wrong
     if isinstance(error, MLServerError):
         refused = RequestError(str(error))
         refused.status = int(error.status_code)

@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost, find_model
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.connection import NotesTransport
 from mlserver_torch_stream.server.rest.endpoints import Endpoint
@@ -25,11 +26,11 @@ def install(host: ServerHost) -> None:
     host.put_outside(NotesTransport)
 
 
-def add(host: ServerHost, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
+def add(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
     """Adds the rows whose paths the server does not have yet. Called for each model of this package."""
     known = {route.path for route in host.router.routes if isinstance(route, _OurRoute)}
     new = [row for row in rows if row.path not in known]
-    host.add_routes([_OurRoute(row.path, Endpoint(host, options, row), host.registry) for row in new])
+    host.add_routes([_OurRoute(row.path, Endpoint(host, lifecycle, options, row), host.registry) for row in new])
 
 
 class _OurRoute(SelectiveRoute):

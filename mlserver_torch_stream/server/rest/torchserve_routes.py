@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from mlserver.registry import MultiModelRegistry
 from starlette.requests import Request
@@ -55,14 +56,12 @@ _PATHS = (
 )
 
 
-def add_routes(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle) -> None:
+def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
     """Called once for a server."""
-    registry, tokens = host.registry, TokenPredictions(host, options)
+    registry, tokens = host.registry, TokenPredictions(host, lifecycle, options)
+    endpoint = partial(PredictionEndpoint, host, lifecycle, options, tokens)
     routes = [
-        *(
-            _PredictionRoute(each, PredictionEndpoint(host, options, tokens, each.explain, each.legacy), registry)
-            for each in _PATHS
-        ),
+        *(_PredictionRoute(each, endpoint(each.explain, each.legacy), registry) for each in _PATHS),
         Route("/ping", _Ping(registry, lifecycle).answer, methods=["GET"], name="torch_stream:/ping"),
         Route("/api-description", _describe, methods=["GET"], name="torch_stream:/api-description"),
         SelectiveRoute("/", _describe, ["OPTIONS"]),

@@ -20,7 +20,7 @@ from mlserver_torch_stream.errors import InvalidInput, NotServing, TimedOut
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, until
-from mlserver_torch_stream.server.process_state import LIFECYCLE
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.streams.concurrent_replies import Body, ConcurrentReplies, MessageReply
 
 T = TypeVar("T")
@@ -211,12 +211,14 @@ class MessageStream(Generic[Body]):
         answer: Callable[[bytes, int], MessageReply[Body]],
         stalled_after: float,
         client: str,
+        lifecycle: Lifecycle,
     ) -> None:
+        self._lifecycle = lifecycle
         self._messages = messages
         self._ended = False  # the client has closed its side
         self._stalled_after = stalled_after
         self._client = client
-        self._replies = ConcurrentReplies(until(LIFECYCLE.refusing, self._all()), answer, _unchanged, _MAX_OPEN)
+        self._replies = ConcurrentReplies(until(lifecycle.refusing, self._all()), answer, _unchanged, _MAX_OPEN)
         self._unread = ReadTimeout(self._replies, stalled_after, self._stalled)
 
     def __aiter__(self) -> AsyncIterator[Body]:
@@ -228,7 +230,7 @@ class MessageStream(Generic[Body]):
             return await anext(self._unread)
         except StopAsyncIteration:
             if not self._ended:
-                raise NotServing(LIFECYCLE.shutdown_reason or "the server is shutting down") from None
+                raise NotServing(self._lifecycle.shutdown_reason or "the server is shutting down") from None
             raise
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
 from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
 from mlserver_torch_stream.server.rest.refusal import as_refusal
@@ -147,6 +146,7 @@ class GrpcPrediction:
     def __init__(
         self,
         host: ServerHost,
+        lifecycle: Lifecycle,
         message: bytes,
         metadata: Mapping[str, str],
         endpoint: EndpointKind,
@@ -154,6 +154,7 @@ class GrpcPrediction:
         in_sequence: bool = False,
     ) -> None:
         self._host = host
+        self._lifecycle = lifecycle
         self._message = message
         self._metadata = metadata
         self._endpoint = endpoint
@@ -181,7 +182,7 @@ class GrpcPrediction:
                 yield response
 
     def failure(self, error: Exception) -> Sequence[Prediction]:
-        return [self._response(error=as_refusal(error))]
+        return [self._response(error=as_refusal(error, self._lifecycle.shutdown_reason))]
 
     def close(self) -> None:
         if self._reply is not None:
@@ -247,10 +248,9 @@ class GrpcPrediction:
             yield
         except Exception as error:
             if self._reply is None and self._model is not None:
-                observers = ModelRequestObservers(self._model.name, self._model.version, self._endpoint)
-                observers.refused(self._request_id, error)
+                self._model.observers(self._endpoint).refused(self._request_id, error)
             elif self._reply is None:
-                message = as_refusal(error).message
+                message = as_refusal(error, self._lifecycle.shutdown_reason).message
                 logger.info(f"A request to TorchServe's gRPC service was refused: {message!r}")  # a name may have lines
             raise
 
@@ -284,11 +284,11 @@ class InferenceService:
         return bytes(TorchServeHealthResponse(health=text).SerializeToString())
 
     async def _predictions(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        request = GrpcPrediction(self._host, message, _metadata(context), EndpointKind.GRPC_UNARY)
+        request = GrpcPrediction(self._host, self._lifecycle, message, _metadata(context), EndpointKind.GRPC_UNARY)
         try:
             return (await request.whole()).serialized()
         except Exception as error:
-            end_call(context, as_refusal(error))
+            end_call(context, as_refusal(error, self._lifecycle.shutdown_reason))
             return b""  # it is not sent beside a status
         finally:
             request.close()
@@ -302,16 +302,16 @@ class InferenceService:
 
         def answer(message: bytes, index: int) -> GrpcPrediction:
             endpoint = EndpointKind.GRPC_STREAM
-            return GrpcPrediction(self._host, message, metadata, endpoint, in_sequence=in_sequence)
+            return GrpcPrediction(self._host, self._lifecycle, message, metadata, endpoint, in_sequence=in_sequence)
 
-        responses = MessageStream(messages, answer, self._stalled_after, _CLIENT)
+        responses = MessageStream(messages, answer, self._stalled_after, _CLIENT, self._lifecycle)
         try:
             async for response in responses:
                 if response.error is not None and not in_sequence:
                     raise response.error
                 yield response.serialized()
         except Exception as error:
-            end_call(context, as_refusal(error))
+            end_call(context, as_refusal(error, self._lifecycle.shutdown_reason))
         finally:
             responses.close()  # the client may have left
 

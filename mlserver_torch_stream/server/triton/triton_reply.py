@@ -20,6 +20,7 @@ from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.served_model import is_ours
@@ -51,9 +52,16 @@ class TritonReply:
     """Reads one message and answers it. Every response has the id of its request."""
 
     def __init__(
-        self, host: ServerHost, servicer: InferenceServicer, context: grpc.ServicerContext, message: bytes, index: int
+        self,
+        host: ServerHost,
+        lifecycle: Lifecycle,
+        servicer: InferenceServicer,
+        context: grpc.ServicerContext,
+        message: bytes,
+        index: int,
     ) -> None:
         self._host = host
+        self._lifecycle = lifecycle
         self._servicer = servicer
         self._context = context
         self._message = message
@@ -76,7 +84,7 @@ class TritonReply:
 
     def failure(self, error: Exception) -> Sequence[Framed]:
         """The final responses of the sequences that have none; a single one with the error if nothing was sent."""
-        refusal = as_refusal(error)
+        refusal = as_refusal(error, self._lifecycle.shutdown_reason)
         if self._begun and self._reply is not None:
             return [self._framed(body) for body in self._reply.failure(error)]
         if not self._recorded:

@@ -23,6 +23,7 @@ from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_mes
 from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model, send_headers
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
 from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import RefusedCall, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import MessageStream
 from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
@@ -56,8 +57,9 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 class TritonServicer:
     """``stalled_reader_timeout``: seconds in which a client must take a response (0: no bound)."""
 
-    def __init__(self, host: ServerHost, stalled_reader_timeout: float) -> None:
+    def __init__(self, host: ServerHost, state: ServerState, stalled_reader_timeout: float) -> None:
         self._host = host
+        self._state = state
         self._inference = host.servicer()  # MLServer's own
         self._stalled_reader_timeout = stalled_reader_timeout
 
@@ -91,12 +93,12 @@ class TritonServicer:
 
     async def _model_config(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
-        config = await read_config(self._host, request.name, request.version)
+        config = await read_config(self._host, self._state, request.name, request.version)
         return _from_json({"config": config}, ModelConfigResponse)
 
     async def _model_statistics(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = read_message(pb.ModelMetadataRequest, message)  # the same two fields
-        statistics = await read_statistics(self._host.registry, request.name, request.version)
+        statistics = await read_statistics(self._host, self._state, request.name, request.version)
         return _from_json(statistics, ModelStatisticsResponse)
 
     async def _repository_index(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -118,10 +120,14 @@ class TritonServicer:
         """
         errors_end_it = (_ERRORS_END_IT, "true") in {(key, value) for key, value in context.invocation_metadata()}
 
-        def answer(message: bytes, index: int) -> TritonReply:
-            return TritonReply(self._host, self._inference, context, message, index)
+        lifecycle = self._state.lifecycle
 
-        responses = MessageStream(messages, answer, self._stalled_reader_timeout, "A client of Triton's port")
+        def answer(message: bytes, index: int) -> TritonReply:
+            return TritonReply(self._host, lifecycle, self._inference, context, message, index)
+
+        responses = MessageStream(
+            messages, answer, self._stalled_reader_timeout, "A client of Triton's port", lifecycle
+        )
         try:
             async for response in responses:
                 if response.error and errors_end_it:
@@ -132,7 +138,7 @@ class TritonServicer:
         except RequestError as error:
             refuse(context, as_server_error(error, streaming=True))
         except Exception as error:
-            refusal = as_refusal(error)
+            refusal = as_refusal(error, lifecycle.shutdown_reason)
             refuse(context, RefusedCall(refusal.message, refusal.status))
         finally:
             responses.close()  # the client may have left
