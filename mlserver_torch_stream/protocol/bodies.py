@@ -126,7 +126,8 @@ def wrong(message: str, key: str | None = None) -> PydanticCustomError:
 
 
 def _whole(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() else value
+    """A number below -(2**63) has become that float when the body was parsed."""
+    return int(value) if type(value) is float and value.is_integer() and value > -(2**63) else value
 
 
 def _whole_numbers(value: Any) -> Any:
@@ -159,6 +160,7 @@ class _FailFast(FailFast):
 FAIL_FAST = _FailFast()  # of a list: one error is enough
 WHOLE = BeforeValidator(_whole)  # as JSON has it, where 1 is 1.0
 SPENDS = BeforeValidator(_spend)  # of a list whose elements take Python code: counts them before
+S = TypeVar("S")
 T = TypeVar("T")
 # A constraint makes pydantic refuse lone surrogates, which UTF-8 has not.
 Text = Annotated[str, MinLen(0), WithJsonSchema({"type": "string"})]
@@ -166,12 +168,8 @@ NonEmpty = Annotated[str, MinLen(1)]
 JsonObject = dict[str, Any]
 TokenIds = Annotated[list[Annotated[int, Ge(0)]], FAIL_FAST, BeforeValidator(_whole_numbers)]
 Entries = Annotated[dict[str, T], BeforeValidator(_few)]
-TextOrList = Annotated[
-    Annotated[Text, Tag("a text")] | Annotated[T, Tag("a list")],
-    Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
-]
-NonEmptyOrList = Annotated[
-    Annotated[NonEmpty, Tag("a text")] | Annotated[T, Tag("a list")],
+OrList = Annotated[
+    Annotated[S, Tag("a text")] | Annotated[T, Tag("a list")],
     Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
 ]
 

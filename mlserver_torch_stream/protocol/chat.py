@@ -17,8 +17,8 @@ from mlserver_torch_stream.protocol.bodies import (
     ElementBudget,
     JsonObject,
     NonEmpty,
+    OrList,
     Text,
-    TextOrList,
     fields,
     validate,
 )
@@ -81,7 +81,7 @@ class ChatMessage(MessageMetadata):
     """A message of a conversation. An answer may come back as the client's SDK has dumped it, or a proxy."""
 
     role: NonEmpty
-    content: TextOrList[Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
+    content: OrList[Text, Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
     name: Text | None = None
     tool_calls: Objects | None = None
     tool_call_id: Text | None = None
