@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     FailFast,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Tag,
     TypeAdapter,
@@ -33,6 +34,9 @@ from mlserver_torch_stream.protocol.values import printable, refuse, refuse_unle
 
 MAX_ENTRIES = 4096  # of an object whose keys are the client's
 _SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # of a message of pydantic
+_OBJECT = "must be a JSON object"
+OBJECT_OR_TEXT = f"{_OBJECT} or a string that is not empty"
+_OWN_WORDS = {"dict_type": _OBJECT, "model_type": _OBJECT, "bool_type": "must be true or false"}
 
 
 class ElementBudget:
@@ -85,13 +89,23 @@ class Ignored:
         return {**handler(schema), "description": "Ignored: no answer depends on it."}
 
 
+class Because:
+    """Gives the reason why other values of a field are refused."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "wrong", custom_error_message=self._reason)
+
+
 class Refused:
     """Marks a parameter that is not implemented. ``harmless``: the values with which it asks for nothing."""
 
     def __init__(self, *harmless: Any) -> None:
         self.harmless = harmless
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -233,4 +247,6 @@ def _reason(found: ErrorDetails) -> str:
         return "is needed"
     if "key" in found.get("ctx", {}):
         return found["msg"]
-    return f"{_SUBJECT.sub('must ', found['msg'])}, got {shown(found['input'])}"
+    said = _OWN_WORDS.get(found["type"]) or _SUBJECT.sub("must ", found["msg"].partition(" after validation")[0])
+    value = found["input"]
+    return f"{said}, got {shown(value.get('type') if found['type'] == 'type' and isinstance(value, dict) else value)}"

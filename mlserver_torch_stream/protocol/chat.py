@@ -13,6 +13,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
     SPENDS,
+    Because,
     Body,
     ElementBudget,
     JsonObject,
@@ -37,7 +38,7 @@ NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 class Tool(Body, extra="ignore"):
     """A tool; only functions are implemented."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], Because("only functions are implemented")]
 
 
 class ToolFunction(Body, extra="ignore"):
@@ -64,7 +65,7 @@ Objects = Annotated[list[JsonObject], FAIL_FAST, SPENDS]
 class TextPart(Body, extra="ignore"):
     """A part of a message's content; only text is implemented."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], Because("only parts of text are implemented")]
     text: Text
 
 

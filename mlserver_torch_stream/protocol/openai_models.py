@@ -13,8 +13,10 @@ from pydantic import Discriminator, Field, Tag
 
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
+    OBJECT_OR_TEXT,
     SPENDS,
     WHOLE,
+    Because,
     Body,
     Entries,
     Ignored,
@@ -102,7 +104,7 @@ class _Talk(_Generation):
 
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: JsonObject | None = None
-    tool_choice: str | JsonObject | None = None
+    tool_choice: Annotated[str | JsonObject | None, Because(OBJECT_OR_TEXT)] = None
     parallel_tool_calls: bool | None = None
     safety_identifier: Annotated[Text | None, Ignored()] = None
     prompt_cache_key: Annotated[Text | None, Ignored()] = None

@@ -239,6 +239,27 @@ def test_a_seed_that_a_parser_has_rounded_is_refused() -> None:
     assert refused is not None and refused.field == "seed"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("tools", [{"type": "web_search"}], "tools[0].type: only functions are implemented, got 'web_search'"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type: only parts of text are implemented, got 'image_url'",
+        ),
+        ("audio", {"voice": "x"}, "audio: is not implemented by this runtime"),
+        ("max_tokens", 0, "max_tokens: must be greater than or equal to 1, got 0"),
+        ("stop", 3, "stop: must be a string or a list, got 3"),
+        ("tolls", [], "tolls: unknown parameter; did you mean tools?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_says_why(name: str, value: Any, said: str) -> None:
+    refused = _refusal({**_LEAST["chat"], name: value}, ChatCompletionRequest)
+    assert refused is not None and refused.message == said
+
+
 def test_usage_on_every_chunk_needs_the_usage() -> None:
     options = {"include_usage": False, "continuous_usage_stats": True}
     refused = _outcome("chat", {**_LEAST["chat"], "stream_options": options}, True)
