@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     FailFast,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Tag,
     TypeAdapter,
@@ -33,6 +34,9 @@ from mlserver_torch_stream.protocol.values import printable, refuse, refuse_unle
 
 MAX_ENTRIES = 4096  # of an object whose keys are the client's
 _SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # of a message of pydantic
+_OBJECT = "must be a JSON object"
+OBJECT_OR_TEXT = f"{_OBJECT} or a string that is not empty"
+_OWN_WORDS = {"dict_type": _OBJECT, "model_type": _OBJECT, "bool_type": "must be true or false"}
 
 
 class ElementBudget:
@@ -85,13 +89,23 @@ class Ignored:
         return {**handler(schema), "description": "Ignored: no answer depends on it."}
 
 
+class Because:
+    """Gives the reason why other values of a field are refused."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "wrong", custom_error_message=self._reason)
+
+
 class Refused:
     """Marks a parameter that is not implemented. ``harmless``: the values with which it asks for nothing."""
 
     def __init__(self, *harmless: Any) -> None:
         self.harmless = harmless
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -126,7 +140,8 @@ def wrong(message: str, key: str | None = None) -> PydanticCustomError:
 
 
 def _whole(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() else value
+    """A number below -(2**63) has become that float when the body was parsed."""
+    return int(value) if type(value) is float and value.is_integer() and value > -(2**63) else value
 
 
 def _whole_numbers(value: Any) -> Any:
@@ -159,6 +174,7 @@ class _FailFast(FailFast):
 FAIL_FAST = _FailFast()  # of a list: one error is enough
 WHOLE = BeforeValidator(_whole)  # as JSON has it, where 1 is 1.0
 SPENDS = BeforeValidator(_spend)  # of a list whose elements take Python code: counts them before
+S = TypeVar("S")
 T = TypeVar("T")
 # A constraint makes pydantic refuse lone surrogates, which UTF-8 has not.
 Text = Annotated[str, MinLen(0), WithJsonSchema({"type": "string"})]
@@ -166,12 +182,8 @@ NonEmpty = Annotated[str, MinLen(1)]
 JsonObject = dict[str, Any]
 TokenIds = Annotated[list[Annotated[int, Ge(0)]], FAIL_FAST, BeforeValidator(_whole_numbers)]
 Entries = Annotated[dict[str, T], BeforeValidator(_few)]
-TextOrList = Annotated[
-    Annotated[Text, Tag("a text")] | Annotated[T, Tag("a list")],
-    Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
-]
-NonEmptyOrList = Annotated[
-    Annotated[NonEmpty, Tag("a text")] | Annotated[T, Tag("a list")],
+OrList = Annotated[
+    Annotated[S, Tag("a text")] | Annotated[T, Tag("a list")],
     Discriminator(_text_or_list, custom_error_type="wrong", custom_error_message="must be a string or a list"),
 ]
 
@@ -235,4 +247,6 @@ def _reason(found: ErrorDetails) -> str:
         return "is needed"
     if "key" in found.get("ctx", {}):
         return found["msg"]
-    return f"{_SUBJECT.sub('must ', found['msg'])}, got {shown(found['input'])}"
+    said = _OWN_WORDS.get(found["type"]) or _SUBJECT.sub("must ", found["msg"].partition(" after validation")[0])
+    value = found["input"]
+    return f"{said}, got {shown(value.get('type') if found['type'] == 'type' and isinstance(value, dict) else value)}"

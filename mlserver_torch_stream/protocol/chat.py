@@ -13,12 +13,13 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
     SPENDS,
+    Because,
     Body,
     ElementBudget,
     JsonObject,
     NonEmpty,
+    OrList,
     Text,
-    TextOrList,
     fields,
     validate,
 )
@@ -37,7 +38,7 @@ NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 class Tool(Body, extra="ignore"):
     """A tool; only functions are implemented."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], Because("only functions are implemented")]
 
 
 class ToolFunction(Body, extra="ignore"):
@@ -64,7 +65,7 @@ Objects = Annotated[list[JsonObject], FAIL_FAST, SPENDS]
 class TextPart(Body, extra="ignore"):
     """A part of a message's content; only text is implemented."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], Because("only parts of text are implemented")]
     text: Text
 
 
@@ -81,7 +82,7 @@ class ChatMessage(MessageMetadata):
     """A message of a conversation. An answer may come back as the client's SDK has dumped it, or a proxy."""
 
     role: NonEmpty
-    content: TextOrList[Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
+    content: OrList[Text, Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
     name: Text | None = None
     tool_calls: Objects | None = None
     tool_call_id: Text | None = None

@@ -18,7 +18,16 @@ from pydantic import Field, TypeAdapter
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.bodies import FAIL_FAST, Body, JsonObject, NonEmpty, Text, validate
+from mlserver_torch_stream.protocol.bodies import (
+    FAIL_FAST,
+    OBJECT_OR_TEXT,
+    Because,
+    Body,
+    JsonObject,
+    NonEmpty,
+    Text,
+    validate,
+)
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ModelInfo
 
 _MAX_VISITS = 20_000  # of parts of a schema: some 20 ms
@@ -154,7 +163,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's constraints of an answer. Further fields of vLLM's own class have the values that ask for nothing."""
 
-    json_: JsonObject | NonEmpty | None = Field(None, alias="json")
+    json_: Annotated[JsonObject | NonEmpty | None, Because(OBJECT_OR_TEXT)] = Field(None, alias="json")
     json_object: bool | None = None
     regex: NonEmpty | None = None
     choice: Annotated[list[NonEmpty], Len(1, _MAX_CHOICES), FAIL_FAST] | None = None

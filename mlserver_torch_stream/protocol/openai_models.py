@@ -13,17 +13,18 @@ from pydantic import Discriminator, Field, Tag
 
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
+    OBJECT_OR_TEXT,
     SPENDS,
     WHOLE,
+    Because,
     Body,
     Entries,
     Ignored,
     JsonObject,
     NonEmpty,
-    NonEmptyOrList,
+    OrList,
     Refused,
     Text,
-    TextOrList,
     TokenIds,
 )
 from mlserver_torch_stream.protocol.chat import MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
@@ -58,7 +59,7 @@ class _Generation(NamedModel, extra="forbid"):
     stream: bool | None = None
     temperature: Annotated[float, Ge(0), Le(100)] | None = None
     top_p: Share | None = None
-    stop: NonEmptyOrList[Annotated[Strings, MaxLen(MAX_STOP_STRINGS)]] | None = None
+    stop: OrList[NonEmpty, Annotated[Strings, MaxLen(MAX_STOP_STRINGS)]] | None = None
     seed: Annotated[int, Ge(-(2**63)), Le(2**64 - 1), WHOLE] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -75,7 +76,7 @@ class _Generation(NamedModel, extra="forbid"):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    bad_words: NonEmptyOrList[Annotated[Strings, MaxLen(MAX_BAD_WORDS)]] | None = None
+    bad_words: OrList[NonEmpty, Annotated[Strings, MaxLen(MAX_BAD_WORDS)]] | None = None
     priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
     # Of this runtime alone.
     timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None
@@ -103,7 +104,7 @@ class _Talk(_Generation):
 
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: JsonObject | None = None
-    tool_choice: str | JsonObject | None = None
+    tool_choice: Annotated[str | JsonObject | None, Because(OBJECT_OR_TEXT)] = None
     parallel_tool_calls: bool | None = None
     safety_identifier: Annotated[Text | None, Ignored()] = None
     prompt_cache_key: Annotated[Text | None, Ignored()] = None
@@ -146,13 +147,7 @@ class CompletionRequest(_Choices):
         Annotated[NonEmpty, Tag("a text")]
         | Annotated[Strings, MinLen(1), Tag("some texts")]
         | Annotated[TokenIds, MinLen(1), Tag("some ids")]
-        | Annotated[
-            list[Annotated[TokenIds, MinLen(1)]],
-            MinLen(1),
-            FAIL_FAST,
-            SPENDS,
-            Tag("some prompts"),
-        ],
+        | Annotated[list[Annotated[TokenIds, MinLen(1)]], MinLen(1), FAIL_FAST, SPENDS, Tag("some prompts")],
         Discriminator(
             _kind_of_prompt, custom_error_type="wrong", custom_error_message="must be a text, or a list of texts or ids"
         ),
@@ -178,13 +173,13 @@ class ReasoningText(Body, extra="ignore"):
 
 
 class SummaryText(Body, extra="ignore"):
-    """A part of the summary of an earlier answer's reasoning."""
+    """A part of a summary of reasoning."""
 
     type: Literal["summary_text"]
     text: Text
 
 
-_Parts = TextOrList[Annotated[list[InputText], FAIL_FAST, SPENDS]]
+_Parts = OrList[Text, Annotated[list[InputText], FAIL_FAST, SPENDS]]
 
 
 class _Item(Body):
@@ -240,11 +235,7 @@ Item = Annotated[
     | Annotated[InputCall, Tag("a function_call")]
     | Annotated[InputCallOutput, Tag("a function_call_output")]
     | Annotated[InputReasoning, Tag("a reasoning")],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="type",
-        custom_error_message=f"must be {' or '.join(_KINDS)}",
-    ),
+    Discriminator(_kind_of_item, custom_error_type="type", custom_error_message=f"must be {' or '.join(_KINDS)}"),
 ]
 
 
@@ -285,20 +276,20 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 class ModelResponseRequest(_Talk):
     """The body of ``/v1/responses``. The server keeps no responses."""
 
-    input: NonEmptyOrList[Annotated[list[Item], MinLen(1), FAIL_FAST, SPENDS]]
+    input: OrList[NonEmpty, Annotated[list[Item], MinLen(1), FAIL_FAST, SPENDS]]
     instructions: Text | None = None
     max_output_tokens: Positive | None = None
     tools: Annotated[list[ResponseTool], MaxLen(MAX_TOOLS), FAIL_FAST] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     # An item of reasoning has its text, so that nothing has to be encrypted to come back.
-    include: (
-        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], MaxLen(16), FAIL_FAST]
-        | None
-    ) = None
+    include: Annotated[list[Included], MaxLen(16), FAIL_FAST] | None = None
     metadata: Entries[Text] | None = None
     stream_options: ResponseStreamOptions | None = None
     store: Annotated[Any, Refused(False)] = None

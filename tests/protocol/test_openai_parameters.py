@@ -107,6 +107,8 @@ def test_the_document_accepts_a_body_exactly_where_the_model_does(endpoint: str,
         ({"stop": [""]}, False),
         ({"n": 1.0}, True),
         ({"n": True}, False),
+        ({"seed": -(2**63)}, True),
+        ({"seed": -(2**63) * 1.0001}, False),
         ({"n": 0}, False),
         ({"best_of": 1.0}, True),
         ({"best_of": True}, False),
@@ -229,6 +231,33 @@ def test_roles_and_names_of_all_families_are_taken() -> None:
     for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython", "available_tools", "model"):
         said = [{"role": role, "name": "Jürgen-1.b", "content": "a"}, {"role": "user", "content": "b"}]
         assert isinstance(_outcome("chat", {**_LEAST["chat"], "messages": said}, False), GenerationRequest)
+
+
+def test_a_seed_that_a_parser_has_rounded_is_refused() -> None:
+    """``-9223372036854775809`` is read as the float of the least seed."""
+    refused = _refusal({**_LEAST["completions"], "seed": json.loads("-9223372036854775809.0")}, CompletionRequest)
+    assert refused is not None and refused.field == "seed"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("tools", [{"type": "web_search"}], "tools[0].type: only functions are implemented, got 'web_search'"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0].type: only parts of text are implemented, got 'image_url'",
+        ),
+        ("audio", {"voice": "x"}, "audio: is not implemented by this runtime"),
+        ("max_tokens", 0, "max_tokens: must be greater than or equal to 1, got 0"),
+        ("stop", 3, "stop: must be a string or a list, got 3"),
+        ("tolls", [], "tolls: unknown parameter; did you mean tools?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_says_why(name: str, value: Any, said: str) -> None:
+    refused = _refusal({**_LEAST["chat"], name: value}, ChatCompletionRequest)
+    assert refused is not None and refused.message == said
 
 
 def test_usage_on_every_chunk_needs_the_usage() -> None:
