@@ -20,6 +20,7 @@ from tests.deploy.manifests import DEPLOY, EXIT_S
 
 # The folder with KServe's CustomResourceDefinitions: config/crd in its repository, one file per kind.
 _CRDS = "KSERVE_CRDS"
+_POD_GRACE_S = 30.0  # Kubernetes' own, where a pod names none
 Validators = dict[str, jsonschema.protocols.Validator]
 _GPU_RUNTIME = "kserve/cluster-serving-runtime-gpu.yaml"
 _KSERVE_CONTAINERS = {"kserve": manifests.kserve_container(), "kserve-gpu": manifests.kserve_container(_GPU_RUNTIME)}
@@ -75,14 +76,26 @@ _KSERVE_FILES = sorted({name for pair in _KSERVE for name in pair})
 _SERVICES = [service for _, service in _KSERVE]
 _LLM = ["kserve/llm-inference-service-config.yaml", *manifests.LLM_SERVICES]
 _TORCHSERVE = ["kserve/torchserve-serving-runtime.yaml", "kserve/torchserve-inference-service.yaml"]
+# Of each runtime that is proposed to KServe, its sample and the runtime of ours from which it differs a little.
+_UPSTREAM = {
+    "upstream/kserve/config/runtimes/kserve-gguf.yaml": (
+        "upstream/kserve/docs/samples/v1beta1/gguf/gguf.yaml",
+        "kserve/cluster-serving-runtime.yaml",
+    ),
+    "upstream/kserve/config/runtimes/kserve-mlserver-torchserve.yaml": (
+        "upstream/kserve/docs/samples/v1beta1/torchserve/mlserver-torchserve.yaml",
+        "kserve/torchserve-serving-runtime.yaml",
+    ),
+}
+_UPSTREAM_FILES = [name for runtime, (sample, _) in _UPSTREAM.items() for name in (runtime, sample)]
 
 
-@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE, *_UPSTREAM_FILES])
 def test_kserve_takes_the_manifest(validators: Validators, name: str) -> None:
     assert _errors(validators, manifests.load(name)) == []
 
 
-@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE])
+@pytest.mark.parametrize("name", [*_KSERVE_FILES, *_LLM, *_TORCHSERVE, *_UPSTREAM_FILES])
 def test_a_misspelled_field_anywhere_is_found(validators: Validators, name: str) -> None:
     manifest = manifests.load(name)
     places = [place for place in _objects(manifest["spec"]) if place]
@@ -108,7 +121,8 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_every_manifest_is_tested_here() -> None:
-    paths = [*DEPLOY.glob("kserve/*.yaml"), *DEPLOY.glob("seldon/*.yaml")]
+    upstream = [path for path in DEPLOY.glob("upstream/kserve/**/*.yaml") if "kustomization" not in path.name]
+    paths = [*DEPLOY.glob("kserve/*.yaml"), *DEPLOY.glob("seldon/*.yaml"), *upstream]
     kinds = {str(path.relative_to(DEPLOY)): manifests.load(str(path)) for path in paths}
     assert {name: manifest["kind"] for name, manifest in kinds.items()} == {
         **dict.fromkeys(manifests.KSERVE_RUNTIMES, "ClusterServingRuntime"),
@@ -121,6 +135,8 @@ def test_every_manifest_is_tested_here() -> None:
         **dict.fromkeys(manifests.SELDON_SERVERS, "Server"),
         "seldon/model-autoscaling.yaml": "ScaledObject",
         "seldon/model.yaml": "Model",
+        **dict.fromkeys(_UPSTREAM, "ClusterServingRuntime"),
+        **{sample: "InferenceService" for sample, _ in _UPSTREAM.values()},
     }
 
 
@@ -291,3 +307,32 @@ def test_the_server_s_folder_is_not_the_model_s(container: Mapping[str, Any]) ->
     program, verb, folder = [*container["command"], *container.get("args", ())]
     assert (program, verb) == ("mlserver", "start")
     assert folder != manifests.environment(container).get("MLSERVER_MODEL_URI")
+
+
+@pytest.mark.parametrize("name", _UPSTREAM)
+def test_what_is_proposed_to_kserve_starts_the_server_as_ours_does(name: str) -> None:
+    sample, ours = (manifests.load(each) for each in _UPSTREAM[name])
+    proposed = manifests.load(name)
+    model, spec = sample["spec"]["predictor"]["model"], proposed["spec"]
+    assert model["runtime"] == proposed["metadata"]["name"]
+    assert model["modelFormat"]["name"] in [each["name"] for each in spec["supportedModelFormats"]]
+    assert model["protocolVersion"] in spec["protocolVersions"]
+    (theirs,), (own,) = spec["containers"], ours["spec"]["containers"]
+    assert (theirs["command"], theirs.get("args")) == (own["command"], own.get("args"))
+    variables, expected = manifests.environment(theirs), manifests.environment(own)
+    differing = {key for key in variables if variables[key] != expected[key]}
+    assert differing <= {f"MLSERVER_TORCH_STREAM_{each}" for each in ("DRAIN_DELAY", "DRAIN_GRACE", "CACHE")} | {
+        "HF_HOME"
+    }
+    assert set(expected) - set(variables) <= {"MLSERVER_LOAD_MODELS_AT_STARTUP"}  # KServe's default is MLServer's
+    options = read_options(variables)
+    assert options.drain_delay + options.drain_grace + EXIT_S <= _POD_GRACE_S
+
+
+@pytest.mark.parametrize("name", _UPSTREAM)
+def test_kserve_s_kustomization_would_name_the_runtime_and_its_image(name: str) -> None:
+    kustomization = manifests.load("upstream/kserve/config/runtimes/kustomization-images.yaml")
+    (image,) = kustomization["images"]
+    (container,) = manifests.load(name)["spec"]["containers"]
+    assert container["image"] == f"{image['name']}:replace"
+    assert name.rpartition("/")[2] in kustomization["resources"]

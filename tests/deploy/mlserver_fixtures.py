@@ -1,0 +1,26 @@
+"""The fixtures of MLServer's own tests/conftest.py for which the tests of the patches in deploy/upstream/ ask.
+
+The test of the patches puts it beside them as their conftest.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry
+from starlette_exporter import PrometheusMiddleware
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def prometheus_registry() -> Iterator[CollectorRegistry]:
+    """MLServer makes its metrics anew with each server; a process can have each once."""
+    yield REGISTRY
+    for collector in set(REGISTRY._names_to_collectors.values()):
+        REGISTRY.unregister(collector)
+    PrometheusMiddleware._metrics.clear()
