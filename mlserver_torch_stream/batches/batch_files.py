@@ -1,6 +1,6 @@
 """Reads the input of a batch before any row is answered, and writes its output and error files.
 
-Written twice, as after a crash, the files are the same.
+Files that are written twice, as after a crash, are the same.
 """
 
 from __future__ import annotations

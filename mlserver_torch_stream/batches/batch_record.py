@@ -1,8 +1,6 @@
 """A batch as it is stored and as OpenAI's API shows it, the request that creates it, and the ids of objects.
 
-Ids sort in the order in which they were made.
-
-An id holds hexadecimal digits only, so it is safe as a part of a key or a path.
+Ids sort in the order in which they were made. They hold hexadecimal digits only, so they are safe in keys and paths.
 """
 
 from __future__ import annotations

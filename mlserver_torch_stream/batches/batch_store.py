@@ -1,7 +1,6 @@
 """Keeps the records of batches at their places in one folder or bucket, and changes them one at a time.
 
-A change is conditional on the version that it was made from, as another process
-may change the same record.
+A change holds only for the version that it was made from, because another process may change the same record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Turns rows into OpenAI's requests and the answers of servers into OpenAI's objects.
-
-Knows two spellings of answers, OpenAI's and V2's.
-"""
+"""Turns rows into OpenAI's requests and the answers of servers into OpenAI's objects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Converts numbers for argparse, and reads API keys from the environment or a file.
 
-No message holds the key.
+No message holds a key.
 """
 
 from __future__ import annotations

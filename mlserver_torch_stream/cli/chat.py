@@ -1,7 +1,4 @@
-"""Chats in a terminal: reads lines, shows answers as they stream, measures them, keeps the conversation.
-
-Knows the client only, and neither models nor servers.
-"""
+"""Chats in a terminal: reads lines, shows answers as they stream, measures them, keeps the conversation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Infers rows with a server over HTTP, in the V2 protocol or OpenAI's API, with adaptive concurrency.
 
-Knows the two spellings.
-
-``Concurrency`` knows no clock and no tasks; ``Gate`` makes tasks wait.
+``Concurrency`` decides how many requests may be in flight, without a clock and without tasks; ``Gate`` makes tasks
+wait.
 """
 
 from __future__ import annotations

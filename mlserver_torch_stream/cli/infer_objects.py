@@ -1,9 +1,5 @@
 """Infers whole objects, or chunks of them, with a server: by ``/predictions/{model}`` or as a BYTES tensor.
 
-Knows TorchServe's statuses and error objects.
-
-Knows V2's binary tensor data extension.
-
 Each post has a connection of its own.
 """
 

@@ -1,8 +1,6 @@
 """``mlserver-torch-stream serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
 
-Knows of a model only its location. It passes its choices to MLServer by MLServer's own environment variables.
-
-Knows the server's address, and those settings of its keys and its TLS that clients need. It prints no key.
+The command passes its choices to MLServer in MLServer's own environment variables. It prints no key.
 """
 
 from __future__ import annotations

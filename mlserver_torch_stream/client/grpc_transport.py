@@ -1,8 +1,7 @@
 """Carries calls in the V2 protocol over gRPC, synchronously and for asyncio.
 
-Knows channels and timeouts.
-
-Their fields have MLServer's numbers and types; nested messages and maps are spelled flat, which are the same bytes.
+The messages have MLServer's field numbers and types and are built without MLServer, whose import loads a whole server.
+Nested messages and maps are declared flat, which gives the same bytes.
 """
 
 from __future__ import annotations

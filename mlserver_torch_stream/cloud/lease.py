@@ -1,6 +1,6 @@
 """Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
 
-No part is ever written twice, lease or not: the lease saves the second command's inference.
+No part is ever written twice, with or without the lease: the lease saves the second command's inference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Divides objects into rows: JSON Lines, whole objects, or chunks, whose results are joined again.
 
 A line that cannot be read becomes a row with a failure, never an exception.
-
-Knows sizes, and neither bytes nor stores.
 """
 
 from __future__ import annotations

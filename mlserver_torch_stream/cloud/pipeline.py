@@ -1,9 +1,7 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-Its tasks live until the reader closes the results.
-
-Its bounds count the rows that have entered and are not delivered, so that the rows
-that wait for a slow row are bounded, in number and in weight.
+The tasks live until the reader closes the results. The bounds count the rows that have entered and are not delivered,
+so that rows that wait for a slow row are bounded, in number and in weight.
 """
 
 from __future__ import annotations

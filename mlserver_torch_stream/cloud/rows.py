@@ -1,6 +1,6 @@
 """The vocabulary of the room: a row, its outcome, the callable that infers a batch of rows, and the errors.
 
-An error's ``code`` stands in output rows and messages.
+The ``code`` of an error stands in output rows and messages.
 """
 
 from __future__ import annotations

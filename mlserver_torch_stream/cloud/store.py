@@ -1,6 +1,6 @@
 """Lists, reads and writes objects below one URL: ranges of a pinned version, creation only if absent.
 
-The only module that knows the object-store library. Each call is one attempt: retries are the caller's, which knows how
+No other module imports the object-store library. Each call is one attempt; the caller retries, because it knows how
 much of a body it has.
 """
 

@@ -1,10 +1,8 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
 A result's name follows from the object's key, its version and the configuration, so that an object that is announced
-twice is inferred once.
-
-Keys have to grow, as times and counters do: a key before the cursor is
-not seen, and neither is a new version of a key that was seen. A queue reports both.
+twice is inferred once. Polling needs keys that grow, as times and counters do: it sees neither a key before its cursor
+nor a new version of a key that it has seen. A queue reports both.
 """
 
 from __future__ import annotations

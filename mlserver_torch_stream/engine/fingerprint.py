@@ -1,6 +1,6 @@
 """Makes keys that tell loaded weights apart, and checksums that tell files apart.
 
-A file counts by name, size and time, as hashing forty gigabytes takes a minute.
+A file counts by name, size and time, because hashing forty gigabytes takes a minute.
 """
 
 from __future__ import annotations

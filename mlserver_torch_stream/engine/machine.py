@@ -1,6 +1,7 @@
 """Reads how many cores and how much memory this process may use, and gives memory back to the system.
 
-Measured on 2026-11-21: it frees 80 of the 841 MiB of a process that has loaded SmolLM2.
+Giving the heap's free blocks back frees 80 of the 841 MiB of a process that has loaded SmolLM2 (measured on
+2026-11-21).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Reads the constraint of a request's answers, and checks JSON schemas.
 
-A schema that no finite answer matches is refused here; the engine's compiler finds out later
-whether a constraint is implemented.
-
-A part that it cannot read counts as finite.
+A schema that no finite answer matches is refused here. Whether a constraint is implemented is found out by the engine's
+compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Builds OpenAI's chat.completion and text_completion objects and their chunks.
 
-A token whose bytes it does not know is named ``token_id:<id>``, which is a
-spelling of vLLM's too.
+A token whose bytes are not known is called ``token_id:<id>``, which is vLLM's spelling too.
 """
 
 from __future__ import annotations

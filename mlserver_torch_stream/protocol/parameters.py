@@ -1,6 +1,6 @@
 """The table of request parameters, and the rules that merge their levels into one set of sampling parameters.
 
-Reference tables are made of it.
+The reference pages are made of the table.
 """
 
 from __future__ import annotations

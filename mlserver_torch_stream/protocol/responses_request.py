@@ -1,8 +1,6 @@
 """Reads the body of OpenAI's Responses API, as the body of a chat.
 
-What is not implemented is refused by name.
-
-A parameter that means the same in a chat has the chat's row.
+A parameter that means the same in a chat has the chat's row. What is not implemented is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors of V2 by name, and the parallel tensors in which Seldon Core 2 sends a conversation.
 
-``role`` has one element for each message. For one message the
-elements of the other tensors are its parts; for several messages each element is one message's list of parts, as JSON.
+Seldon's ``role`` has one element for each message. With one message the elements of the other tensors are its parts;
+with several messages each element is one message's list of parts, as JSON.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The V2 spelling: named tensors in, named tensors out, over REST and as MLServer's gRPC messages.
 
-An event of ``MAX_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB. Knows
-nothing of where events are from, nor of the transport of the responses.
-
-A response is the plain object that REST writes as JSON, and MLServer's model of it for gRPC is made from that. Knows
-nothing of when a response is due.
+A response is the plain object that REST writes as JSON; MLServer's model of it for gRPC is made from that object. An
+event of ``MAX_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Decodes a V2 inference request, or one piece of a prompt, and finds its one prompt source.
 
-Decoding it raises the error, so that it is refused and recorded like any bad request.
+A message that could not be read is decoded too: decoding it raises the error, so that it is refused and recorded like
+any bad request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the input tensors of a V2 request, from JSON and from the binary tensor data extension.
 
-REST gives nested lists and str, gRPC flat lists and bytes; both are read here.
+REST brings nested lists and str, gRPC flat lists and bytes.
 """
 
 from __future__ import annotations

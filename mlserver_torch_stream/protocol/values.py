@@ -1,7 +1,7 @@
 """Reads loosely typed values: bounded JSON, numbers that may be strings, and keys that are refused by name.
 
-Python's garbage collector looks at each list that a parser makes again and again:
-16 MiB of empty lists take seconds, and 16 MiB of different keys two.
+JSON is bounded because Python's garbage collector walks over each list that a parser makes: 16 MiB of empty lists take
+seconds, and 16 MiB of different keys two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A model as Triton's clients read it: its tensors, its configuration, and its statistics.
 
-What Triton configures and
-MLServer does not have is left out.
+What Triton configures and MLServer does not have is left out.
 """
 
 from __future__ import annotations

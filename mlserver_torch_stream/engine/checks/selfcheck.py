@@ -1,10 +1,8 @@
 """Checks at load that a batch gets the logits that each sequence gets alone, at near and far positions.
 
-Then
-it does the same at the far positions that the model's config names (``far_positions``).
-
-Computes no long sequence: it fills transformers' own cache, and a few pages that a long block table names over and
-over, with the keys and values of a short sequence. The next tokens must get the same logits over both.
+The near check compares a batch over pages with each sequence alone. The far check computes no long sequence: it fills
+transformers' own cache, and a few pages that a long block table names over and over, with the keys and values of a
+short sequence. The next tokens must get the same logits over both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
-To compile takes up to seconds, so it runs in other threads.
-
-From a ``tokenizer.json`` llguidance makes a second tokenizer of its own, which takes 17
-MB for 49,000 tokens; here it calls the model's.
+Compiling takes up to seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
+tokenizer of its own, which takes 17 MB for 49,000 tokens; here it calls the model's.
 """
 
 from __future__ import annotations

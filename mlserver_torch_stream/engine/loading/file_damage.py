@@ -1,10 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-A load that succeeds reads no file for it.
-
-Reads no weights.
-
-The file is not trusted: a header that contradicts itself or the file's size is an error that names the file.
+No weights are read, and no file at all for a load that succeeds. A header that contradicts itself or the file's size is
+an error that names the file.
 """
 
 from __future__ import annotations

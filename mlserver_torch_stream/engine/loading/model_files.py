@@ -1,9 +1,7 @@
 """Finds the files of a model, and refuses models that are no causal language models.
 
-Blocks: call it in a thread.
-
-Some families of encoders have a class for causal language models too, whose output would be
-without sense for the weights of an encoder.
+Finding the files may convert them and blocks, so it is called in a thread. Some families of encoders have a class for
+causal language models too, whose output would be without sense for the weights of an encoder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reads and checks the placement of a model: layers and bytes on each device, modules of a device map.
 
-transformers accepts such a map with a warning, and places the modules elsewhere.
+transformers accepts a device map that names modules which a model does not have, with a warning, and places the modules
+elsewhere; here such a map is refused.
 """
 
 from __future__ import annotations

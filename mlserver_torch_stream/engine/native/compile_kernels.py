@@ -1,7 +1,7 @@
 """Compiles the kernels for this machine's CPU once, and keeps the library in the cache folder.
 
-To open a truncated library, as a full disk or a broken copy leaves it, ends the process
-with SIGBUS. So a library whose checksum is wrong is removed and never opened.
+Opening a truncated library, as a full disk or a broken copy leaves it, ends the process with SIGBUS. So a library whose
+checksum is wrong is removed and never opened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the first field of a model's config that the kernels do not account for, and names the refusal.
 
-Knows names and values only; ``structure`` reads the effects of the fields off the modules.
+``structure`` reads the effects of the fields off the modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-The caller keeps the memory of a structure's pointers alive.
-
-Threads of libgomp spin for a while between the operators of a forward: a pool of our own would fight with them for the
-cores.
+The caller keeps the memory of a structure's pointers alive. Threads of libgomp spin for a while between the operators
+of a forward: a pool of our own would fight with them for the cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Lays the weights of a decoder out for the kernels, dense or as integers in groups.
 
-Packs dense weights as they are or rounded, packed ones by their codes.
-
-Dense parts are rounded, packed ones keep their codes; a few rows are in work at a time.
+Dense weights are packed as they are or rounded; packed weights keep their codes. A few rows are in work at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The stages of a device map: the locks that order batches in them, and the copies between devices.
 
-CUDA runs the work of one stream in order. On the default stream of the source GPU, the copy
-of a batch would wait until that GPU has computed the next batch. On a stream of its own, both run at the same time.
-
-A thread runs the model's whole forward; hooks on the modules of the device map take
-the locks of the stages, so that no model's code is cut.
+On the default stream of a source GPU, the copy of a batch would wait until that GPU has computed the next batch; on a
+stream of its own both run at the same time. A thread runs the model's whole forward; hooks on the modules of the device
+map take the locks of the stages, so that no model's code is cut.
 
 With ``serial_python`` only one thread runs Python at a time, until it waits for the next stage or for its device. torch
 releases the interpreter lock in every operation: threads that compete for it wake each other each time, and a stage's

@@ -1,8 +1,6 @@
 """Orders the waiting requests by priority and fair shares, and refuses those that cannot run.
 
-Decides nothing about memory; it reads no clock and imports no torch.
-
-The same checks hold for every batcher.
+The order and the refusals read no clock and import no torch. The same checks hold for every batcher.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Drafts the next tokens of sequences: forced by a constraint, or looked up in their own text.
 
-A draft is worth its time if its chance to be accepted, times what a token of
-its sequence costs without drafts, is more than the time that a further token adds to a step. Both are measured while
-the engine runs, so that it drafts nothing where acceptance does not pay: in prose, or beside many sequences. The chance
-is measured for each size of the n-gram that was found, as the tokens after a longer one are right more often: in each
-sequence, and in all sequences together, whose rate is the prior of a new sequence.
+A draft is worth its time if its chance to be accepted, times what a token of its sequence costs without drafts, is more
+than the time that a further token adds to a step. Both are measured while the engine runs, so that nothing is drafted
+where acceptance does not pay: in prose, or beside many sequences. The chance is measured for each size of the n-gram
+that was found, in each sequence, and in all sequences together, whose rate is the prior of a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """

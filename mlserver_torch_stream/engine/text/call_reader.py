@@ -1,8 +1,6 @@
 """Reads a call of a function, an object of JSON, character by character as it is generated.
 
-``parameters`` is another name of the arguments.
-
-A number outside brackets is refused, because no character ends it.
+``parameters`` is another name of the arguments. A number outside brackets is refused, because no character ends it.
 """
 
 from __future__ import annotations

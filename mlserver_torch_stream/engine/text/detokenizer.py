@@ -1,8 +1,7 @@
 """Turns token ids into text, one by one, never splits a character, and finds stop strings.
 
-Each token costs the same, and odd ids raise nothing.
-
-It is the Aho-Corasick automaton over characters, in pure Python.
+Each token costs the same, and odd ids raise nothing. Stop strings are found by an Aho-Corasick automaton over
+characters, in pure Python.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
 
-The text of a region that means none of these, and that between regions, is the
-answer's text: nothing is lost.
-
-The values get the types that the functions' schemas name.
+The text of a region that means none of these, and the text between regions, is the answer's text: nothing is lost. The
+values of XML calls get the types that the functions' schemas name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Opens what a ``uri`` names, a ``.mar``, a ``.tar.gz``, a folder or a handler's file, as a folder on disk.
 
-It executes nothing of an archive, installs nothing, and writes nothing outside
-the archive's own folder.
+Opening an archive runs and installs nothing, and writes nothing outside the archive's own folder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Unpacks a ``.mar`` (a zip) or a ``.tar.gz``, within bounds, into a temporary folder of this process.
 
-It counts the bytes that it writes and does not rely on the sizes that an archive
-claims.
-
-The process holds a lock on the folder, which the kernel releases however the process ends. A
-folder without a lock was left by a process that was killed, and is removed when the next folder is made.
-systemd-tmpfiles leaves folders with such a lock alone, too.
+The bytes that are written are counted; the sizes that an archive claims are not trusted. The process holds a lock on
+the folder, which the kernel releases however the process ends. A folder without a lock was left by a process that was
+killed, and is removed when the next folder is made. systemd-tmpfiles leaves folders with such a lock alone, too.
 """
 
 from __future__ import annotations

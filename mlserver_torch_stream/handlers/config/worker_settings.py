@@ -1,13 +1,8 @@
 """Reads the settings of a model's workers: interpreter, requirements, the ``ts`` module, first metrics.
 
-``parameters.extra`` alone has these keys; TorchServe's own YAML does not.
-
-The section ``model_metrics`` is for handlers. The section
-``ts_metrics`` is for TorchServe: MLServer and the node exporter export those metrics under other names.
-
-It installs nothing: where requirements are missing, it returns the command to install them.
-
-This is done only for a model whose settings ask for it.
+These keys stand in ``parameters.extra`` alone; TorchServe's own YAML does not have them. Of ``metrics.yaml`` the
+section ``model_metrics`` is read: ``ts_metrics`` is for TorchServe, and MLServer and the node exporter export those
+metrics under other names. Requirements are installed only for a model whose settings ask for it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Exports the metrics of handlers, under our names and as TorchServe's Prometheus mode does.
 
-``HANDLER_METRICS`` is registered once per process in prometheus_client's default registry,
-which refuses a second collector of the same names; MLServer reloads models, but never this module. Labels are a model's
-name and version, and the dimensions of a handler's own metrics, whose number is bounded.
-
-Ours have a prefix and the labels of the model. TorchServe's have the handler's
-names and dimensions, and ``Hostname``; of a histogram there are count, sum and the bucket that holds everything. A
-counter whose name does not end in ``_total`` has the type ``untyped`` there: prometheus_client would change its name.
+``HANDLER_METRICS`` is registered once per process in prometheus_client's default registry, which refuses a second
+collector of the same names; MLServer reloads models, but never this module. Our names have a prefix and the labels of
+the model. TorchServe's mode has the handler's names and dimensions, and ``Hostname``; of a histogram there are count,
+sum and the bucket that holds everything. A counter whose name does not end in ``_total`` has the type ``untyped``
+there: prometheus_client would change its name.
 """
 
 from __future__ import annotations

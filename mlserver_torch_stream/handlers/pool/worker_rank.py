@@ -1,10 +1,8 @@
 """Starts and ends one process of a worker, sends messages to it, and logs its output at a limited rate.
 
-Its caller reads the connection.
-
-It escapes control characters, so that a handler neither forges a line nor steers a terminal. It reads the pipe as fast
-as a worker writes, so that printing never blocks a handler. Of more than 100 lines in a second it counts the rest and
-drops them, so that a handler cannot flood the log.
+Control characters of the output are escaped, so that a handler neither forges a line nor steers a terminal. The pipe is
+read as fast as a worker writes, so that printing never blocks a handler. Of more than 100 lines in a second the rest is
+counted and dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Turns a V2 request into a handler's request, and a handler's pieces into V2 responses.
 
-Knows MLServer's class of a request by its attributes, and nothing of how a request is answered.
-
-A body is the object that REST writes as JSON, except that the elements of
-BYTES are bytes; ``as_rest`` makes them text.
+A body is the object that REST writes as JSON, except that the elements of BYTES are bytes; ``as_rest`` makes them text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The context that a handler gets, with its metrics: TorchServe's classes, which lead to our channel.
 
 Import it when ``ts`` can be imported: the base class is the package's or the shim's.
-
-All integers are big-endian 32-bit; a length of -1 ends the list.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Holds the API keys, the endpoints that need no key, and the certificate of this process's ports.
 
-Only digests of the keys are kept, and no message quotes a key.
-
-Every other path and method needs one, also for other runtimes' models.
-
-The files are read once.
+Of the keys only digests are kept, and no message quotes a key. Every path and method that is not listed as open needs a
+key, also for other runtimes' models. Certificates are read once.
 """
 
 from __future__ import annotations

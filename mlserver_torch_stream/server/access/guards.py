@@ -1,6 +1,6 @@
 """Refuses HTTP requests and gRPC calls without a key, and gives gRPC ports their certificate.
 
-A call is refused before a message of it is read; of a call with many messages, each is a request.
+A call is refused before one of its messages is read. Each message of a stream counts as a request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Decides when a row of a batch may run: one slot stays free for clients, whose requests are counted here.
 
-A client's prompt waits for
-the end of the step that runs, so steps are short while clients are active: one row is prefilled at a time, and few rows
-are decoded.
-
-It runs on the event loop's thread.
+A client's prompt waits for the end of the step that runs, so steps are short while clients are active: one row is
+prefilled at a time, and few rows are decoded. All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Counts requests and the work of engines by model and version; a reload does not reset a counter.
 
-Only the event loop's thread writes; a scrape in another thread may read counts that are
-one request apart.
-
-Knows an engine only by its ``stats()``, whose counters begin at 0 with every engine.
-
-prometheus_client's own histogram takes a lock and walks over all buckets for each observation,
-and writes to a file when MLServer has inference workers; only one thread may write to this one.
+Only the event loop's thread writes the counts; a scrape in another thread may read counts that are one request apart.
+The counters of an engine's ``stats()`` begin at 0 with every engine. prometheus_client's own histogram takes a lock and
+walks over all buckets for each observation, and writes to a file when MLServer has inference workers; ``Histogram``
+here has one writer.
 """
 
 from __future__ import annotations

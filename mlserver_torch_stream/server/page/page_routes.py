@@ -1,8 +1,6 @@
 """Serves the page at ``/`` and its files. They need no key; the requests that the page sends do.
 
-They need no key; the requests that the page sends do.
-
-Other methods of ``/`` are left to the routes that have them.
+Methods of ``/`` other than GET and HEAD are left to the routes that have them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The routes of OpenAI's files and batches; an uploaded file is stored as it arrives.
 
-Every error has OpenAI's error object.
-
-A file over the bound is refused as soon as that is known; the rest is not read.
+Every error has OpenAI's error object. A file over the bound is refused as soon as that is known, and its rest is not
+read.
 """
 
 from __future__ import annotations

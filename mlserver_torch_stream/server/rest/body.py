@@ -1,8 +1,7 @@
 """Reads the body of one REST request within a bound: decompressed, as JSON, or as the parts of a form.
 
-Raw bytes of tensors may follow the object: the header ``Inference-Header-Content-Length`` says where they begin.
-
-The HTTP server limits how slowly a client may send.
+Raw bytes of tensors may follow the JSON object: the header ``Inference-Header-Content-Length`` says where they begin.
+How slowly a client may send is the HTTP server's limit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """OpenAI's list of models, its OpenAPI document, and the answer to unknown paths below ``/v1``.
 
-Models of other runtimes, and handlers, which generate no tokens, are not listed; a path of
-a handler answers with its readiness, as in KServe's V1 protocol, which has the same path.
-
-Paths of other runtimes' models are left to MLServer, also KServe's V1 path, which
-MLServer does not have.
+Models of other runtimes are not listed, and neither are handlers, which generate no tokens; the path of a handler
+answers with its readiness, as in KServe's V1 protocol, which has the same path. Paths of other runtimes' models are
+left to MLServer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One response in chunks, or of server-sent events, begun late and given up when its client reads nothing.
 
-It calls a function when the reader has stalled.
+A function of the caller is called when the reader has stalled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Serves one gRPC stream: reads its messages, yields the responses, and ends when its reader stalls.
 
-Knows MLServer's messages.
-
-The limit suits readers that ask for the next
-item when the last one has been sent, as gRPC's reader does.
+The time limit suits readers that ask for the next item when the last one has been sent, as gRPC's reader does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opens and writes the replies to requests for tokens: reads a token stream in the request's spelling.
 
-Knows what several messages on one stream mean: the first message names the mode.
+The first message of a stream says what several messages mean.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """TorchServe's gRPC service of inference: its messages, its methods, and its errors.
 
-Methods take and return the bytes of messages, so that bytes which are no message are refused
-like any other bad input.
-
-Field names, numbers and types are those of TorchServe's ``inference.proto``, and of
-``google.rpc.Status`` and ``ErrorInfo``, which an error of ``StreamPredictions2`` has. On the wire a map is a list of
-entries.
-
-Codes by HTTP status and the second lines, names of TorchServe's classes, are
-TorchServe's own.
+Methods take and return the bytes of messages, so that bytes which are no message are refused like any other bad input.
+Field names, numbers and types are those of TorchServe's ``inference.proto`` and of ``google.rpc.Status`` and
+``ErrorInfo``, which an error of ``StreamPredictions2`` has. Codes by HTTP status, and the class names in the second
+lines of errors, are TorchServe's own.
 """
 
 from __future__ import annotations
