@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 from mlserver.settings import Settings
-from mlserver_torch_stream.engine.shared_pool import PROCESS
 from starlette.applications import Starlette
 
+from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
