@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -89,21 +90,21 @@ class Ignored:
         return {**handler(schema), "description": "Ignored: no answer depends on it."}
 
 
+@dataclass(frozen=True, eq=False)
 class Because:
     """Gives the reason why other values of a field are refused."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    reason: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.custom_error_schema(handler(source), "wrong", custom_error_message=self._reason)
+        return core_schema.custom_error_schema(handler(source), "wrong", custom_error_message=self.reason)
 
 
+@dataclass(frozen=True, eq=False)
 class Refused:
     """Marks a parameter that is not implemented. ``harmless``: the values with which it asks for nothing."""
 
-    def __init__(self, *harmless: Any) -> None:
-        self.harmless = harmless
+    harmless: tuple[Any, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)

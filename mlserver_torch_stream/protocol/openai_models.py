@@ -111,7 +111,7 @@ class _Talk(_Generation):
     prompt_cache_options: Annotated[JsonObject | None, Ignored()] = None
     prompt_cache_retention: Annotated[Text | None, Ignored()] = None
     moderation: Annotated[Any, Refused()] = None
-    service_tier: Annotated[Any, Refused(*harmless_values("service_tier"))] = None
+    service_tier: Annotated[Any, Refused(harmless_values("service_tier"))] = None
 
 
 class ChatCompletionRequest(_Choices, _Talk):
@@ -125,11 +125,11 @@ class ChatCompletionRequest(_Choices, _Talk):
     metadata: Annotated[JsonObject | None, Ignored()] = None
     store: Annotated[bool | None, Ignored()] = None
     audio: Annotated[Any, Refused()] = None
-    function_call: Annotated[Any, Refused("none", "auto")] = None
-    functions: Annotated[Any, Refused(*harmless_values("functions"))] = None
-    modalities: Annotated[Any, Refused(*harmless_values("modalities"))] = None
+    function_call: Annotated[Any, Refused(("none", "auto"))] = None
+    functions: Annotated[Any, Refused(harmless_values("functions"))] = None
+    modalities: Annotated[Any, Refused(harmless_values("modalities"))] = None
     prediction: Annotated[Any, Refused()] = None
-    verbosity: Annotated[Any, Refused(*harmless_values("verbosity"))] = None
+    verbosity: Annotated[Any, Refused(harmless_values("verbosity"))] = None
     web_search_options: Annotated[Any, Refused()] = None
 
 
@@ -154,8 +154,8 @@ class CompletionRequest(_Choices):
     ]
     echo: bool | None = None
     logprobs: Alternatives | None = None
-    best_of: Annotated[Any, Refused(*harmless_values("best_of"))] = None
-    suffix: Annotated[Any, Refused(*harmless_values("suffix"))] = None
+    best_of: Annotated[Any, Refused(harmless_values("best_of"))] = None
+    suffix: Annotated[Any, Refused(harmless_values("suffix"))] = None
 
 
 class InputText(Body, extra="ignore"):
@@ -292,9 +292,9 @@ class ModelResponseRequest(_Talk):
     include: Annotated[list[Included], MaxLen(16), FAIL_FAST] | None = None
     metadata: Entries[Text] | None = None
     stream_options: ResponseStreamOptions | None = None
-    store: Annotated[Any, Refused(False)] = None
-    background: Annotated[Any, Refused(False)] = None
-    truncation: Annotated[Any, Refused("disabled")] = None
+    store: Annotated[Any, Refused((False,))] = None
+    background: Annotated[Any, Refused((False,))] = None
+    truncation: Annotated[Any, Refused(("disabled",))] = None
     previous_response_id: Annotated[Any, Refused()] = None
     conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None

@@ -12,10 +12,10 @@ from prometheus_client import REGISTRY
 
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.access.access_control import AccessControl
-from mlserver_torch_stream.server.batches.row_slots import ClientLoad
 from mlserver_torch_stream.server.host import process_object
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.registry_lock import RegistryLock
+from mlserver_torch_stream.server.observability.client_load import ClientLoad
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
 from mlserver_torch_stream.server.observability.request_log import RequestSinks
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics

@@ -34,10 +34,10 @@ async def _cancelled(handler: str) -> None:
         for _ in range(1000):
             await asyncio.sleep(0.01)
             jobs = list(infer.built.engine.jobs.values())
-            if any(job.queued_s is not None for job in jobs):
+            if any(job.stream.queued_s is not None for job in jobs):
                 break
         batch.cancel()
         await asyncio.wait({batch})
-        assert len(jobs) == 3 and all(job.over for job in jobs)
+        assert len(jobs) == 3 and all(job.stream.over for job in jobs)
     finally:
         await infer.aclose()

@@ -23,9 +23,10 @@ from mlserver_torch_stream.batches.pages import BatchesOff
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
-from mlserver_torch_stream.server.batches.row_slots import ClientLoad, RowSlots
+from mlserver_torch_stream.server.batches.row_slots import RowSlots
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.observability.client_load import ClientLoad
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.served_model import TokenModel
 from mlserver_torch_stream.server.streams.token_reply import TokenReply

@@ -15,8 +15,8 @@ from opentelemetry.trace import Span
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
-from mlserver_torch_stream.server.batches.row_slots import ClientLoad
 from mlserver_torch_stream.server.observability import request_log
+from mlserver_torch_stream.server.observability.client_load import ClientLoad
 from mlserver_torch_stream.server.observability.request_log import (
     CLIENT_CLOSED_REQUEST,
     EndpointKind,
