@@ -82,7 +82,9 @@ def test_a_file_that_is_something_else_is_named(
     assert f"{folder}/{says}" in refusal(place, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("extra", [{}, {"weights": "packed"}], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "extra", [{}, pytest.param({"weights": "packed"}, marks=pytest.mark.slow)], ids=["dense", "packed"]
+)
 def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, extra: dict[str, str]) -> None:
     """The model would be built layer by layer before a weight is looked for."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf")

@@ -6,11 +6,13 @@ an error that names the file.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -56,6 +58,23 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if length > MAX_HEADER_BYTES:
             raise LoadFailed(f"{file} has a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
         text = stream.read(length)
+    with _without_collections():
+        return _tensors(file, text, size)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Switches Python's garbage collector off: with a header of 130,000 tensors it held all threads for 0.6 s."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         del header["__metadata__"]
@@ -66,7 +85,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise LoadFailed(f"{file} is no safetensors file: its header cannot be read")
     ends = [_end(file, name, entry) for name, entry in header.items()]
-    whole = 8 + length + max(ends, default=0)
+    whole = 8 + len(text) + max(ends, default=0)
     if size != whole:
         raise LoadFailed(f"{file} is cut off or damaged: it has {size:,} bytes in place of {whole:,}")
     return {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
