@@ -274,7 +274,7 @@ class BatchRun:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Returns when the first of them has ended, and cancels the others. Raises what it has raised."""
+    """Returns when the first wait ends, and cancels the other waits. An error of the first wait is raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

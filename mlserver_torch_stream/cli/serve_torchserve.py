@@ -66,7 +66,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
     variables, lines = config.environment(gpu_count)
     lines = [*config.ignored(), *lines]
     lines += [f"{_option(name)}: ignored: {why}" for name, why in _NO_EFFECT.items() if getattr(arguments, name)]
-    # With --start it is TorchServe's command line, which loads what is named and nothing else.
+    # With --start the command line is TorchServe's own, which loads only the models that it names.
     served = write_models(config.stored_models("none" if arguments.start else "all"), config, folder)
     where = f"configuration: {file}" if file is not None else "configuration: TorchServe's defaults, no file"
     return variables, [where, *lines, *(served or [_NO_MODELS])]

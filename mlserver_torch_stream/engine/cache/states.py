@@ -55,7 +55,7 @@ class StateSlots:
 
     @property
     def kinds(self) -> set[tuple[str, int]]:
-        """The kinds of states that layers hold, such as those of a convolution, for ``multiply``."""
+        """The kinds of states in the layers, such as a convolution's state, as ``multiply`` takes them."""
         layers = self._held.values()
         return {(name, index) for layer in layers for name in _STATES for index in _set(getattr(layer, name))}
 

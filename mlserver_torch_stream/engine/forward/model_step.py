@@ -142,7 +142,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class MovedCache(StepCache):
-    """A cache that names more tokens than it holds, to all but the code that makes masks, and notes who asks.
+    """A cache that claims to hold more tokens than it does, except to the code that makes masks, and notes the callers.
 
     So a model shows whether its logits depend on the longest sequence of a batch.
     """

@@ -221,7 +221,7 @@ def _layers(file: GgufFile) -> int:
 
 
 def _has_bias(file: GgufFile, modules: Mapping[str, str]) -> bool:
-    """Whether a module of any layer has a bias; those that the file does not have are zero."""
+    """Whether a module of any layer has a bias. A bias that the file lacks is zero."""
     return any(f".{leaf}.bias" in name for name in file.tensors for leaf in modules)
 
 
