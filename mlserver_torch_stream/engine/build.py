@@ -125,9 +125,8 @@ def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
     """Frees what loads and engines leave after their end: modules in cycles, free blocks of the heap and of CUDA."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with resources.capture_lock:
-            torch.cuda.empty_cache()
-            release_pinned()
+        torch.cuda.empty_cache()
+        release_pinned()
     trim_heap()
 
 

@@ -23,7 +23,6 @@ from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import with_attention
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.config_fields import read_config
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, set_threads
@@ -32,10 +31,8 @@ from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, decode_operations
-from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import FollowerCaches, RankedCache, RankedForward
@@ -164,7 +161,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
             raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
         raise
     leader = Leader(group, other_ranks)
-    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader, group))
+    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader))
 
 
 def follow(find: Callable[[], RankGroup]) -> int:
@@ -190,15 +187,14 @@ def _serve(group: RankGroup) -> None:
     set_threads(resolved.settings, read_host())
     shard = load_shard(resolved, group)
     forward = shard.forward
-    capture = partial(capture_together, forward, group=group, capture_on=PROCESS.capture_on or capture_on)
-    caches = FollowerCaches(CacheLayout(shard.weights.model.config), forward, group.all_raised, capture)
+    caches = FollowerCaches(CacheLayout(shard.weights.model.config), forward, group.all_raised)
     with torch.inference_mode():
         while True:
             for operation, numbers in decode_operations(group.receive_operations()):
                 if operation is Operation.STOP:
                     return
                 if operation is Operation.PULSE:
-                    check_devices({forward.device})  # NCCL watches no collectives of CUDA graphs: a device may hang
+                    check_devices({forward.device})  # a rank whose device hangs does not answer
                     group.pulse()
                 else:
                     caches.run(operation, *numbers)

@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention as flex
 
 from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention, GatheredAttention, find_problem
-from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
 from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.devices import count_waits, no_waits
+from mlserver_torch_stream.engine.checks.verify_concurrency import count_waits
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -75,30 +73,6 @@ def test_gathered_keys_give_the_references_numbers(
     assert find_problem(gathered_attention, query, layer, options_of(name, heads[0])) is None
 
 
-FLEX = [each for number, each in enumerate(GRID) if number % 7 == 0 or (each[0] == 16 and each[1] == HEADS[0])]
-
-
-@pytest.mark.parametrize(("page_size", "heads", "tokens_first", "name"), FLEX)
-def test_flex_attention_gives_the_references_numbers(
-    page_size: int, heads: tuple[int, int, int, int], tokens_first: bool, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a trace of each, which would take a second."""
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    layer = layer_of(page_size, *heads[1:], tokens_first)
-    query = torch.empty(1, heads[0], heads[2])
-    assert find_problem(FlexAttention(), query, layer, options_of(name, heads[0])) is None
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "name",
-    [each if each == "softcap, sinks, window" else pytest.param(each, marks=pytest.mark.slow) for each in OPTIONS],
-)
-def test_flex_attention_can_be_traced(name: str) -> None:
-    torch._dynamo.reset()
-    assert find_problem(FlexAttention(), torch.empty(1, 4, 8), layer_of(16, 2, 8, 8, True), options_of(name, 4)) is None
-
-
 @pytest.mark.parametrize("name", ["all", "window", "softcap", "chunk"])
 def test_a_key_too_many_is_found(name: str) -> None:
     def one_more(
@@ -123,8 +97,6 @@ def test_decode_rows_are_gathered_without_a_number_from_the_device(name: str) ->
     )
     batch = batch_tensors(Batch(sequences), 16, 1, torch.device("cpu"))
     options = options_of(name, 4)
-    with no_waits():
-        gathered_attention(torch.randn(2, 4, 8), layer, batch, options)
     assert count_waits(lambda: gathered_attention(torch.randn(2, 4, 8), layer, batch, options)) == 0
 
 

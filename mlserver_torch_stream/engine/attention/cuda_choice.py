@@ -1,6 +1,6 @@
 """Chooses how the layers of a model on CUDA attend to their pages, and checks each choice before its first use.
 
-Varlen attention is tried first, then FlexAttention, then plain torch. The chosen attention of a kind of layer must give
+Varlen attention is tried first, then plain torch. The chosen attention of a kind of layer must give
 the results of ``reference_attention`` on that device.
 """
 
@@ -94,14 +94,7 @@ def copies_keys(attention: PagedAttention) -> bool:
 
 
 def _candidates() -> list[tuple[str, Candidate]]:
-    # Its module imports torch's compiler, which takes 60 MB: servers without a GPU do without.
-    from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
-
-    return [
-        ("varlen", VarlenAttention(find_varlen())),
-        ("FlexAttention", FlexAttention(torch.compile)),
-        ("gathered keys", GatheredAttention()),
-    ]
+    return [("varlen", VarlenAttention(find_varlen())), ("gathered keys", GatheredAttention())]
 
 
 def find_problem(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
+from torch._C import DispatchKey
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.comparison import Comparison
-from mlserver_torch_stream.engine.devices import count_waits
 from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
@@ -136,3 +139,92 @@ class _Trials:
         yield self.sequence(trial, 0, _PROMPT + trial)
         for step in range(_STEPS):
             yield self.sequence(trial, _PROMPT + trial + step, 1)
+
+
+_aten = torch.ops.aten
+_WAITING = {
+    _aten.item.default,
+    _aten._local_scalar_dense.default,
+    _aten.is_nonzero.default,
+    _aten.nonzero.default,
+    _aten.equal.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+    _aten.repeat_interleave.Tensor,
+    _aten.bincount.default,
+    _aten.allclose.default,
+}
+
+Saw = Callable[[Any, tuple[Any, ...], Any], None]
+"""Gets an operation, its arguments and its result."""
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[misc]
+    """Sees the basic operations of composite ones, also in inference mode, where torch passes them on whole."""
+
+    def __init__(self, saw: Saw) -> None:
+        super().__init__()
+        self._saw = saw
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        parts = None if types else _parts(operation, args)  # tensors of other types have code of their own
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        result = operation(*args, **kwargs)
+        self._saw(operation, args, result)
+        return result
+
+
+def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Returns the implementation of a composite operation: of torch's own, or of a package's in Python."""
+    keys = [DispatchKey.CompositeImplicitAutograd]
+    if operation.namespace != "aten":
+        device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
+        keys += [getattr(DispatchKey, device.upper(), DispatchKey.Undefined), DispatchKey.CompositeExplicitAutograd]
+    for key in keys:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
+            return partial(operation._op_dk, key)
+    return None
+
+
+def count_waits(forward: Callable[[], object]) -> int:
+    """Counts the waits of one call, on this thread."""
+    seen: list[bool] = []
+    with _Operations(lambda *operation: seen.append(is_wait(*operation))):
+        forward()
+    return sum(seen)
+
+
+def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether an operation, as a ``TorchDispatchMode`` sees it, waits for its device."""
+    return (
+        operation in _WAITING
+        or _selects_by_mask(operation, args)
+        or _leaves_device(args, result)
+        or _waits_inside(operation, args)
+    )
+
+
+def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
+    return operation is _aten.index.Tensor and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+
+
+def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a product of experts waits: the host reads the rows of each, unless torch has a kernel that does."""
+    if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
+        return False
+    return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)
+
+
+def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:
+    return "cpu" in _places(result) and bool(_places(args) - {"cpu"})
+
+
+def _places(values: Any) -> set[str]:
+    return {value.device.type for value in tree_leaves(values) if isinstance(value, torch.Tensor)}

@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
 from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, TensorsOn, Way, has_latents
+from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, Way
 
 
 class ModelForward:
@@ -58,17 +58,7 @@ class ModelForward:
         self._takes_keep = keep is not None
         self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
-        self._model = model
         self._output_device = weight_device(model.get_output_embeddings(), self.device)
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """The devices of the model's weights."""
-        return {parameter.device for parameter in self._model.parameters()}
-
-    @property
-    def has_latents(self) -> bool:
-        return any(map(has_latents, self._model.modules()))
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         cache.prepare(batch)
@@ -86,15 +76,6 @@ class ModelForward:
         """
         step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
         return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
-
-    def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
-        """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
-
-        It copies nothing from the host, and makes no copies of pages, so that a device can record it.
-        """
-        return self._call(
-            ids[None], ModelStep(on(self.device).batch, cache, self.way, self.attention, self._write, on)
-        )[0]
 
     def _run(self, step: ModelStep) -> torch.Tensor:
         batch = step.batch
