@@ -23,20 +23,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.attention.cuda_choice import (
-    Candidate,
-    CudaAttention,
-    GatheredAttention,
-    find_problem,
-)
-from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
-from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, PagedAttention
+from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.cache_spec import CUDA_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.comparison import Comparison
+from mlserver_torch_stream.engine.checks.attention import TOLERANCE
+from mlserver_torch_stream.engine.checks.attention_error import farthest
+from mlserver_torch_stream.engine.checks.logits import Comparison
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
@@ -90,9 +86,9 @@ class Bench:
         if not self.dry:
             torch.cuda.synchronize(self.device)
 
-    def attention(self) -> CudaAttention:
-        """Returns what the product takes; without a GPU what needs no compiler."""
-        return CudaAttention([("gathered keys", GatheredAttention())] if self.dry else None)
+    def attention(self) -> PagedAttention:
+        """Returns what the product takes."""
+        return GatheredAttention() if self.dry else VarlenAttention(find_varlen())
 
     def note(self, what: str, problem: str | None) -> None:
         print(f"    {what}: {problem or 'right'}", flush=True)
@@ -118,8 +114,8 @@ class Bench:
 
 
 def attention(bench: Bench) -> None:
-    """Each attention over pages against the reference, and which of them each kind of layer takes."""
-    candidates: dict[str, Candidate] = {"varlen": VarlenAttention(find_varlen())}
+    """Each attention over pages against torch's in float32, and which kinds of layers varlen attention takes."""
+    candidates: tuple[PagedAttention, ...] = (VarlenAttention(find_varlen()), GatheredAttention())
     for dtype in bench.dtypes:
         for kind, given in KINDS.items():
             layer = LayerPages(0, 2, CUDA_PAGE_SIZE, tokens_first=True)
@@ -128,13 +124,14 @@ def attention(bench: Bench) -> None:
             query = torch.empty(1, 8, 64, dtype=dtype, device=bench.device)
             sinks = torch.linspace(-1, 1, 8, device=bench.device) if "sinks" in given else None
             options = AttentionOptions(0.125, **{**given, "sinks": sinks})
-            for name, candidate in candidates.items():
-                refusal = candidate.refusal(query, layer, options)
-                if refusal is None:
-                    bench.note(f"{name}, {kind}, {dtype}", find_problem(candidate, query, layer, options))
-                else:
-                    print(f"    {name}, {kind}, {dtype}: not taken: {refusal}")
-            bench.note(f"gathered keys, {kind}, {dtype}", find_problem(gathered_attention, query, layer, options))
+            shape = AttentionShape.of(query, layer, options)
+            for candidate in candidates:
+                what = f"{candidate.describe()}, {kind}, {dtype}"
+                if (refusal := candidate.refusal(query, layer, options)) is not None:
+                    print(f"    {what}: not taken: {refusal}")
+                    continue
+                error = farthest(candidate, shape, CUDA_PAGE_SIZE, bench.device)
+                bench.note(what, None if error <= TOLERANCE[dtype] else f"off by {error:.3g}")
 
 
 def logits(bench: Bench) -> None:
@@ -164,7 +161,7 @@ def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
             comparison.add(own[row][len(prompts[row]) - 1 + step], found)
         steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
     by = comparison.difference
-    print(f"    {name}: {chosen.summary}")
+    print(f"    {name}: {chosen.describe()}")
     bench.note(f"{name}, packed", None if by is None else f"off by {by}")
 
 
@@ -182,7 +179,7 @@ def steps(bench: Bench) -> None:
     for streams in bench.streams:
         batch = _batch(cache, [([1], LENGTHS[row % len(LENGTHS)]) for row in range(streams)])
         _tell_step(bench, f"{streams} streams", forward, batch, cache, streams)
-    print(f"    attention: {chosen.summary}")
+    print(f"    attention: {chosen.describe()}")
 
 
 def _tell_step(bench: Bench, name: str, forward: Forward, batch: Batch, cache: PagedCache, streams: int) -> None:

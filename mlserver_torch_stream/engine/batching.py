@@ -18,12 +18,11 @@ from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.config_fields import steady_positions
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
-from mlserver_torch_stream.engine.forward.model_step import Way
+from mlserver_torch_stream.engine.forward.interface import LoadedForward
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.machine import Host, read_host
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
@@ -88,8 +87,7 @@ def choose_batcher(
         raise LoadFailed(f"parameters.extra.{key}: {why}")
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
-    if isinstance(choice.forward, NativeForward):
-        _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
+    _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
     faults = _faults()
 
     def make() -> ContinuousBatcher:
@@ -113,7 +111,7 @@ def choose_batcher(
     origin = resolved.origins["kv_cache_memory"] if settings.kv_cache_memory else None
     batcher = make()
     description = (
-        f"{_describe_forward(settings, prepared, choice)}"
+        f"{_describe_forward(settings, prepared, choice)}, "
         f"up to {settings.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
         f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
     )
@@ -150,8 +148,8 @@ def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
     """``chunk``: the most tokens of prompts in a step; None for a model that takes them whole."""
-    findings, budget = prepared.findings, size.bytes_of(spec)
-    packed, on_host_alone = findings.way is Way.PACKED, set(findings.specs) == {HOST}
+    findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
+    packs = prepared.choice is not None and prepared.choice.forward.packs
     # A prefix is of no use to a model that takes whole prompts, or that keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
     return SchedulerLimits(
@@ -162,12 +160,12 @@ def _limits(
         prefix_bytes(budget, settings.prefix_cache_memory, HOST in findings.specs) if keeps_prefixes else 0,
         stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
         whole_prompts=not findings.chunked,
-        prefill_floor=1 if packed or prepared.on_our_kernels else _ROWS_FLOOR,
-        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packed and on_host_alone else None,
+        prefill_floor=1 if packs else _ROWS_FLOOR,
+        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packs and on_host_alone else None,
     )
 
 
-def _try_to_reserve(forward: NativeForward, cache: PagedCache, host: Host) -> None:
+def _try_to_reserve(forward: LoadedForward, cache: PagedCache, host: Host) -> None:
     """Refuses a KV cache that the system does not map. Only this attempt needs ``cache``. Raises LoadFailed."""
     try:
         forward.reserve(cache)
@@ -177,19 +175,16 @@ def _try_to_reserve(forward: NativeForward, cache: PagedCache, host: Host) -> No
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
-    if isinstance(choice.forward, NativeForward):
-        rounded = f"{settings.weights} weights, " if settings.weights in ROUNDED else ""
-        return f"our own kernels ({choice.forward.variant}), {rounded}"
-    ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
+    parts = [choice.forward.describe()]
+    if settings.weights in ROUNDED:
+        parts.append(f"{settings.weights} weights")
     if choice.no_kernels is not None and prepared.device.type == "cpu":
-        ways.append(f"transformers' forward ({choice.no_kernels}), ")
-    attention = "" if choice.attention is None else f" with {choice.attention}"
-    ways.append(f"steps {prepared.findings.way.value}{attention}, ")
+        parts.insert(0, f"transformers' forward ({choice.no_kernels})")
     if prepared.pipeline is not None:
-        ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")
+        parts.append(f"{prepared.pipeline.depth} devices with a batch each")
     if choice.packed:
-        ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
-    return "".join(ways)
+        parts.append(f"{choice.packed} linear layers laid out for this CPU")
+    return ", ".join(parts)
 
 
 def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:

@@ -229,7 +229,7 @@ def _start(
             settings.chunked_prefill_size,
         ),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if prepared.on_our_kernels else load.threads,
+        threads=1 if prepared.has_threads else load.threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,

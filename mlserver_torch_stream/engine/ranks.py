@@ -19,8 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import with_attention
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
@@ -50,14 +50,12 @@ logger = logging.getLogger(__name__)
 class Shard:
     """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded.
 
-    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time. ``attention``
-    is that of ``ForwardChoice``.
+    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time.
     """
 
     weights: LoadedWeights
     findings: SelfCheckResult
     forward: ModelForward
-    attention: str | None
     room: int
 
 
@@ -88,20 +86,20 @@ def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
                 raise LoadFailed(f"{KEY}: this model cannot be batched: {findings.problem}")
         if not group.agrees(f"{findings.way}, {findings.chunked}, {findings.page_size}"):
             raise LoadFailed(f"{KEY}: the checks of the ranks differ")
-        forward, attention = _choose_forward(expected, findings, resolved, group, room)
+        forward = _choose_forward(expected, findings, resolved, group, room)
         del expected  # its logits and caches take memory
     left = group.smallest(_room(input_device(weights.model), group.size))
-    return Shard(weights, findings, forward, attention, left)
+    return Shard(weights, findings, forward, left)
 
 
 def _choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, resolved: ResolvedSettings, group: RankGroup, room: int
-) -> tuple[ModelForward, str | None]:
+) -> ModelForward:
     """All ranks take the fast attention, or none: its checks run the model, which the ranks can only do together."""
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
     if not group.smallest(fast):
-        return ModelForward(expected.model, findings.way), None
+        return ModelForward(expected.model, findings.way)
     with group.all_or_none():
         return with_attention(
             expected,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mlserver_torch_stream.engine.checks.verify_concurrency import count_waits, is_wait
+from mlserver_torch_stream.engine.checks.overlap import count_waits, is_wait
 
 Mode = Callable[[], AbstractContextManager[None]]
 

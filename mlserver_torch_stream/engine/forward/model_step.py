@@ -17,7 +17,6 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
-    PageWriter,
     batch_tensors,
 )
 from mlserver_torch_stream.engine.attention.registered import CannotPage
@@ -229,7 +228,6 @@ class ModelStep:
         cache: PagedCache,
         way: Way,
         attention: PagedAttention,
-        write: PageWriter,
         moved: int | None = None,
     ) -> None:
         """``moved``: see ``MovedCache``."""
@@ -237,7 +235,6 @@ class ModelStep:
         self._pages = cache
         self._way = way
         self._attention = attention
-        self._write = write
         self._tensors: dict[torch.device, BatchTensors] = {}
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
@@ -285,7 +282,8 @@ class ModelStep:
 
     def _store(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self.on(key.device).slots[layer.pages.group]
-        self._write(layer.pages, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
+        keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (key, value))
+        self._attention.write(layer.pages, keys, values, slots)
         return key, value
 
     def attend(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.forward.interface import Forward, LoadedForward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
 from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers, batch_of
@@ -26,12 +26,19 @@ class RankedCache(PagedCache):
         weakref.finalize(self, leader.note, Operation.DROP, self.name).atexit = False
 
 
-class RankedForward:
+class RankedForward(LoadedForward):
     """Runs the forwards of all ranks at once; ``own`` is that of rank 0."""
 
     def __init__(self, own: ModelForward, leader: Leader) -> None:
         self.own = own
         self._leader = leader
+
+    @property
+    def packs(self) -> bool:
+        return self.own.packs
+
+    def describe(self) -> str:
+        return f"{self._leader.size} ranks, {self.own.describe()}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         """If all ranks raise at the same place, the ranks go on, and this raises rank 0's error."""
