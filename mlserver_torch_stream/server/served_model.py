@@ -1,6 +1,6 @@
 """What the server asks of a model of this package: a token model or a handler model, both a ``ServedModel``.
 
-Every door asks by the same methods: REST endpoints for a ``reply``, gRPC and Triton's service for an opener of replies,
+Every door asks by the same methods: REST endpoints for a ``reply``, gRPC and Triton's service for a ``message_reply``,
 TorchServe's paths and services for a prediction.
 """
 
@@ -14,19 +14,20 @@ from typing import Any, Protocol, TypeGuard
 
 from mlserver import MLModel, ModelSettings
 from mlserver.registry import MultiModelRegistry
+from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
+from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.streams.stream_session import ReplyOpener
+from mlserver_torch_stream.server.state import ServerState
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""
@@ -39,13 +40,26 @@ class RestRequest:
     posted: PostedBody
     route: RestRoute
     spelling: Spelling
-    streaming: bool
     endpoint: EndpointKind
     request_id: str
     context: Context
 
 
-class EndpointReply(Protocol):
+@dataclass(frozen=True, slots=True)
+class MessageRequest:
+    """A request over gRPC as MLServer has converted it. ``index`` numbers those of a stream; None: the call is unary.
+
+    ``following``: all further messages of the stream, if this is its first one.
+    """
+
+    payload: InferenceRequest
+    request_id: str
+    endpoint: EndpointKind
+    index: int | None = None
+    following: AsyncIterator[InferenceRequest] | None = None
+
+
+class Reply(Protocol):
     """The reply to one request: read once, as a stream of messages or as a whole."""
 
     error: Exception | None  # that the stream has reported after its first message
@@ -57,12 +71,20 @@ class EndpointReply(Protocol):
     def comments(self) -> bool:
         """True if SSE comments may stand between the events."""
 
+    @property
+    def reads_following(self) -> bool:
+        """True if the reply reads all further messages of its gRPC stream itself."""
+
     def bodies(self) -> AsyncIterator[JsonObject]: ...
+
+    async def whole(self) -> JsonObject:
+        """Raises RequestError."""
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
         """The whole reply, and the raw bytes that follow its JSON."""
 
-    def failure(self, error: Exception) -> Sequence[JsonObject]: ...
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
+        """The last messages of the sequences that have not ended."""
 
     def end(self) -> bytes | None: ...
 
@@ -106,36 +128,55 @@ class ServedModel(ABC):
     settings: ModelSettings
     created: int  # seconds since the epoch
     rest_routes: Sequence[RestRoute]
+    _state: ServerState
+    _slot: ModelSlot[Any]
+    _loaded: bool
 
     @property
-    @abstractmethod
+    def ready(self) -> bool:
+        """The value that MLServer sets after the load, as long as the model has no trouble."""
+        return self._loaded and self.trouble is None
+
+    @ready.setter
+    def ready(self, loaded: bool) -> None:
+        self._loaded = loaded
+
+    @property
     def trouble(self) -> str | None:
         """The reason why the model is not ready; None if it is ready."""
+        return self._slot.trouble or (None if self._loaded else "it is loading")
 
     @property
-    @abstractmethod
     def inflight(self) -> InflightRequests:
         """The requests that the model is answering."""
+        return self._slot.inflight
 
-    @property
-    @abstractmethod
-    def ready(self) -> bool: ...
-
-    @abstractmethod
     def observers(self, endpoint: EndpointKind) -> ModelRequestObservers:
         """Makes the observers of the model's requests, which report them."""
+        return ModelRequestObservers(self._state.reports, self.name, self.version, endpoint)
 
     @abstractmethod
-    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
-        """Opens the replies to gRPC messages. Records a request that is refused. Raises NotServing."""
+    def most_open(self) -> int:
+        """Requests of one gRPC stream that run at once. No property: MLServer reads those of a model that still loads.
+
+        Raises NotServing.
+        """
 
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> Any:
         """A body without binary tensors, as ``reply`` takes it. Raises RequestError."""
         return parse_object(raw)
 
     @abstractmethod
-    def reply(self, request: RestRequest) -> EndpointReply:
+    def reply(self, request: RestRequest) -> Reply:
         """For the REST endpoints. Raises RequestError."""
+
+    @abstractmethod
+    def message_reply(self, message: MessageRequest) -> Reply:
+        """For gRPC. Raises RequestError."""
+
+    @abstractmethod
+    def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
+        """The responses to a message of a stream that could not be read."""
 
     @abstractmethod
     def open_prediction(
@@ -152,24 +193,6 @@ class ServedModel(ABC):
     def describe_workers(self) -> dict[str, Any]:
         """For TorchServe's management API. Raises NotServing."""
         return {"workers": []}
-
-
-class TokenModel(ServedModel):
-    """A model that generates tokens."""
-
-    @abstractmethod
-    def generator(self, endpoint: EndpointKind) -> Generator:
-        """Turns requests into token streams. Raises NotServing."""
-
-    def open_prediction(
-        self,
-        fields: Sequence[BodyField],
-        headers: Mapping[str, str],
-        request_id: str,
-        endpoint: EndpointKind,
-        parameters: Mapping[str, Any] = MappingProxyType({}),
-    ) -> PieceReply:
-        raise no_handler(self.name)
 
 
 class HandlerModel(ServedModel):

@@ -30,6 +30,7 @@ from mlserver_torch_stream.protocol.values import refuse, shown
 from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.request import as_refusal
 from mlserver_torch_stream.server.rest.body import (
     ClientLeft,
     FormEvent,
@@ -42,7 +43,6 @@ from mlserver_torch_stream.server.rest.body import (
     read_body,
 )
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import as_refusal
 from mlserver_torch_stream.server.rest.sse import ChunkStream
 
 _AROUND = 64 * 1024  # bytes of a form beside its file
