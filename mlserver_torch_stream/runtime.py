@@ -16,7 +16,7 @@ from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.host import source_of
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
 from mlserver_torch_stream.server.token_model import TokenModel
 from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread

@@ -20,8 +20,8 @@ from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server import patches
 from mlserver_torch_stream.server.host import source_of
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request import Request
 from mlserver_torch_stream.server.served_model import MessageRequest, Reply, ServedModel
@@ -61,6 +61,7 @@ class BaseRuntime(ServedModel, MLModel):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         self._state = server_state()
+        self._reports = self._state.reports
         patches.install(self._state)
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)

@@ -6,18 +6,21 @@ predictions.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from typing import Any, Generic, Protocol, TypeVar
 
+from mlserver import MLModel, ModelSettings
+from mlserver.context import model_name_var, model_version_var
 from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
+from mlserver.handlers import DataPlane
 from mlserver.logging import logger
 from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError, UnknownModel
-from mlserver_torch_stream.server.host import ServerHost, find_model
+from mlserver_torch_stream.server.host import Hook, ServerHost, find_model, measured, registry_of, wrap
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.served_model import ServedModel, is_ours
 
 _INTERNAL = "internal server error"
@@ -101,6 +104,42 @@ class Request(Generic[R]):
         """Ends the reply. Synchronous and idempotent: it may run in a task that cannot wait."""
         if self.reply is not None:
             self.reply.close()
+
+
+def install() -> None:
+    """Passes requests to our models whether they are ready or not: they refuse with a status of their own. Called once.
+
+    MLServer refuses with 400, at which Seldon Core 2 loads the model again; and it has no state for a model that still
+    accepts requests although routers should send no new ones.
+    """
+    wrap(Hook.ENTER, _entering)
+
+
+def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def enter(data_plane: DataPlane, name: str, version: str | None = None) -> AsyncIterator[MLModel]:
+        model = find_model(registry_of(data_plane), name, version)
+        if not is_ours(model):
+            async with original(data_plane, name, version) as model:
+                yield model
+            return
+        with measured(data_plane, name, version), model.inflight.track(), _as_model(model.settings):
+            yield model
+
+    return enter
+
+
+@contextmanager
+def _as_model(settings: ModelSettings) -> Iterator[None]:
+    """MLServer's ``model_context``, which raises where another task closes the stream of a client that disconnected."""
+    tokens = [(model_name_var, model_name_var.set(settings.name))]
+    tokens += [(model_version_var, model_version_var.set(settings.version or ""))]
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            with suppress(ValueError):  # that task has a context of its own, in which there is nothing to reset
+                variable.reset(token)
 
 
 def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:

@@ -20,14 +20,11 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import find_model
-from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.rest.body import parse_object
+from mlserver_torch_stream.server.lifecycle.lifecycle import InflightRequests, ModelSlot
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ModelRequestObservers, RequestReports
+from mlserver_torch_stream.server.rest.connection import parse_object
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.state import ServerState
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""
@@ -128,7 +125,7 @@ class ServedModel(ABC):
     settings: ModelSettings
     created: int  # seconds since the epoch
     rest_routes: Sequence[RestRoute]
-    _state: ServerState
+    _reports: RequestReports
     _slot: ModelSlot[Any]
     _loaded: bool
 
@@ -153,7 +150,7 @@ class ServedModel(ABC):
 
     def observers(self, endpoint: EndpointKind) -> ModelRequestObservers:
         """Makes the observers of the model's requests, which report them."""
-        return ModelRequestObservers(self._state.reports, self.name, self.version, endpoint)
+        return ModelRequestObservers(self._reports, self.name, self.version, endpoint)
 
     @abstractmethod
     def most_open(self) -> int:

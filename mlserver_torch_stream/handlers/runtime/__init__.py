@@ -34,10 +34,10 @@ from mlserver_torch_stream.protocol.v2_reply import read_posted_request
 from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors, refuse_left_over
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord, join_mlservers_log
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, RequestRecord, join_mlservers_log
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.rest.body import parse_object
+from mlserver_torch_stream.server.rest.connection import parse_object
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 from mlserver_torch_stream.server.served_model import HandlerModel, MessageRequest, RestRequest
 
@@ -121,7 +121,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         built = self._slot.built
         reply = Reply(context, request, built.archive.envelope in ("kserve", "kservev2"))
         record = RequestRecord(request.request_id, self.name, self.version or "", endpoint)
-        observer = HandlerRequestObserver(record, self._state.reports, built.engine.metrics)
+        observer = HandlerRequestObserver(record, self._reports, built.engine.metrics)
         return HandlerReply(request, reply, built.engine.submit, observer, binary)
 
     def describe_workers(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mlserver_torch_stream.handlers.config.registration import whole_number
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.served_model import HandlerModel
 

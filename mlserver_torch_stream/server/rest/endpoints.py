@@ -2,12 +2,14 @@
 
 It serves requests for our models and for unknown ones only. MLServer's own counters and CloudEvents headers are those
 of its data plane, as for any model; its response cache is not asked, as a sampled reply is never the same twice.
+A path that names a model of another runtime does not match our routes, so MLServer serves it as if they did not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,25 +18,38 @@ from uuid import uuid4
 
 import orjson
 from mlserver.logging import logger
+from mlserver.registry import MultiModelRegistry
 from mlserver.types import InferenceResponse
 from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import R, Request
-from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
-from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, send_json, send_refusal, send_whole
+from mlserver_torch_stream.server.rest.connection import (
+    JSON_LENGTH,
+    ClientLeft,
+    EncodedHeaders,
+    abort,
+    notice_lag_early,
+    parse_object,
+    read_body,
+    send_json,
+    send_refusal,
+    send_whole,
+    split_binary,
+    watched,
+)
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.served_model import Reply, RestRequest, ServedModel
+from mlserver_torch_stream.server.served_model import Reply, RestRequest, ServedModel, is_ours
 from mlserver_torch_stream.server.status import as_headers
 from mlserver_torch_stream.server.token_model import TokenModel
 
@@ -275,3 +290,48 @@ def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
+
+
+class SelectiveRoute(Route):
+    """``methods`` None: every method if the endpoint is an ASGI application, else GET.
+
+    The beginning of a path is compared before its pattern: with all its routes a server has dozens of patterns.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], methods: list[str] | None = None) -> None:
+        super().__init__(path, endpoint, methods=methods, name=f"torch_stream:{path}")
+        self._prefix = path.partition("{")[0]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["path"].startswith(self._prefix) or scope.get("root_path"):
+            match, child = super().matches(scope)
+            if match is Match.FULL and self.takes(scope, child["path_params"]):
+                return match, child
+        return Match.NONE, {}
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        """``path``: the parameters of the path."""
+        return True
+
+
+def add_endpoints(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
+    """Adds the rows whose paths the server does not have yet. Called for each model of this package."""
+    known = {route.path for route in host.router.routes if isinstance(route, _OurRoute)}
+    new = [row for row in rows if row.path not in known]
+    host.add_routes([_OurRoute(row.path, Endpoint(host, lifecycle, options, row), host.registry) for row in new])
+
+
+class _OurRoute(SelectiveRoute):
+    """Matches like any route of its path, but no path that names another runtime's model."""
+
+    def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
+        super().__init__(path, endpoint, ["POST"])
+        self._registry = registry
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """A path without a model's name belongs to this package alone, which answers other methods with 405."""
+        return super().matches(scope) if "model_name" in self.param_convertors else Route.matches(self, scope)
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        model = find_model(self._registry, path["model_name"], path.get("model_version"))
+        return model is None or is_ours(model)

@@ -16,9 +16,15 @@ from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.torchserve_document import model_document
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.connection import break_off, notice_lag_early
+from mlserver_torch_stream.server.rest.connection import (
+    break_off,
+    notice_lag_early,
+    send_json,
+    send_refusal,
+    send_whole,
+)
 from mlserver_torch_stream.server.rest.endpoints import Endpoint, HttpRequest, Reported
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer, shown_model
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchPath, WrongMethod, as_json, status_and_body
@@ -33,7 +39,6 @@ from mlserver_torch_stream.server.rest.prediction_messages import (
     request_id_of,
     url_encoded,
 )
-from mlserver_torch_stream.server.rest.refusal import send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import ChunkStream
 from mlserver_torch_stream.server.served_model import (
     Piece,

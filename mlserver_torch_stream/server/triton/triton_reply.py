@@ -19,7 +19,7 @@ from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.host import ServerHost, convert_message
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.request import Request
 from mlserver_torch_stream.server.served_model import MessageRequest, Reply
 from mlserver_torch_stream.server.status import StreamStatus
