@@ -23,8 +23,7 @@ from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.request import Request
-from mlserver_torch_stream.server.served_model import MessageRequest, Reply, ServedModel
+from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import StreamSession

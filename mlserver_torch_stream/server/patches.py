@@ -17,8 +17,8 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals, request
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, registry_lock, shutdown
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.rest import endpoints, health
-from mlserver_torch_stream.server.served_model import is_ours
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import extend_grpc_codes
 

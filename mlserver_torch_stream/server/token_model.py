@@ -21,8 +21,8 @@ from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_piece
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.served_model import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
 Start = Callable[[Opened], Awaitable[None]]

@@ -32,14 +32,15 @@ from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.v2_reply import read_posted_request
 from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
-from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors, refuse_left_over
+from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors
+from mlserver_torch_stream.protocol.values import refuse_left_over
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind, RequestRecord, join_mlservers_log
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.request import HandlerModel, MessageRequest, RestRequest
 from mlserver_torch_stream.server.rest.connection import parse_object
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.served_model import HandlerModel, MessageRequest, RestRequest
 
 
 class TorchServeRuntime(BaseRuntime, HandlerModel):

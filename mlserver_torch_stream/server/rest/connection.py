@@ -123,8 +123,7 @@ _GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request i
 
 
 def install(host: ServerHost, options: ServerOptions) -> None:
-    """Makes ``Http1`` read the connections to the REST port from now on. uvicorn's protocol over h11 needs of it the time
-    limits only."""
+    """Makes ``Http1`` read the connections to the REST port from now on, unless uvicorn reads them by h11."""
     host.put_outside(NotesTransport)
     host.read_http_by(partial(Http1, options=options))
 

@@ -33,7 +33,7 @@ from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.request import R, Request
+from mlserver_torch_stream.server.request import R, Reply, Request, RestRequest, ServedModel, is_ours
 from mlserver_torch_stream.server.rest.connection import (
     JSON_LENGTH,
     ClientLeft,
@@ -49,7 +49,6 @@ from mlserver_torch_stream.server.rest.connection import (
     watched,
 )
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.served_model import Reply, RestRequest, ServedModel, is_ours
 from mlserver_torch_stream.server.status import as_headers
 from mlserver_torch_stream.server.token_model import TokenModel
 

@@ -18,8 +18,8 @@ from starlette.types import Scope
 from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.server.host import Hook, ServerHost, all_models, find_model, wrap
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
-from mlserver_torch_stream.server.served_model import is_ours
 
 HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 _LIVE = "/v2/health/live"

@@ -18,6 +18,7 @@ from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.request import Piece, PieceReply, ServedModel, find_accepted, is_ours, no_handler
 from mlserver_torch_stream.server.rest.connection import (
     break_off,
     notice_lag_early,
@@ -40,14 +41,6 @@ from mlserver_torch_stream.server.rest.prediction_messages import (
     url_encoded,
 )
 from mlserver_torch_stream.server.rest.sse import ChunkStream
-from mlserver_torch_stream.server.served_model import (
-    Piece,
-    PieceReply,
-    ServedModel,
-    find_accepted,
-    is_ours,
-    no_handler,
-)
 from mlserver_torch_stream.server.token_model import TokenModel
 
 _MODELS = "v1/models"

@@ -17,8 +17,7 @@ from mlserver_torch_stream.errors import InvalidInput, NotServing, RequestError,
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, until
-from mlserver_torch_stream.server.request import Request
-from mlserver_torch_stream.server.served_model import MessageRequest, Reply, ServedModel
+from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 from mlserver_torch_stream.server.streams.concurrent_replies import Body, ConcurrentReplies, MessageReply
 
 T = TypeVar("T")

@@ -26,17 +26,18 @@ from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
-from mlserver_torch_stream.server.request import Request, as_refusal
-from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
-from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.torchserve_routes import health_of
-from mlserver_torch_stream.server.served_model import (
+from mlserver_torch_stream.server.request import (
     PieceReply,
+    Request,
     ServedModel,
+    as_refusal,
     find_accepted,
     is_ours,
     no_handler,
 )
+from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
+from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
+from mlserver_torch_stream.server.rest.torchserve_routes import health_of
 from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.streams.stream_session import MessageStream
 from mlserver_torch_stream.server.token_model import TokenModel

@@ -20,8 +20,7 @@ from mlserver_torch_stream.server.grpc_refusals import read_message
 from mlserver_torch_stream.server.host import ServerHost, convert_message
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
-from mlserver_torch_stream.server.request import Request
-from mlserver_torch_stream.server.served_model import MessageRequest, Reply
+from mlserver_torch_stream.server.request import MessageRequest, Reply, Request
 from mlserver_torch_stream.server.status import StreamStatus
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
 from mlserver_torch_stream.types import FinishReason
