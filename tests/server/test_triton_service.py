@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from mlserver.grpc import dataplane_pb2 as pb
 
-from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
+from mlserver_torch_stream.server.grpc.triton import ModelConfigResponse, ModelStatisticsResponse
 from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
