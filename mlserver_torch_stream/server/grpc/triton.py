@@ -1,12 +1,8 @@
-"""Triton's gRPC service: its messages, its methods, and the replies to the messages of its streams.
+"""Triton's gRPC service: its methods, and the replies to the messages of its streams.
 
-Methods take and return the bytes of messages, so that bytes which are no message are refused like any other bad input.
-
-Triton's messages and MLServer's are both of the package ``inference``, so they cannot share protobuf's default pool.
-Messages that both have are the same on the wire, so MLServer's are used for them. Field names, numbers and types are
-those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this server never fills are left out.
-
-Each message is a separate request; an error is a message too.
+MLServer's servicer answers the methods that it has too. Methods take and return the bytes of messages, so that bytes
+which are no message are refused like any other bad input. On a stream each message is a separate request; an error is a
+message too.
 """
 
 from __future__ import annotations
@@ -26,12 +22,16 @@ from mlserver.grpc.utils import handle_mlserver_error
 from mlserver.types import RepositoryIndexRequest
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError
-from mlserver_torch_stream.message_pool import Enums, Fields, message_classes
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.grpc.messages import answer_refusals, convert_large, read_message, refuse
 from mlserver_torch_stream.server.grpc.streams import MessageStream
+from mlserver_torch_stream.server.grpc.triton_messages import (
+    ModelConfigResponse,
+    ModelStatisticsResponse,
+    ModelStreamInferResponse,
+)
 from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model, send_headers
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
@@ -40,69 +40,6 @@ from mlserver_torch_stream.server.request import MessageRequest, Reply, Request,
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import RefusedCall, StreamStatus, as_server_error
 from mlserver_torch_stream.types import FinishReason
-
-_DURATIONS = (
-    *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
-    *("cache_hit", "cache_miss"),
-)
-_FIELDS: Fields = {
-    # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
-    "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
-    "ModelConfigResponse": {"config": (1, "ModelConfig")},
-    "ModelConfig": {
-        "name": (1, "string"),
-        "platform": (2, "string"),
-        "max_batch_size": (4, "int32"),
-        "input": (5, "ModelInput*"),
-        "output": (6, "ModelOutput*"),
-        "backend": (17, "string"),
-        "model_transaction_policy": (19, "ModelTransactionPolicy"),
-    },
-    "ModelInput": {
-        "name": (1, "string"),
-        "data_type": (2, "DataType"),
-        "dims": (4, "int64*"),
-        "optional": (8, "bool"),
-    },
-    "ModelOutput": {"name": (1, "string"), "data_type": (2, "DataType"), "dims": (3, "int64*")},
-    "ModelTransactionPolicy": {"decoupled": (1, "bool")},
-    "ModelStatisticsResponse": {"model_stats": (1, "ModelStatistics*")},
-    "ModelStatistics": {
-        "name": (1, "string"),
-        "version": (2, "string"),
-        "last_inference": (3, "uint64"),
-        "inference_count": (4, "uint64"),
-        "execution_count": (5, "uint64"),
-        "inference_stats": (6, "InferStatistics"),
-    },
-    "InferStatistics": {name: (number, "StatisticDuration") for number, name in enumerate(_DURATIONS, 1)},
-    "StatisticDuration": {"count": (1, "uint64"), "ns": (2, "uint64")},
-}
-_ENUMS: Enums = {
-    "DataType": (
-        "TYPE_INVALID",
-        "TYPE_BOOL",
-        "TYPE_UINT8",
-        "TYPE_UINT16",
-        "TYPE_UINT32",
-        "TYPE_UINT64",
-        "TYPE_INT8",
-        "TYPE_INT16",
-        "TYPE_INT32",
-        "TYPE_INT64",
-        "TYPE_FP16",
-        "TYPE_FP32",
-        "TYPE_FP64",
-        "TYPE_STRING",
-        "TYPE_BF16",
-    )
-}
-_message_class = message_classes("inference", _FIELDS, _ENUMS)
-
-ModelStreamInferResponse = _message_class("ModelStreamInferResponse")
-ModelConfigResponse = _message_class("ModelConfigResponse")
-ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
-
 
 _MAX_ID_CHARACTERS = 256  # of an id that a message of an error repeats
 

@@ -1,0 +1,72 @@
+"""The messages of Triton's gRPC service that MLServer's does not have, in a descriptor pool of their own.
+
+Triton's messages and MLServer's are both of the package ``inference``, so they cannot share protobuf's default pool.
+Messages that both have are the same on the wire, so MLServer's are used for them. Field names, numbers and types are
+those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this server never fills are left out.
+"""
+
+from __future__ import annotations
+
+from mlserver_torch_stream.message_pool import Enums, Fields, message_classes
+
+_DURATIONS = (
+    *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
+    *("cache_hit", "cache_miss"),
+)
+_FIELDS: Fields = {
+    # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
+    "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
+    "ModelConfigResponse": {"config": (1, "ModelConfig")},
+    "ModelConfig": {
+        "name": (1, "string"),
+        "platform": (2, "string"),
+        "max_batch_size": (4, "int32"),
+        "input": (5, "ModelInput*"),
+        "output": (6, "ModelOutput*"),
+        "backend": (17, "string"),
+        "model_transaction_policy": (19, "ModelTransactionPolicy"),
+    },
+    "ModelInput": {
+        "name": (1, "string"),
+        "data_type": (2, "DataType"),
+        "dims": (4, "int64*"),
+        "optional": (8, "bool"),
+    },
+    "ModelOutput": {"name": (1, "string"), "data_type": (2, "DataType"), "dims": (3, "int64*")},
+    "ModelTransactionPolicy": {"decoupled": (1, "bool")},
+    "ModelStatisticsResponse": {"model_stats": (1, "ModelStatistics*")},
+    "ModelStatistics": {
+        "name": (1, "string"),
+        "version": (2, "string"),
+        "last_inference": (3, "uint64"),
+        "inference_count": (4, "uint64"),
+        "execution_count": (5, "uint64"),
+        "inference_stats": (6, "InferStatistics"),
+    },
+    "InferStatistics": {name: (number, "StatisticDuration") for number, name in enumerate(_DURATIONS, 1)},
+    "StatisticDuration": {"count": (1, "uint64"), "ns": (2, "uint64")},
+}
+_ENUMS: Enums = {
+    "DataType": (
+        "TYPE_INVALID",
+        "TYPE_BOOL",
+        "TYPE_UINT8",
+        "TYPE_UINT16",
+        "TYPE_UINT32",
+        "TYPE_UINT64",
+        "TYPE_INT8",
+        "TYPE_INT16",
+        "TYPE_INT32",
+        "TYPE_INT64",
+        "TYPE_FP16",
+        "TYPE_FP32",
+        "TYPE_FP64",
+        "TYPE_STRING",
+        "TYPE_BF16",
+    )
+}
+_message_class = message_classes("inference", _FIELDS, _ENUMS)
+
+ModelStreamInferResponse = _message_class("ModelStreamInferResponse")
+ModelConfigResponse = _message_class("ModelConfigResponse")
+ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
