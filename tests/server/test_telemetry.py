@@ -17,6 +17,7 @@ from mlserver_torch_stream.server.observability.metrics import TokenMetrics, Wei
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
 from mlserver_torch_stream.server.observability.request_observer import RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.state import server_state
 
 
 def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: Any) -> Callable[[str], httpx.Response]:
@@ -25,6 +26,7 @@ def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: A
     async def is_ready() -> bool:
         return ready
 
+    server_state()  # registers the metrics of the process
     settings = Settings(parallel_workers=0, metrics_endpoint=options.pop("metrics_endpoint", "/metrics"))
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
