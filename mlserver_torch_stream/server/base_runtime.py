@@ -23,7 +23,6 @@ from mlserver_torch_stream.server.grpc.streams import StreamSession
 from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
-from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
@@ -76,7 +75,7 @@ class BaseRuntime(ServedModel, MLModel):
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_STREAM, model=self)
-        session = StreamSession(request, self, payloads, read_options().stalled_reader_timeout)
+        session = StreamSession(request, self, payloads, self._state.options.stalled_reader_timeout)
         with closing(session), _answering(request):
             async for response in await session.open():
                 yield response

@@ -28,14 +28,7 @@ from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import metrics
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
-from mlserver_torch_stream.server.rest import (
-    batch_routes,
-    connection,
-    health,
-    model_routes,
-    openai_routes,
-    torchserve_routes,
-)
+from mlserver_torch_stream.server.rest import batch_routes, connection, health, model_routes, openai_routes, predictions
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
@@ -95,7 +88,7 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
-        options = read_options()
+        options = state.options = read_options()
         state.access.check(options)
         if host.extend_once():
             await _extend(host, state, options)
@@ -140,7 +133,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
-    torchserve_routes.add_routes(host, state.lifecycle, options)
+    predictions.add_routes(host, state.lifecycle, options)
     models = ServedRows(host.registry, state.clients, state.lifecycle)
     service = BatchService(options.batch_store, models, state.lifecycle)
     batch_routes.add_batch_routes(host, service, options)

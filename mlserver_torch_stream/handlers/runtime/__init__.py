@@ -18,8 +18,7 @@ from mlserver.types import InferenceRequest
 from mlserver_torch_stream.handlers.config.model_config import KEYS, OURS
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
-from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build
-from mlserver_torch_stream.handlers.runtime.description import describe_pool
+from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build, describe_pool
 from mlserver_torch_stream.handlers.runtime.reply import (
     HandlerReply,
     HandlerRequestObserver,

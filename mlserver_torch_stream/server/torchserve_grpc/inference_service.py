@@ -36,9 +36,16 @@ from mlserver_torch_stream.server.request import (
     is_ours,
     no_handler,
 )
-from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
-from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.torchserve_routes import health_of
+from mlserver_torch_stream.server.rest.prediction_messages import (
+    MAX_FIELDS,
+    BodyField,
+    MissingParameter,
+    NoSuchModel,
+    NoSuchVersion,
+    as_json,
+    request_id_of,
+)
+from mlserver_torch_stream.server.rest.predictions import health_of
 from mlserver_torch_stream.server.status import details_that_fit
 from mlserver_torch_stream.server.token_model import TokenModel
 
