@@ -19,7 +19,7 @@
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -157,6 +157,10 @@ $(EXAMPLES)/.installed: | $(INSTALLED)
 test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and here; TORCHSERVE_EXAMPLES=…
 	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
+
+record-torchserve: $(INSTALLED) ## TorchServe's replies and docs/torchserve/ anew, which needs Java; the examples too with TORCHSERVE_EXAMPLES=…
+	RECORD_TORCHSERVE=1 $(BIN)/python -m pytest -q tests/torchserve/beside/test_cases.py
+	$(if $(TORCHSERVE_EXAMPLES),RECORD_TORCHSERVE=1 $(MAKE) --no-print-directory test-examples)
 
 lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's files against their schemas
 	$(BIN)/ruff check .
