@@ -203,9 +203,13 @@ def _comparison_rows(result: Mapping[str, Any], full: bool) -> list[tuple[str, C
     )
     streams, sizes = " / ".join(name[1:] for name in bursts), " / ".join(f"{int(name[1:]):,}" for name in prompts)
 
-    def over(names: Sequence[str], key: str, which: str = "best") -> Callable[[Mapping[str, Any]], str]:
+    usual = "median" if "shape" in result else "best"
+
+    def over(names: Sequence[str], key: str, which: str = "") -> Callable[[Mapping[str, Any]], str]:
         def cell(server: Mapping[str, Any]) -> str:
-            return _joined([_cell(server, name, which, lambda _, figures: _plain(figures.get(key))) for name in names])
+            return _joined(
+                [_cell(server, name, which or usual, lambda _, figures: _plain(figures.get(key))) for name in names]
+            )
 
         return cell
 
@@ -224,7 +228,7 @@ def _comparison_rows(result: Mapping[str, Any], full: bool) -> list[tuple[str, C
         return _plain(median(each["ready_s"] for each in server[START]) if server[START] else None)
 
     rows = [
-        (f"tokens/s at {streams} streams, best", over(bursts, "tokens_per_s")),
+        (f"tokens/s at {streams} streams, best", over(bursts, "tokens_per_s", "best")),
         ("tokens/s, median", over(bursts, "tokens_per_s", "median")),
         (f"first token of {sizes} tokens, ms", over(prompts, "ttft_p50_ms")),
     ]
