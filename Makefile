@@ -159,8 +159,8 @@ test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## Tor
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
 record-torchserve: $(INSTALLED) ## TorchServe's replies and docs/torchserve/ anew, which needs Java; the examples too with TORCHSERVE_EXAMPLES=…
-	RECORD_TORCHSERVE=1 $(BIN)/python -m pytest -q tests/torchserve/beside/test_cases.py
-	$(if $(TORCHSERVE_EXAMPLES),RECORD_TORCHSERVE=1 $(MAKE) --no-print-directory test-examples)
+	RECORD_TORCHSERVE=1 WRITE_TORCHSERVE_PAGES=1 $(BIN)/python -m pytest -q tests/torchserve/beside/test_cases.py
+	$(if $(TORCHSERVE_EXAMPLES),WRITE_TORCHSERVE_PAGES=1 $(MAKE) --no-print-directory test-examples)
 
 lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's files against their schemas
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 from mlserver_torch_stream.protocol.spelling import PostedBody
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.protocol.values import MAX_CONTAINERS, MAX_KEYS, MAX_STRINGS, parse_bounded, parse_json
-from mlserver_torch_stream.server.rest.body import parse_object
+from mlserver_torch_stream.server.rest.connection import parse_object
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
 _INFO = ModelInfo(

@@ -14,7 +14,7 @@ from tests.markdown import ROOT, read
 from tests.torchserve.beside.case import Case
 from tests.torchserve.beside.reply import Reply
 
-_WRITE = "RECORD_TORCHSERVE"
+_WRITE = "WRITE_TORCHSERVE_PAGES"
 _LONGEST = 200  # characters of a body that a cell shows
 # Headers that every reply of TorchServe has; a cell shows them where the two have different ones.
 _USUAL = frozenset({"pragma", "cache-control", "expires", "x-request-id"})
@@ -24,14 +24,14 @@ Measured = tuple[Case, Sequence[Reply], Sequence[Reply]]
 
 
 def hold(page: str, text: str) -> None:
-    """Fails if the page does not say this. With the variable RECORD_TORCHSERVE it is written instead."""
+    """Fails if the page does not say this. With the variable WRITE_TORCHSERVE_PAGES it is written instead."""
     path = ROOT / page
     if os.environ.get(_WRITE):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     said = read(page) if path.exists() else ""
     changed = "\n".join(unified_diff(said.splitlines(), text.splitlines(), page, "measured", n=0, lineterm=""))
-    assert said == text, f"{page} is not what was measured; make record-torchserve writes it anew\n{changed}"
+    assert said == text, f"{page} is not what was measured; {_WRITE}=1 writes it anew\n{changed}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
