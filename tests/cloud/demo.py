@@ -13,8 +13,8 @@ import sys
 
 import httpx
 
-from benchmarks.cloud_moto import moto
 from mlserver_torch_stream.cloud.store import Store, settle
+from tests.cloud.moto import moto
 
 _COUNT = 200
 _SUBJECTS = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -62,9 +61,3 @@ async def _ask(port: int, request: bytes, answered: Answered) -> None:
         answered.whole = answered.body.endswith(b"0\r\n\r\n") if chunked else len(answered.body) == int(length or -1)
     finally:
         writer.close()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so much of the others do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,6 +1,6 @@
 """Perplexity of a text, by which forwards and weights are compared for quality rather than for speed.
 
-    python benchmarks/perplexity.py [MODEL] [--text english.txt] [--window 512] [--threads N]
+    python -m tests.engine.perplexity [MODEL] [--text english.txt] [--window 512] [--threads N]
 
 Each window of the text is a sequence of its own. The text shipped is out of copyright: the first chapter of Austen's
 "Pride and Prejudice", the beginning of Darwin's "On the Origin of Species", Lincoln's address at Gettysburg.
@@ -30,7 +30,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
 
-TEXT = Path(__file__).parent / "english.txt"
+TEXT = Path(__file__).parents[2] / "benchmarks" / "english.txt"
 Windows = Sequence[Sequence[int]]
 _PAGE, _STEP = 16, 64  # tokens
 
