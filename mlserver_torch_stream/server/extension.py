@@ -13,7 +13,7 @@ from mlserver.logging import logger
 from mlserver.settings import Settings
 
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
+from mlserver_torch_stream.server.batches import Batches
 from mlserver_torch_stream.server.grpc_port import open_port
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
@@ -99,9 +99,8 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
     torchserve_routes.add_routes(host, state.lifecycle, options)
-    models = ServedRows(host.registry, state.clients, state.lifecycle)
-    service = BatchService(options.batch_store, models, state.lifecycle)
-    batch_routes.add_batch_routes(host, service, options)
+    batches = Batches(options.batch_store, host.registry, state)
+    batch_routes.add_batch_routes(host, batches, options)
 
 
 def _warn_of_server_settings(settings: Settings) -> None:
