@@ -53,9 +53,9 @@ def is_id(prefix: str, text: object) -> bool:
 class BatchRequest(Body):
     """The body of ``POST /v1/batches``."""
 
-    input_file_id: _FileId
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
+    input_file_id: _FileId
     metadata: _Metadata | None = None
     output_expires_after: Annotated[Any, Refused()] = None
 
