@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
@@ -30,7 +30,12 @@ def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
         encoded = text.encode()
     except UnicodeEncodeError:
         encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
-    return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
+    return join_frame(encoded, body)
+
+
+def join_frame(header: bytes, body: bytes) -> bytes:
+    """A frame of a header that is encoded already."""
+    return b"".join((_LENGTHS.pack(len(header), len(body)), header, body))
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
@@ -39,9 +44,10 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 
 
 class FrameBuffer:
-    """Collects bytes, and returns the frames that are complete."""
+    """Collects bytes, and returns the frames that are complete. ``parse`` reads a header, and raises ValueError."""
 
-    def __init__(self) -> None:
+    def __init__(self, parse: Callable[[bytes], Any] = json.loads) -> None:
+        self._parse = parse
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -59,7 +65,7 @@ class FrameBuffer:
         with memoryview(self._data) as view:
             encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
         del self._data[:end]
-        return _header(encoded), body
+        return _header(encoded, self._parse), body
 
 
 class FrameReader:
@@ -91,9 +97,9 @@ def _lengths(data: bytes | bytearray) -> tuple[int, int]:
     return header_bytes, body_bytes
 
 
-def _header(encoded: bytes) -> dict[str, Any]:
+def _header(encoded: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     try:
-        header = json.loads(encoded)
+        header = parse(encoded)
     except ValueError as error:
         raise BrokenFrame(f"a header that is not JSON: {error}") from None
     if not isinstance(header, dict):

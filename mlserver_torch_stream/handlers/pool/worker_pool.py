@@ -13,7 +13,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
-from mlserver_torch_stream.handlers.frames import MAX_BYTES, split
+from mlserver_torch_stream.handlers.frames import MAX_BYTES, encode_frame, split
 from mlserver_torch_stream.handlers.pool.batch_dispatch import BatchDispatcher, ResponseTimeout
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
@@ -57,7 +57,7 @@ def _give_up(slot: WorkerSlot, cancellation: RankCancellation, call: int) -> Non
 
 def _send(slot: WorkerSlot, message: Message | None) -> None:
     if message is not None and slot.worker is not None:
-        slot.worker.send(message, b"", all_ranks=True)
+        slot.worker.send(encode_frame(message), all_ranks=True)
 
 
 class WorkerPool:
@@ -168,7 +168,7 @@ class WorkerPool:
             self._queue.remove(job, time.monotonic())
             self._forget(job)
         elif slot.worker is not None:
-            slot.worker.send({"t": "cancel", "ids": [job.key]}, b"", all_ranks=False)
+            slot.worker.send(encode_frame({"t": "cancel", "ids": [job.key]}), all_ranks=False)
 
     def _key(self, request_id: str) -> str:
         """Handlers keep their state by it, so no two jobs that run have the same key."""

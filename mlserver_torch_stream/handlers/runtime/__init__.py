@@ -22,7 +22,6 @@ from mlserver_torch_stream.handlers.runtime.description import describe_pool
 from mlserver_torch_stream.handlers.runtime.reply import HandlerOpener, HandlerReply, PredictionReply, read_posted
 from mlserver_torch_stream.handlers.runtime.v2_messages import read_body, read_parts
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.spelling import ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.v2_reply import read_posted_request
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors, refuse_left_over
@@ -86,7 +85,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         opener = self.opener(endpoint)
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
-        return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
+        return opener.prediction(request)
 
     def describe_workers(self) -> dict[str, Any]:
         return describe_pool(self._slot.built)
