@@ -17,8 +17,7 @@ from mlserver.logging import logger
 from mlserver_torch_stream.handlers.config.model_config import KEYS, OURS
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.handler_request import RequestPart
-from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build
-from mlserver_torch_stream.handlers.runtime.description import describe_pool
+from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build, describe_pool
 from mlserver_torch_stream.handlers.runtime.reply import HandlerOpener, HandlerReply, PredictionReply, read_posted
 from mlserver_torch_stream.handlers.runtime.v2_messages import read_body, read_parts
 from mlserver_torch_stream.protocol.generate import FLAT

@@ -1,4 +1,4 @@
-"""Starts a model's workers from the settings that MLServer read.
+"""Starts a model's workers from the settings that MLServer read, and describes them in TorchServe's words.
 
 ``build`` blocks, so it is called in a thread while the event loop runs.
 """
@@ -10,9 +10,12 @@ import glob
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlserver import ModelSettings
@@ -22,13 +25,13 @@ from mlserver_torch_stream.handlers.config.archive import Archive, open_archive
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, not_honoured, read_config
 from mlserver_torch_stream.handlers.config.unpacking import take_bounds
 from mlserver_torch_stream.handlers.config.worker_settings import (
-    WorkerSettings,
+    WorkerFiles,
+    find_worker_files,
     install_requirements,
     not_installed,
-    read_worker_settings,
 )
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
-from mlserver_torch_stream.handlers.pool.supervisor import rank_environments
+from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, rank_environments
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from mlserver_torch_stream.handlers.pool.worker_rank import WorkerOrder
 from mlserver_torch_stream.server.host import source_of
@@ -59,15 +62,15 @@ class BuiltPool:
 def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
     """Raises SettingsError or LoadFailed."""
     uri, extra, folder = _given(settings)
-    workers = read_worker_settings(extra, folder)
     archive = open_archive(uri, folder, take_bounds(extra))
-    if workers.envelope:
-        archive = archive.with_envelope(workers.envelope)
     try:
         config = read_config(archive.yaml, extra)
+        workers = find_worker_files(config, folder)
+        if config.service_envelope:
+            archive = archive.with_envelope(config.service_envelope)
         for line in not_honoured(archive.yaml, config):
             logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
-        if archive.requirements and workers.installs:
+        if archive.requirements and config.install_py_dep_per_model:
             if not archive.own:
                 raise SettingsError("parameters.extra.install_py_dep_per_model: needs an archive, not a folder")
             install_requirements(workers.python, archive.folder, archive.requirements)
@@ -83,9 +86,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     return BuiltPool(pool, archive, _summary(archive, config, workers))
 
 
-async def _start(
-    settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
-) -> WorkerPool:
+async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerFiles) -> WorkerPool:
     metrics = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
     order = partial(worker_order, settings.name, archive, config, workers)
     pool = WorkerPool(settings.name, config, order, metrics, archive.close)
@@ -93,9 +94,7 @@ async def _start(
     return pool
 
 
-def worker_order(
-    model: str, archive: Archive, config: HandlerConfig, workers: WorkerSettings, number: int
-) -> WorkerOrder:
+def worker_order(model: str, archive: Archive, config: HandlerConfig, workers: WorkerFiles, number: int) -> WorkerOrder:
     """The order of the worker with this number: what it loads, and on which device."""
     gpu, visible = _device(config, number)
     message = {
@@ -103,19 +102,19 @@ def worker_order(
         "model": model,
         "folder": str(archive.folder),
         "manifest": archive.manifest,
-        "handler": workers.handler or archive.handler,
+        "handler": config.handler or archive.handler,
         "envelope": archive.envelope,
         "batch_size": config.batchSize,
         "gpu": gpu,
         "mode": _mode(config),
-        "ts": workers.ts,
+        "ts": config.ts,
         "metrics": workers.metrics,
         "stops": config.stops,
-        "limits_pixels": workers.limits_pixels,
+        "limits_pixels": config.limit_max_image_pixels,
     }
     # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
     body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
-    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, workers.hidden)
+    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, config.hidden)
 
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
@@ -157,10 +156,76 @@ def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
     return uri, dict(extra), folder
 
 
-def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> str:
+def _summary(archive: Archive, config: HandlerConfig, workers: WorkerFiles) -> str:
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
     python = "" if workers.python is None else f", run by {workers.python}"
     workers_up_to = "" if config.most_workers == config.minWorkers else f" to {config.most_workers}"
     of = f"{config.minWorkers}{workers_up_to} worker(s){ranks}, {batching} of up to {config.batchSize}"
     return f"handler {archive.handler}, {of}{python}"
+
+
+def describe_pool(built: BuiltPool) -> dict[str, Any]:
+    """Times as in the model's settings: ms for ``maxBatchDelay``, s for the timeouts; memory in bytes."""
+    pool = built.engine
+    config = pool.config
+    waiting = pool.waiting
+    return {
+        "runtime": str(built.archive.manifest.get("runtime", "python")),
+        "minWorkers": pool.scaling.least,
+        "maxWorkers": pool.scaling.most,
+        "batchSize": config.batchSize,
+        "maxBatchDelay": config.maxBatchDelay,
+        "responseTimeout": config.responseTimeout,
+        "startupTimeout": config.startupTimeout,
+        "clientTimeoutInMills": config.clientTimeoutInMills,
+        "parallelType": config.parallelType or "",
+        "parallelLevel": config.parallelLevel,
+        "deviceType": config.deviceType or "",
+        **({"deviceIds": list(config.deviceIds)} if config.deviceIds is not None else {}),
+        "continuousBatching": config.continuousBatching,
+        "useJobTicket": config.useJobTicket,
+        "useVenv": config.useVenv,
+        "stateful": config.sequenceBatching,
+        "sequenceMaxIdleMSec": config.sequenceMaxIdleMSec,
+        "sequenceTimeoutMSec": config.sequenceTimeoutMSec,
+        "maxNumSequence": pool.most_sequences,
+        "maxSequenceJobQueueSize": config.maxSequenceJobQueueSize,
+        "workers": [_worker(slot, built.has_gpu(slot.number)) for slot in pool.supervisor.slots],
+        "jobQueueStatus": {
+            "remainingCapacity": max(0, config.queue_size - waiting),
+            "pendingRequests": waiting,
+        },
+    }
+
+
+def _worker(slot: WorkerSlot, gpu: bool) -> dict[str, Any]:
+    started = datetime.fromtimestamp(slot.started_at, timezone.utc)
+    pids = [pid for top in (slot.worker.pids if slot.worker is not None else []) for pid in _tree(top)]
+    return {
+        "id": str(slot.number),
+        "startTime": started.strftime("%Y-%m-%dT%H:%M:%S.") + f"{started.microsecond // 1000:03d}Z",
+        "status": "READY" if slot.ready and not slot.leaving else "UNLOADING",
+        "memoryUsage": sum(map(_resident_bytes, pids)),
+        "pid": next(iter(pids[1:2] or pids), 0),  # the first process is the worker's supervisor
+        "gpu": gpu,
+        "gpuUsage": "N/A",
+    }
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """The process and its descendants."""
+    yield pid
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from _tree(int(child))
+
+
+def _resident_bytes(pid: int) -> int:
+    """0 for a process that has ended, and where there is no /proc."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))

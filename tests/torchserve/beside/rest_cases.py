@@ -172,6 +172,7 @@ STREAMS = (
     Case("statuses of later responses", _do("stream-status 200 299 202")),
     Case("an error's status of the last response", _do("stream-status 200 503")),
     Case("an error's status of the first response", _do("stream-status 429 200")),
+    Case("an error's code of an intermediate response, and the next request", (_do("code 429"), _do("value str"))),
     Case(
         "an error after the first piece",
         _do("stream-raise"),
