@@ -49,22 +49,28 @@ class FrameBuffer:
     def __init__(self, parse: Callable[[bytes], Any] = json.loads) -> None:
         self._parse = parse
         self._data = bytearray()
+        self._taken = 0  # bytes at its beginning
 
     def feed(self, data: bytes) -> None:
+        if self._taken:
+            del self._data[: self._taken]
+            self._taken = 0
         self._data += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
         """The next frame; None: it is not complete. Raises BrokenFrame."""
-        start = _LENGTHS.size
+        start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _lengths(self._data)
+        header_bytes, body_bytes = _lengths(self._data, self._taken)
         middle, end = start + header_bytes, start + header_bytes + body_bytes
         if len(self._data) < end:
             return None
         with memoryview(self._data) as view:
             encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
-        del self._data[:end]
+        self._taken = end
+        if end == len(self._data):
+            self._data, self._taken = bytearray(), 0
         return _header(encoded, self._parse), body
 
 
@@ -90,8 +96,8 @@ class FrameReader:
         self._file.close()
 
 
-def _lengths(data: bytes | bytearray) -> tuple[int, int]:
-    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+def _lengths(data: bytes | bytearray, start: int = 0) -> tuple[int, int]:
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data, start)
     if max(header_bytes, body_bytes) > MAX_BYTES:
         raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
     return header_bytes, body_bytes

@@ -73,7 +73,8 @@ class BatchQueue:
         return max(ends, default=None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues())) + self.ahead
+        held = sum(len(each.pending) for each in self._sequences.values()) if self._sequences else 0
+        return len(self._plain) + len(self._retries) + held + self.ahead
 
     def waiting(self, idle: Collection[int]) -> int:
         """The requests that wait, without those that the idle workers gather into their next batches."""

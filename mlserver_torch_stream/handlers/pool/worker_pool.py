@@ -208,7 +208,7 @@ class WorkerPool:
         elif kind == "failed":
             self._fail(slot, header)
         elif kind == "metric":
-            self.metrics.record(header["name"], header["type"], header["value"], header["labels"])
+            self._record(header)
         else:
             pass_rank_message(slot, header, self._meet_s)
 
@@ -238,15 +238,16 @@ class WorkerPool:
             self.unavailable(NO_WORKER)
 
     def _deliver_all(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
+        for metric in header.get("metrics", ()):
+            self._record(metric)
         items = header["items"]
-        sequence_end = sequence_header("sequence_end")
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
             job = slot.active.get(item["id"])
             if job is None:
                 continue
             job.active_at = slot.active_at
             self.metrics.responses += 1
-            if sequence_end in map(str.lower, item["headers"]):
+            if item["headers"] and sequence_header("sequence_end") in map(str.lower, item["headers"]):
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
         if ended := header.get("ended"):
@@ -255,6 +256,9 @@ class WorkerPool:
             self._dispatcher.next_batch(slot, header["took"])
             if not slot.active:
                 self.scaling.became_idle(slot)
+
+    def _record(self, metric: dict[str, Any]) -> None:
+        self.metrics.record(metric["name"], metric["type"], metric["value"], metric["labels"])
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:
