@@ -25,7 +25,7 @@ from mlserver_torch_stream.handlers.runtime.reply import (
     PredictionReply,
     read_posted,
 )
-from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, read_body, read_parts, read_request
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, read_body, read_parts, read_request
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
@@ -89,7 +89,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return self._reply(self._read(message.payload, message.request_id), message.endpoint, context)
 
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
-        reply = Reply(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
+        reply = PieceEncoder(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
         return [reply.failure(error)]
 
     def open_prediction(
@@ -119,7 +119,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
     ) -> HandlerReply:
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
         built = self._slot.built
-        reply = Reply(context, request, built.archive.envelope in ("kserve", "kservev2"))
+        reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
         return HandlerReply(request, reply, built.engine.submit, self._observer(request, endpoint), binary)
 
     def _observer(self, request: HandlerRequest, endpoint: EndpointKind) -> HandlerRequestObserver:

@@ -1,4 +1,4 @@
-"""Starts a model's workers from the settings that MLServer read, and describes them in TorchServe's words.
+"""Makes a model's pool of workers from its settings, and describes it as TorchServe's management API does.
 
 ``build`` blocks, so it is called in a thread while the event loop runs.
 """
