@@ -93,6 +93,20 @@ def test_a_batch_is_no_larger_than_one_message_carries() -> None:
     assert refused.value.status == 413
 
 
+def test_a_request_that_has_left_makes_no_batch_due() -> None:
+    waiting = BatchQueue(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
+    jobs = [_job(f"r{index}", size=1800) for index in range(3)]
+    for job in jobs:
+        waiting.add(job, 0.0)
+    assert waiting.due(0, 0.0, 0.0) == 0.0  # they fill a message
+    waiting.remove(jobs[1], 0.0)
+    assert waiting.due(0, 0.0, 0.0) == 1.0
+    taken = waiting.take(0, 8)
+    waiting.take_back(taken[0])
+    assert (len(waiting), waiting.due(0, 0.0, 0.0), waiting.clear()) == (1, 1.0, [jobs[0]])
+    assert waiting.due(0, 0.0, 0.0) is None
+
+
 def test_what_a_frame_takes_is_not_underestimated() -> None:
     """Names and headers may have any characters."""
     wide = "\U0001f600" * 50
