@@ -41,7 +41,6 @@ starts of one server, `<token>` the token of the management API.
 {count} cases: {same} are the same. What differs in many of them is left out of the tables:
 
 - TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
-- Its streams have the header `ts_stream_next: true`.
 - Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
 - MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
 - The management port is open without a token on both, but for the cases of tokens.

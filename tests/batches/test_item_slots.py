@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlserver_torch_stream.server.batches.row_slots import RowSlots, RowTurn
+from mlserver_torch_stream.server.item_slots import ItemSlots, ItemTurn
 from mlserver_torch_stream.server.observability.request_metrics import ClientLoad
 from mlserver_torch_stream.types import TokenEvent
 
@@ -27,7 +27,7 @@ def on_a_loop(check: Callable[[], None]) -> Callable[[], None]:
     return test
 
 
-def _begun(slots: RowSlots, sequences: int = 1) -> RowTurn:
+def _begun(slots: ItemSlots, sequences: int = 1) -> ItemTurn:
     turn = slots.ask(sequences)
     assert turn.admitted.done()
     turn.event(_FIRST)
@@ -36,7 +36,7 @@ def _begun(slots: RowSlots, sequences: int = 1) -> RowTurn:
 
 @on_a_loop
 def test_one_slot_stays_free() -> None:
-    slots = RowSlots("m", 4, ClientLoad())
+    slots = ItemSlots("m", 4, ClientLoad())
     running = [_begun(slots) for _ in range(3)]
     waiting = slots.ask(1)
     assert not waiting.admitted.done()
@@ -46,7 +46,7 @@ def test_one_slot_stays_free() -> None:
 
 @on_a_loop
 def test_rows_are_prefilled_one_at_a_time_in_the_order_in_which_they_asked() -> None:
-    slots = RowSlots("m", 8, ClientLoad())
+    slots = ItemSlots("m", 8, ClientLoad())
     first, second, third = (slots.ask(1) for _ in range(3))
     assert [turn.admitted.done() for turn in (first, second, third)] == [True, False, False]
     first.event(_FIRST)
@@ -58,8 +58,7 @@ def test_rows_are_prefilled_one_at_a_time_in_the_order_in_which_they_asked() -> 
 @on_a_loop
 def test_no_row_starts_while_a_prompt_of_a_client_waits_for_its_first_token() -> None:
     clients = ClientLoad()
-    slots = RowSlots("m", 8, clients)
-    clients.listen(slots.look)
+    slots = ItemSlots("m", 8, clients)
     clients.prompted("another model", 1)
     turn = slots.ask(1)
     assert not turn.admitted.done()
@@ -70,8 +69,7 @@ def test_no_row_starts_while_a_prompt_of_a_client_waits_for_its_first_token() ->
 @on_a_loop
 def test_the_sequences_of_clients_take_slots_until_they_end() -> None:
     clients = ClientLoad()
-    slots = RowSlots("m", 4, clients)
-    clients.listen(slots.look)
+    slots = ItemSlots("m", 4, clients)
     clients.prompted("m", 3)
     clients.first_token()
     turn = slots.ask(1)
@@ -85,8 +83,7 @@ def test_rows_take_an_eighth_of_the_slots_until_clients_have_been_quiet_for_a_wh
         loop, now = asyncio.get_running_loop(), 0.0
         loop.time = lambda: now  # type: ignore[method-assign]
         clients = ClientLoad(quiet_s=0.05)
-        slots = RowSlots("m", 16, clients)
-        clients.listen(slots.look)
+        slots = ItemSlots("m", 16, clients)
         for _ in range(2):  # the second request comes before the first one's time is over
             clients.prompted("m", 1)
             clients.first_token()
@@ -111,8 +108,7 @@ def test_rows_take_an_eighth_of_the_slots_until_clients_have_been_quiet_for_a_wh
 @on_a_loop
 def test_a_request_that_fails_before_its_first_token_holds_no_row_up() -> None:
     clients = ClientLoad()
-    slots = RowSlots("m", 4, clients)
-    clients.listen(slots.look)
+    slots = ItemSlots("m", 4, clients)
     clients.prompted("m", 1)
     turn = slots.ask(1)
     clients.ended("m", 1, answered=False)
@@ -121,7 +117,7 @@ def test_a_request_that_fails_before_its_first_token_holds_no_row_up() -> None:
 
 @on_a_loop
 def test_a_model_with_one_slot_answers_rows_while_it_has_nothing_else_to_do() -> None:
-    slots = RowSlots("m", 1, ClientLoad())
+    slots = ItemSlots("m", 1, ClientLoad())
     first = _begun(slots)
     second = slots.ask(1)
     assert not second.admitted.done()
@@ -131,7 +127,7 @@ def test_a_model_with_one_slot_answers_rows_while_it_has_nothing_else_to_do() ->
 
 @on_a_loop
 def test_a_row_of_many_sequences_takes_as_many_slots() -> None:
-    slots = RowSlots("m", 4, ClientLoad())
+    slots = ItemSlots("m", 4, ClientLoad())
     wide = _begun(slots, 3)
     assert not slots.ask(1).admitted.done()
     wide.close()
@@ -139,7 +135,7 @@ def test_a_row_of_many_sequences_takes_as_many_slots() -> None:
 
 @on_a_loop
 def test_a_row_that_leaves_before_its_turn_lets_the_next_one_in() -> None:
-    slots = RowSlots("m", 2, ClientLoad())
+    slots = ItemSlots("m", 2, ClientLoad())
     first, second, third = _begun(slots), slots.ask(1), slots.ask(1)
     second.close()
     second.close()
@@ -149,7 +145,7 @@ def test_a_row_that_leaves_before_its_turn_lets_the_next_one_in() -> None:
 
 def test_a_turn_that_is_cancelled_while_it_waits_raises_in_its_waiter() -> None:
     async def run() -> None:
-        slots = RowSlots("m", 2, ClientLoad())
+        slots = ItemSlots("m", 2, ClientLoad())
         _begun(slots)
         waiting = slots.ask(1)
         task = asyncio.ensure_future(waiting.admitted)
@@ -163,7 +159,7 @@ def test_a_turn_that_is_cancelled_while_it_waits_raises_in_its_waiter() -> None:
 def test_under_a_load_that_never_ends_a_row_is_let_in_after_a_while_and_the_next_one_after_its_end() -> None:
     async def run() -> None:
         clients = ClientLoad()
-        slots = RowSlots("m", 4, clients, patience_s=0.02)
+        slots = ItemSlots("m", 4, clients, patience_s=0.02)
         for _ in range(4):
             clients.prompted("m", 1)  # they hold all slots, and a prompt always waits
         first, second = slots.ask(1), slots.ask(1)
@@ -181,7 +177,7 @@ def test_under_a_load_that_never_ends_a_row_is_let_in_after_a_while_and_the_next
 
 def test_a_row_that_waits_for_other_rows_is_never_overdue() -> None:
     async def run() -> None:
-        slots = RowSlots("m", 2, ClientLoad(), patience_s=0.01)
+        slots = ItemSlots("m", 2, ClientLoad(), patience_s=0.01)
         first, second = _begun(slots), slots.ask(1)
         await asyncio.sleep(0.1)
         assert not second.admitted.done()  # one slot stays free
