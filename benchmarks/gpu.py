@@ -34,17 +34,16 @@ from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attent
 from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import CUDA_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import CUDA_PAGE_SIZE
 from mlserver_torch_stream.engine.comparison import Comparison
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
 from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, verified
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import LogitAdjuster, RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import sample
 from mlserver_torch_stream.types import SamplingParameters
 

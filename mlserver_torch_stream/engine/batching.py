@@ -15,10 +15,10 @@ import transformers
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
 from mlserver_torch_stream.engine.cache.budget import HOST, cache_budget, free_bytes, prefix_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline
 from mlserver_torch_stream.engine.config_fields import steady_positions
@@ -36,11 +36,11 @@ from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, longest_sequence
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
-from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
-from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.step.batcher import Batcher
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedForward

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
+from mlserver_torch_stream.engine.cache.pages import page_size_of
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.checks.packed_check import check_packed
@@ -21,7 +21,6 @@ from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check
 from mlserver_torch_stream.engine.checks.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
-from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
@@ -44,6 +43,7 @@ from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
+from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)

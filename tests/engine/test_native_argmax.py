@@ -20,8 +20,7 @@ from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import LogitAdjuster, RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

@@ -9,8 +9,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import AttentionOpti
 from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import LayerGroup
 
 CPU = torch.device("cpu")
 # (tokens in the cache, new tokens): decode of unlike lengths, beginnings and middles of prompts, drafts.

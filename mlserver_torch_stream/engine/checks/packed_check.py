@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_kernels
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config

@@ -19,9 +19,9 @@ from transformers import GenerationConfig
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.budget import free_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, LayerGroup, in_all
 from mlserver_torch_stream.engine.cache.layout import CacheLayout, UnsupportedCache
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE, CacheSpec, LayerGroup, in_all
 from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits, far_columns
 from mlserver_torch_stream.engine.checks.trial import SPARE_SLOT, Trial, TrialSequence
 from mlserver_torch_stream.engine.comparison import Comparison

@@ -12,8 +12,8 @@ from contextlib import nullcontext
 import torch
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import LayerGroup
 from mlserver_torch_stream.engine.comparison import Comparison
 from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 from mlserver_torch_stream.engine.cuda_graphs.graph_forward import AllOrNone, CannotCapture, GraphForward
