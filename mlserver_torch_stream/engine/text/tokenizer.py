@@ -36,8 +36,7 @@ _CHARACTERS_PER_TOKEN = 8  # more than any language has on average
 _MAY_SHRINK = 4  # times that a normalizer may make a text shorter
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
-_HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
-_HOLD_AT_MOST = 64
+_UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
 _ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
 
 
@@ -153,17 +152,6 @@ class TextCodec:
         """
         return self._constraints.submit(constraint, reasoning)
 
-    def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
-        """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
-
-        The last word and the whitespace before it are left out, at least 4 and at most 64 tokens. Further text can
-        still change the ids that are returned, so the caller compares them with those of the whole prompt.
-        """
-        self._check_length(text_so_far, "text_input")
-        ids, offsets = self._tokenize(text_so_far, "text_input", self._adds_special_tokens(text_so_far))
-        hold = len(ids) - _tokens_before(_last_word(text_so_far), offsets) if offsets else _HOLD_AT_MOST
-        return ids[: max(0, len(ids) - min(max(hold, _HOLD_AT_LEAST), _HOLD_AT_MOST))]
-
     def _adds_special_tokens(self, text: str) -> bool:
         """Whether special tokens are added to a raw prompt: not to one that begins with BOS."""
         bos = self._tokenizer.bos_token
@@ -171,50 +159,48 @@ class TextCodec:
 
     def _plain(self, text: str, field: str) -> tuple[int, ...]:
         """Returns the ids of the text without special tokens added."""
-        return self._tokenize(text, field, False)[0]
+        return self._tokenize(text, field, False)
 
     def _ids(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Returns the ids of a whole prompt, and gives the memory that a long one has taken back to the system."""
         try:
-            self._check_length(text, field)
-            return self._tokenize(text, field, add_special_tokens)[0]
+            self.check_length(text, field)
+            return self._tokenize(text, field, add_special_tokens)
         finally:
             if len(text) > _LONG:  # once its request's body is free, too
                 later = threading.Timer(_TRIM_AFTER_S, trim_heap)
                 later.daemon = True
                 later.start()
 
-    def _check_length(self, text: str, field: str) -> None:
-        """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens."""
+    def check_length(self, text: str, field: str) -> None:
+        """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens.
+
+        The text may be the beginning of a prompt. At most 8 characters for each token of the limit are tokenized.
+        """
         limit = self._max_tokens
         if limit is None or len(text) <= limit:
             return
         tokens = -(-len(text) * limit // self._max_characters)
         if tokens <= limit and len(text) > _CHARACTERS_PER_TOKEN * limit:
             beginning = text[: _CHARACTERS_PER_TOKEN * limit]
-            tokens = len(self._plain(beginning, field)) - _HOLD_AT_MOST  # further text can change the last ones
+            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last ones
         if tokens > limit:
             raise ContextLengthExceeded(field, tokens, limit, at_least=True)
 
-    def _tokenize(
-        self, text: str, field: str, add_special_tokens: bool
-    ) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
-        """Returns the ids of a text, and where each begins and ends in it; nothing of that from a slow tokenizer."""
+    def _tokenize(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         _require_unicode(text, field)
         if self._may_be_slow or len(text) * self._expansion > _MAX_NORMALIZED:
             try:
-                ids, offsets = self._tokenizing.run("encode", text=text, add_special_tokens=add_special_tokens)
+                return tuple(self._tokenizing.run("encode", text=text, add_special_tokens=add_special_tokens))
             except JobRefused as error:
                 raise _as_failure(error, field) from None
             except GenerationFailed as error:
                 raise GenerationFailed(f"{field}: the model's tokenizer {error.message}") from None
-            return tuple(ids), offsets
-        fast = self._tokenizer.is_fast
         try:
-            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=fast)
+            ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except BaseException as error:
             raise _as_failure(error, field) from None
-        return tuple(map(int, encoded["input_ids"])), encoded["offset_mapping"] if fast else ()
+        return tuple(map(int, ids))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
         """Returns the text of a conversation, which the chat template makes."""
@@ -258,17 +244,6 @@ def _as_failure(error: BaseException, field: str) -> BaseException:
         return error
     logger.error("the model's tokenizer failed: %s", _reason(error))
     return GenerationFailed(f"{field}: the model's tokenizer failed on this text")
-
-
-def _last_word(text: str) -> int:
-    """Returns the position of the whitespace before the last word, in characters."""
-    words = text.rsplit(maxsplit=1)
-    return len(words[0]) if len(words) == 2 else 0
-
-
-def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
-    """Counts the leading tokens that lie before character ``end``."""
-    return next((i for i, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
 
 
 def _require_unicode(text: str, field: str) -> None:
