@@ -211,7 +211,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
         vocab_size=weights.vocab_size,
         tokenizer=tokenizer,
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
-        eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
+        eos_token_ids=eos_token_ids(weights.generation_config, tokenizer),
         rules=generation_rules(weights.generation_config),
         max_model_len=max_model_len(weights.model, settings.max_model_len),
         description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
@@ -334,7 +334,8 @@ def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> d
     return options
 
 
-def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the end tokens of a generation config, which may be None, and of the tokenizer."""
     own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))
