@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.mailbox import Mailbox, call_on
-from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter, StopStrings
+from mlserver_torch_stream.engine.text.answer_writer import AnswerCodec, AnswerWriter, StopStrings
 from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 
 class SequenceState:
@@ -31,7 +30,7 @@ class SequenceState:
     It does not keep its request alive: whatever holds a sequence longer than a call holds the request, too.
     """
 
-    def __init__(self, request: RequestState, index: int, codec: TextCodec, stops: StopStrings) -> None:
+    def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
         self._request = weakref.ref(request)  # a cycle would keep both, and the token matcher, until a collection
         self._input = request.input
         self._end_ids = request.end_ids
@@ -179,7 +178,7 @@ class RequestState:
         self,
         input: EngineRequest,
         mailbox: Mailbox,
-        codec: TextCodec,
+        codec: AnswerCodec,
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         default_timeout: float | None = None,

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.pages import StepPart
+from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer

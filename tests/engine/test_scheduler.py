@@ -123,7 +123,7 @@ class Visitors:
     def nan(self, index: int) -> None:
         """The logits of a running sequence hold NaN: it ends, and nobody goes on from its keys."""
         running = [
-            each for each in self.engine.scheduler.pages._sequences if each.tokens and each not in self.engine.busy
+            each for each in self.engine.scheduler.ledger._sequences if each.tokens and each not in self.engine.busy
         ]
         if running:
             self.engine.forget(running[index % len(running)])
@@ -271,7 +271,7 @@ def test_a_shared_beginning_of_prompts_that_arrive_together_is_computed_and_held
     held = 0
     while any(not request.sequences[0].tokens for request in requests):
         engine.step()
-        held = max(held, engine.scheduler.pages.used_bytes)
+        held = max(held, engine.scheduler.ledger.used_bytes)
     assert engine.prefilled == 80 + 32
     assert held <= (80 // 4 + 2 * 32) * SPEC.page_bytes(0)
     assert sorted(request.cached_tokens for request in requests) == [0] + [80] * 31
@@ -316,7 +316,7 @@ def test_nothing_is_kept_of_ended_sequences_without_bytes_for_it() -> None:
         engine.add(request_of(prompt_of(32), 4))
         engine.run()
     assert engine.scheduler.hit_tokens == 0
-    assert engine.scheduler.pages.cached_bytes == 0
+    assert engine.scheduler.ledger.cached_bytes == 0
 
 
 def test_keys_that_may_hold_nan_are_not_found() -> None:
@@ -335,10 +335,10 @@ def test_sequences_of_one_request_share_their_prompt_and_copy_its_last_page() ->
     engine = engine_of()
     engine.add(request_of(prompt_of(14), 20, n=4))
     engine.step()
-    assert engine.scheduler.pages.used_bytes == 4 * SPEC.page_bytes(0)
+    assert engine.scheduler.ledger.used_bytes == 4 * SPEC.page_bytes(0)
     plan = engine.step()
     assert len(plan.batch.copies) == 3
-    assert engine.scheduler.pages.used_bytes == (3 + 4) * SPEC.page_bytes(0)
+    assert engine.scheduler.ledger.used_bytes == (3 + 4) * SPEC.page_bytes(0)
     engine.run()
     engine.check_end()
 
@@ -394,7 +394,7 @@ def test_a_sequence_that_fills_the_cache_goes_on_after_it_has_lost_its_pages() -
     engine.add(request)
     while len(request.sequences[0].tokens) < 35:
         engine.step()
-    engine.scheduler.pages.recompute(request.sequences)
+    engine.scheduler.ledger.recompute(request.sequences)
     engine.run()
     engine.check_end()
 
@@ -450,12 +450,12 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
     plan = engine.scheduler.schedule()
     writer, *sharing = [part.sequence for part in plan.parts]
     assert len(sharing) == 2
-    assert engine.scheduler.pages.isolate(plan.parts) == sharing
+    assert engine.scheduler.ledger.isolate(plan.parts) == sharing
     assert not any(engine.scheduler.advance(part, part.count) for part in plan.parts[1:])
     assert engine.scheduler.release([writer], forget=True) == []
     again = engine.scheduler.schedule()
     assert [part.start for part in again.parts] == [0, 32]
-    assert engine.scheduler.pages.recompute([again.parts[0].sequence]) == sharing
+    assert engine.scheduler.ledger.recompute([again.parts[0].sequence]) == sharing
     (first, second) = [part.sequence for part in engine.scheduler.schedule().parts]
     assert engine.scheduler.release([first]) == [second]
 
@@ -471,8 +471,8 @@ def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_withou
         parts = zip(plan.parts, plan.batch.sequences, strict=True)
         copied = [part.sequence for part, each in parts if targets & {each.state_slot, each.tables[0][-1]}]
         assert len(copied) == len(targets) == 2
-        assert engine.scheduler.pages.isolate(plan.parts) == copied
-        assert [engine.scheduler.pages.is_void(part) for part in plan.parts] == [
+        assert engine.scheduler.ledger.isolate(plan.parts) == copied
+        assert [engine.scheduler.ledger.is_void(part) for part in plan.parts] == [
             part.sequence in copied for part in plan.parts
         ]
 

@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, In
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.pages import StepPart
+from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice

@@ -9,17 +9,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from mlserver_torch_stream.engine.text.answer_format import Part, Reasoning, short
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, Part, Reasoning, short
 from mlserver_torch_stream.types import MAX_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 # Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
 _MAX_TEXT = MAX_PER_EVENT // 2
+
+
+class Detokenizer(Protocol):
+    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
+
+    def flush(self, *, cut: bool = False) -> str:
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
+
+        ``cut``: the sequence was ended from outside, by its time limit or a shutdown: such a character is left out.
+        """
+
+
+class AnswerCodec(Protocol):
+    """The part of a tokenizer (``TextCodec``) that makes the text of answers."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class AnswerWriter:
@@ -30,7 +50,7 @@ class AnswerWriter:
         index: int,
         params: SamplingParameters,
         answer: AnswerFormat | None,
-        codec: TextCodec,
+        codec: AnswerCodec,
         stops: StopStrings,
     ) -> None:
         self.reasoning_tokens = 0

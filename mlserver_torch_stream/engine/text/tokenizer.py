@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConst
 from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.answer_writer import Detokenizer
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
 from mlserver_torch_stream.engine.text.text_process import JobRefused, TextProcesses
 from mlserver_torch_stream.engine.text.tokenizer_limits import expansion, may_be_slow
@@ -265,19 +266,6 @@ _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
-
-class Detokenizer(Protocol):
-    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
-
-    def flush(self, *, cut: bool = False) -> str:
-        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
-
-        ``cut``: the sequence was ended from outside, by its time limit or a shutdown: such a character is left out.
-        """
 
 
 class ByteDetokenizer:
