@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears

@@ -26,10 +26,9 @@ from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, PagedAttention
 from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.cache.pages import CUDA_PAGE_SIZE
+from mlserver_torch_stream.engine.cache.pages import CUDA_PAGE_SIZE, Batch, BatchSequence
 from mlserver_torch_stream.engine.checks.attention import TOLERANCE
 from mlserver_torch_stream.engine.checks.attention_error import farthest
 from mlserver_torch_stream.engine.checks.logits import Comparison

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.pages import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions

@@ -7,9 +7,8 @@ import torch
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.cache.pages import LayerGroup
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, LayerGroup
 from tests.engine.reference_attention import reference_attention
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.overlap import Overlap, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
@@ -447,7 +447,7 @@ def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
         "from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards\n"
-        "from mlserver_torch_stream.engine.batch import Batch\n"
+        "from mlserver_torch_stream.engine.cache.pages import Batch\n"
         "InFlightForwards(1, 1, 16).launch('one', lambda: time.sleep(600), Batch(()))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits

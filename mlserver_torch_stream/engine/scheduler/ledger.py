@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlserver_torch_stream.engine.batch import BatchSequence
-from mlserver_torch_stream.engine.cache.pages import CacheSpec, PagePool, page_digest
+from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.pages import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import Order, PageLedger, ScheduledSequence, StepPart
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue, SchedulerLimits, fits_alone

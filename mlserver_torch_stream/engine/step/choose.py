@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.failures import drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.forward.interface import Logits

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.cache.pages import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits

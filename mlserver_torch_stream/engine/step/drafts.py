@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 
 # Longer n-grams first: what follows them is right more often.

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 
 _NUMBER = "i"
 _OF_SEQUENCE = 4  # numbers of a sequence before the lengths of its block tables
