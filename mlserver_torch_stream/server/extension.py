@@ -20,6 +20,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
+from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
@@ -27,19 +28,11 @@ from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import metrics
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
-from mlserver_torch_stream.server.rest import (
-    batch_routes,
-    connection,
-    health,
-    model_routes,
-    openai_routes,
-    torchserve_routes,
-)
+from mlserver_torch_stream.server.rest import batch_routes, connection, health, model_routes, openai_routes, predictions
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
-from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 
 async def open_port(
@@ -95,7 +88,7 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
-        options = read_options()
+        options = state.options = read_options()
         state.access.check(options)
         if host.extend_once():
             await _extend(host, state, options)
@@ -140,7 +133,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
-    torchserve_routes.add_routes(host, state.lifecycle, options)
+    predictions.add_routes(host, state.lifecycle, options)
     models = ServedRows(host.registry, state.clients, state.lifecycle)
     service = BatchService(options.batch_store, models, state.lifecycle)
     batch_routes.add_batch_routes(host, service, options)
