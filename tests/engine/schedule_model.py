@@ -270,13 +270,13 @@ class ModelledEngine:
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)
         if self.spec.state_bytes or culprit % 3 == 0:
-            self.void.update(self.scheduler.pages.recompute([part.sequence for part in parts]))
+            self.void.update(self.scheduler.ledger.recompute([part.sequence for part in parts]))
         else:
-            self.void.update(self.scheduler.pages.isolate(parts))
+            self.void.update(self.scheduler.ledger.isolate(parts))
         gone = [each for each in guilty.sequences if each not in self.busy]
         self.void.update(self.scheduler.release(gone, forget=culprit % 2 == 0))
         for part, batched, ids in zip(parts, flight.plan.batch.sequences, flight.ids, strict=True):
-            valid = not self.scheduler.pages.is_void(part)
+            valid = not self.scheduler.ledger.is_void(part)
             assert part.sequence in self.void or part.sequence in gone or valid
             if valid:
                 (keys,) = self.forward.run(Batch((batched,)), [ids])
@@ -341,7 +341,7 @@ class ModelledEngine:
     # --- invariants ---
 
     def check(self) -> None:
-        scheduler, ledger = self.scheduler, self.scheduler.pages
+        scheduler, ledger = self.scheduler, self.scheduler.ledger
         pool, sequences = ledger._pool, list(ledger._sequences.values())
         held = Counter(page for scheduled in sequences for page in scheduled.pages)
         used = cached = 0
@@ -368,8 +368,8 @@ class ModelledEngine:
     def check_end(self) -> None:
         """All sequences have the tokens that they would have alone, and nothing is held any more."""
         self.check()
-        assert not self.scheduler.pages._sequences
-        assert self.scheduler.pages.used_bytes == 0
+        assert not self.scheduler.ledger._sequences
+        assert self.scheduler.ledger.used_bytes == 0
         for request in self.requests:
             for sequence in request.sequences:
                 assert sequence.finish_reason is not None

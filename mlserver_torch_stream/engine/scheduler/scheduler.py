@@ -113,7 +113,7 @@ class StepDraft:
 class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
-    ``pages`` is the ledger of what the sequences hold. ``admitted`` sequences are ordered by priority, then by
+    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by
     admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
@@ -134,7 +134,7 @@ class Scheduler:
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
         self.limits = limits
-        self.pages = PageLedger(limits, spec, finds=finds)
+        self.ledger = PageLedger(limits, spec, finds=finds)
         self.waiting = FairQueue()
         self.admitted: list[ScheduledSequence] = []
         self._admissions = count()
@@ -156,7 +156,7 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         first, *forks = request.sequences
-        self.pages.add(first).forks = tuple(forks)
+        self.ledger.add(first).forks = tuple(forks)
         self.waiting.add(request)
 
     def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
@@ -165,7 +165,7 @@ class Scheduler:
         With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
         computed again, as they share pages that were not written: the result of their part is void.
         """
-        leaving, void = self.pages.remove(sequences, forget=forget)
+        leaving, void = self.ledger.remove(sequences, forget=forget)
         for scheduled in leaving:
             if scheduled.admitted:
                 self.admitted.remove(scheduled)
@@ -199,9 +199,9 @@ class Scheduler:
                 self._take_chunk(scheduled, draft, busy)
         self._admit_all(draft, busy)
         self._take_drafts(draft)
-        plan = draft.plan(self.pages.state_copies)
+        plan = draft.plan(self.ledger.state_copies)
         if plan:
-            self.pages.state_copies = []
+            self.ledger.state_copies = []
         return plan
 
     def _to_decode(self, busy: Busy) -> set[ScheduledSequence]:
@@ -216,12 +216,12 @@ class Scheduler:
             draft.add(scheduled, 1, decodes=True)
             return
         scheduled.pages.drop_passed()
-        tokens = self.pages.fitting(scheduled, tokens) or self._preempt(scheduled, tokens, draft, busy)
+        tokens = self.ledger.fitting(scheduled, tokens) or self._preempt(scheduled, tokens, draft, busy)
         if not tokens:
             return
         assert scheduled.part is None, "a part is neither in flight nor back"
         end = scheduled.computed + tokens
-        self.pages.take_slot(scheduled)
+        self.ledger.take_slot(scheduled)
         copies = scheduled.pages.extend(end)
         scheduled.copied |= bool(copies)
         draft.copies += copies
@@ -243,7 +243,7 @@ class Scheduler:
         """
         if not any(other.holds_something for other in self.admitted if other.order < scheduled.order):
             return True
-        return self.pages.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
+        return self.ledger.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
 
     def _take_drafts(self, draft: StepDraft) -> None:
         """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
@@ -256,7 +256,7 @@ class Scheduler:
             most = int(min(draft.left, scheduled.request.max_tokens - len(sequence.tokens) - 1))
             drafts = drafts[: max(0, most)]
             end = sequence.length + len(drafts)
-            if drafts and self.pages.fits(pages.lacking(end)):
+            if drafts and self.ledger.fits(pages.lacking(end)):
                 pages.grow(end)
                 draft.add_drafts(scheduled, drafts)
 
@@ -276,18 +276,18 @@ class Scheduler:
         if places <= 0 or not self.waiting.has_before(below):
             return False
         reserved = self._reserved()
-        if not self.pages.fits(reserved):
+        if not self.ledger.fits(reserved):
             return False  # now: a long queue would be looked up in the prefix cache for nothing
 
         def fits(request: RequestState) -> bool:
             if request.params.n > places or request.input.priority >= below:
                 return False
-            return self._prompt_fits(self.pages[request.sequences[0]], reserved)
+            return self._prompt_fits(self.ledger[request.sequences[0]], reserved)
 
         request = self.waiting.admit(fits)
         if request is None:
             return False
-        scheduled = self.pages[request.sequences[0]]
+        scheduled = self.ledger[request.sequences[0]]
         self._insert(scheduled, (request.input.priority, next(self._admissions), 0))
         self._take_chunk(scheduled, draft, busy)
         return True
@@ -300,9 +300,9 @@ class Scheduler:
         """Whether there are pages for the whole prompt, beside the pages that it shares and the reserved ones."""
         scheduled.look_up()
         needed = _added(scheduled.needed_with_forks(self.limits), reserved)
-        if self.pages.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
+        if self.ledger.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
             return True
-        self.pages.clear(scheduled)
+        self.ledger.clear(scheduled)
         return False
 
     @property
@@ -340,11 +340,11 @@ class Scheduler:
         """
         size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
-        while not self.pages.fits_for(scheduled, scheduled.pages.missing(start + least)):
+        while not self.ledger.fits_for(scheduled, scheduled.pages.missing(start + least)):
             victim = self._victim(scheduled, draft, busy)
             if victim is None:
                 return 0
-            self.pages.restart(victim)
+            self.ledger.restart(victim)
             self.preemptions += 1
         return least
 
@@ -362,9 +362,9 @@ class Scheduler:
         Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
         there.
         """
-        if self.pages.is_void(part):
+        if self.ledger.is_void(part):
             return False
-        scheduled = self.pages[part.sequence]
+        scheduled = self.ledger[part.sequence]
         scheduled.advance(part, tokens)
         if part.samples and not scheduled.sequence.tokens:
             scheduled.request.cached_tokens = scheduled.found
@@ -378,7 +378,7 @@ class Scheduler:
         priority, admission, _ = scheduled.order
         for position, sequence in enumerate(forks, 1):
             if sequence.finish_reason is None:
-                self._insert(self.pages.fork(scheduled, sequence), (priority, admission, position))
+                self._insert(self.ledger.fork(scheduled, sequence), (priority, admission, position))
 
 
 def _added(*pages: list[int]) -> list[int]:

@@ -250,7 +250,7 @@ class ContinuousBatcher(Batcher):
         """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
         if not result.spoiled:
             return
-        doubted = self._scheduler.pages.doubt(plan.parts, result.spoiled)
+        doubted = self._scheduler.ledger.doubt(plan.parts, result.spoiled)
         ended = [sequence for sequence in result.spoiled if sequence not in doubted]
         for sequence in ended:
             sequence.finish(FinishReason.ERROR, result.spoiled[sequence])
@@ -286,7 +286,7 @@ class ContinuousBatcher(Batcher):
                 self._release([part.sequence], forget=True)
             return False
         if part.drafts:
-            return not self._scheduler.pages.is_void(part)
+            return not self._scheduler.ledger.is_void(part)
         return self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Callable[[], Logits]) -> StepResult:
@@ -295,13 +295,13 @@ class ContinuousBatcher(Batcher):
             return whole_result(plan, forward())
         except BatchAheadFailed as error:
             drop_tracebacks(error)
-            self._scheduler.pages.recompute([part.sequence for part in plan.parts])
+            self._scheduler.ledger.recompute([part.sequence for part in plan.parts])
             return no_result()
         except Exception as error:
             logger.error("%s failed", plan, exc_info=error)
             drop_tracebacks(error)
             self._check_devices()
-            void = self._scheduler.pages.isolate(plan.parts)
+            void = self._scheduler.ledger.isolate(plan.parts)
             result = each_alone(plan, void, self._run_alone, error)
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
@@ -353,9 +353,9 @@ class ContinuousBatcher(Batcher):
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             prefilling_requests=scheduler.prefilling_requests,
-            kv_cache_bytes=scheduler.pages.used_bytes,
+            kv_cache_bytes=scheduler.ledger.used_bytes,
             kv_cache_budget=scheduler.limits.cache_bytes,
-            prefix_cache_bytes=scheduler.pages.cached_bytes,
+            prefix_cache_bytes=scheduler.ledger.cached_bytes,
             prefix_cache_hit_tokens=scheduler.hit_tokens,
             num_preemptions=scheduler.preemptions,
         )
