@@ -89,7 +89,6 @@ def fill_randomly(layer: LayerPages, batch: Batch, shape: AttentionShape, number
     for pool in (layer.keys, layer.values):
         assert pool is not None
         pool.fill_(torch.nan)
-        pool[layer.spare] = 0
     size = layer.page_size
     for each in batch.sequences:
         slots = [each.tables[0][position // size] * size + position % size for position in range(each.length)]
