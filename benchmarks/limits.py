@@ -33,9 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.machine import describe, warning
 from benchmarks.roofline import INT8, UNITS, Limits, Model, Work
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_weights

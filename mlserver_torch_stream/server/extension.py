@@ -20,6 +20,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.batches import Batches
+from mlserver_torch_stream.server.grpc.torchserve import InferenceService
 from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
@@ -32,7 +33,6 @@ from mlserver_torch_stream.server.rest import batch_routes, connection, health, 
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
 
 
 async def open_port(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights

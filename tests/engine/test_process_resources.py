@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.budget import cache_budget
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.fair_lock import FairLock
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters, TextPrompt

@@ -9,8 +9,8 @@ import torch
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
 from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 
 
 @pytest.fixture(autouse=True)

@@ -271,7 +271,9 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
         for stream in streams:
             await anext(stream)
         os.kill(worker, signal.SIGKILL)
-        ends = [[event async for event in stream if event.finish_reason is not None] for stream in streams]
+        ends = []
+        for stream in streams:
+            ends.append([event async for event in stream if event.finish_reason is not None])
         assert [[event.finish_reason for event in each] for each in ends] == 3 * [2 * [FinishReason.ERROR]]
         assert "vLLM's worker was killed by SIGKILL" in str(ends[0][0].error)
         await until(lambda: built.engine.trouble is None, "the next worker")

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, in_all
 from mlserver_torch_stream.engine.machine import Host
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.cache.states import StateSlots
 
 

@@ -14,8 +14,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     PagedAttention,
     batch_tensors,
 )
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 
 _CPU = torch.device("cpu")
 _FAR = 300  # a window or chunk that is shorter than some of the sequences that are compared

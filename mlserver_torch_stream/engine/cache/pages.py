@@ -1,14 +1,159 @@
-"""Hands out the pages of a KV cache, counts the sequences that hold each, and finds full pages by their tokens."""
+"""Describes a KV cache of pages and the batches that read and write them, and hands the pages out.
+
+Full pages are found by their tokens.
+"""
 
 from __future__ import annotations
 
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from hashlib import blake2b
+from itertools import accumulate
+from operator import add
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+CPU_PAGE_SIZE = 16
+CUDA_PAGE_SIZE = 256  # torch's varlen kernels read block tables of pages that are multiples of it
+
+
+def page_size_of(kinds: Iterable[str]) -> int:
+    """Returns the tokens of a page of a cache on devices of these types, as ``torch.device.type`` names them."""
+    return CUDA_PAGE_SIZE if "cuda" in kinds else CPU_PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that see the same tokens, and so share block tables.
+
+    A query sees its own key and the ``window - 1`` before it, or those from the beginning of its own ``chunk`` on
+    (Llama 4), or all. ``token_bytes`` are those of the keys and values of a token in all layers of the group.
+    """
+
+    layers: tuple[int, ...]  # of transformers' cache
+    window: int | None = None
+    chunk: int | None = None
+    token_bytes: int = 0
+
+    def oldest_seen(self, position: int) -> int:
+        """Returns the position of the oldest key that the query at ``position`` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that a query sees; None: all."""
+        return self.window if self.chunk is None else self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """``state_bytes``: the size of one sequence's states; 0: the model keeps none."""
+
+    page_size: int  # tokens
+    groups: tuple[LayerGroup, ...]
+    state_bytes: int = 0
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def page_bytes(self, group: int) -> int:
+        return self.page_size * self.groups[group].token_bytes
+
+    def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
+        """Returns the most pages of each group that a sequence of ``tokens`` holds, ``step`` new ones at a time."""
+        pages = self.pages(tokens)
+        spans = (group.span for group in self.groups)
+        return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
+
+    def bytes_of(self, pages: Sequence[int], states: int) -> int:
+        """Returns the bytes of so many pages of each group, and of the states of so many sequences."""
+        return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
+
+    def sequence_bytes(self, tokens: int, step: int = 1) -> int:
+        """Returns the most bytes of a sequence of ``tokens``: its pages and its states."""
+        return self.bytes_of(self.most_pages(tokens, step), 1)
+
+    def live_bytes(self, tokens: int) -> int:
+        """Returns the bytes that the next token of a sequence of ``tokens`` sees, states included."""
+        seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
+        return sum(seen) + self.state_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers."""
+        return sum(group.token_bytes for group in self.groups)
+
+    def __add__(self, other: CacheSpec) -> CacheSpec:
+        """Returns the spec of two devices together; their layers are of the same groups."""
+        groups = (
+            replace(group, token_bytes=group.token_bytes + same_group.token_bytes)
+            for group, same_group in zip(self.groups, other.groups, strict=True)
+        )
+        return CacheSpec(self.page_size, tuple(groups), self.state_bytes + other.state_bytes)
+
+
+def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
+    """Returns the spec of all devices together, of which there is at least one."""
+    return reduce(add, specs)
+
+
+@dataclass(slots=True)  # a frozen dataclass takes three times as long to create
+class BatchSequence:
+    """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
+
+    ``start`` tokens are in the cache already. ``tables`` holds a block table for each group of layers: entry ``i`` is
+    the page that holds the tokens from ``i * page_size`` on, or -1 once a sliding window has moved past that page. The
+    forward returns logits for the last ``wanted`` of the new tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    tables: tuple[Sequence[int], ...]
+    wanted: int = 1
+    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1: the model has none
+
+    @property
+    def count(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache after the step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step. ``copies`` and ``state_copies`` are made before its forward, in their order.
+
+    A copy is (group, source page, target page); a copy of states is (source slot, target slot).
+    """
+
+    sequences: tuple[BatchSequence, ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(sequence.count for sequence in self.sequences)
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each sequence's tokens, counted in the packed tokens."""
+        return list(accumulate(sequence.count for sequence in self.sequences))
+
+    @property
+    def wanted_rows(self) -> list[int]:
+        """The packed tokens whose logits a forward returns, in order."""
+        return [
+            row
+            for sequence, end in zip(self.sequences, self.ends, strict=True)
+            for row in range(end - sequence.wanted, end)
+        ]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
