@@ -61,7 +61,9 @@ def greedy(count: int, **changes: Any) -> SamplingParameters:
     return SamplingParameters(max_tokens=count, ignore_eos=True, **changes)
 
 
-def generated(built: BuiltEngine, params: SamplingParameters, prompt: tuple[int, ...] = PROMPT) -> dict[int, TokenEvent]:
+def generated(
+    built: BuiltEngine, params: SamplingParameters, prompt: tuple[int, ...] = PROMPT
+) -> dict[int, TokenEvent]:
     events: dict[int, TokenEvent] = run(collect(built.engine, [EngineRequest(prompt, params)]))  # type: ignore[arg-type]
     return events
 
@@ -102,7 +104,9 @@ def test_tokens_text_usage_and_cached_tokens_come_from_the_worker(start: Start) 
 
 def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(start: Start, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    events = generated(start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2))
+    events = generated(
+        start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2)
+    )
     assert sorted(events) == [0, 1, 2]
     assert {tuple(event.token_ids) for event in events.values()} == {tuple(answer(list(PROMPT), 4))}
     first = events[0].logprobs[0]
@@ -379,29 +383,33 @@ def test_the_worker_sees_no_setting_of_the_server_and_tells_nobody_of_itself(
 
 _SERVER = """
 import sys
-from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.settings import parse_settings
-folder, python, pids = sys.argv[1:]
-build_engine(parse_settings(folder, {"vllm": {"descendants": pids}, "vllm_python": python}))
+from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, VllmProcess
+python, pids = sys.argv[1:]
+worker = VllmProcess(WorkerCommand(python, StartOrder({"descendants": pids}), "worker"))
+worker.ready.result()
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    command = [sys.executable, "-c", _SERVER, str(tiny_model), str(interpreter(tmp_path)), str(pids)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    command = [sys.executable, "-c", _SERVER, str(interpreter(tmp_path)), str(pids)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         worker, descendant = map(int, pids.read_text().split())
         assert alive(worker)
         assert alive(descendant)
+        assert list(tmp_path.glob("vllm-*"))
         server.kill()
     end = time.monotonic() + 30
-    while alive(worker) or alive(descendant) or Path(f"/dev/shm/wire-{worker}").exists():
-        assert time.monotonic() < end, "a process or its shared memory outlived the server"
+    while alive(worker) or alive(descendant) or list(tmp_path.glob("vllm-*")):
+        assert time.monotonic() < end, "a process or its folder outlived the server"
         time.sleep(0.02)
+    assert not Path(f"/dev/shm/wire-{worker}").exists()
 
 
 def test_a_shutdown_leaves_no_process(start: Start, tmp_path: Path) -> None:

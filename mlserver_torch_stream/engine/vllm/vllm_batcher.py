@@ -25,7 +25,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     encode_additions,
 )
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter, as_lark
-from mlserver_torch_stream.engine.vllm.worker_process import WorkerProcess
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
@@ -38,7 +38,7 @@ _COUNTERS = {"steps": "decode_steps"}  # the worker's name of a counter, and our
 class VllmBatcher(Batcher):
     """Gives its sequences to a worker. While there is none yet, it takes no requests."""
 
-    def __init__(self, start: Callable[[], WorkerProcess], writer: SamplingWriter, ready: Ready) -> None:
+    def __init__(self, start: Callable[[], VllmProcess], writer: SamplingWriter, ready: Ready) -> None:
         """``start`` starts a worker, which need not be ready; it may block. ``ready``: what the model's worker says."""
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
@@ -51,8 +51,8 @@ class VllmBatcher(Batcher):
         self._last_number = 0
         self._worker_stats = WorkerStats()
         self._wake: Callable[[], object] = lambda: None
-        self._process: WorkerProcess | None = None
-        self._worker: WorkerProcess | None = None  # the process, once it is ready
+        self._process: VllmProcess | None = None
+        self._worker: VllmProcess | None = None  # the process, once it is ready
         self._failure: BaseException | None = None  # why it will never be
         self._closed = False
         self._start = start
@@ -191,7 +191,7 @@ class VllmBatcher(Batcher):
         if not self._running:
             self.progress.completed(_STEP)
 
-    def _admit(self, worker: WorkerProcess, deliver: Deliver) -> None:
+    def _admit(self, worker: VllmProcess, deliver: Deliver) -> None:
         for sealed in [each for each in self._open if each.sealed]:
             self._open.remove(sealed)
             self._waiting.add(sealed)

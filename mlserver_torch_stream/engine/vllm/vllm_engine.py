@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
-from mlserver_torch_stream.engine.vllm.worker_process import WorkerCommand, WorkerProcess, cores_of_this_process
+from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, VllmProcess, cores_of_this_process
 from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -101,7 +101,7 @@ class _Workers:
 
     def __init__(self, command: WorkerCommand) -> None:
         self._command = command
-        self._worker: WorkerProcess | None = None
+        self._worker: VllmProcess | None = None
         self._restarts = 0
 
     def first(self, writer: SamplingWriter) -> tuple[VllmBatcher, Ready]:
@@ -124,12 +124,12 @@ class _Workers:
         batcher.begin_in_thread()
         return batcher
 
-    def _start(self, delay: float = 0.0) -> WorkerProcess:
+    def _start(self, delay: float = 0.0) -> VllmProcess:
         if self._worker is not None:
             self._worker.wait()
             logger.warning("%s is started again in %g s", self._command.name, delay)
             time.sleep(delay)
-        self._worker = WorkerProcess(self._command)
+        self._worker = VllmProcess(self._command)
         return self._worker
 
 

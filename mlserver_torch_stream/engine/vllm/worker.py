@@ -69,7 +69,7 @@ def _version() -> str:
     return ""
 
 
-class Refused(Exception):
+class StartRefused(Exception):
     """The worker cannot start. ``field``: the key of the settings that is wrong, if one is."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
@@ -108,14 +108,14 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
 
 
 def _start(order: StartOrder, steps: Steps) -> Any:
-    """Returns an ``AsyncLLM``. Raises Refused, or what vLLM raises."""
+    """Returns an ``AsyncLLM``. Raises StartRefused, or what vLLM raises."""
     version, python = _version(), tuple(sys.version_info[:2])
     if not version:
-        raise Refused(f"vllm is not installed for {sys.executable}")
+        raise StartRefused(f"vllm is not installed for {sys.executable}")
     if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
-        raise Refused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
+        raise StartRefused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
     if not PYTHONS[0] <= python <= PYTHONS[1]:
-        raise Refused(f"Python {_python()} is not one of 3.10 to 3.13")
+        raise StartRefused(f"Python {_python()} is not one of 3.10 to 3.13")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -124,7 +124,7 @@ def _start(order: StartOrder, steps: Steps) -> Any:
     defaults = {each.name: each for each in dataclasses.fields(AsyncEngineArgs)}
     for name, value in args.items():
         if name not in defaults:
-            raise Refused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
+            raise StartRefused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
         args[name] = _as_config(name, value, defaults[name])
     if current_platform.is_cpu() and order.cpu_kv_cache_bytes:
         args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
@@ -139,7 +139,7 @@ def _as_config(name: str, value: Any, field: Any) -> Any:
     known = [each.name for each in dataclasses.fields(made) if each.init]
     for key in value:
         if key not in known:
-            raise Refused(f"{name}: unknown key {key!r}{did_you_mean_or_known(key, known)}", name)
+            raise StartRefused(f"{name}: unknown key {key!r}{did_you_mean_or_known(key, known)}", name)
     config: Any = type(made)
     return config(**value)
 
