@@ -147,8 +147,8 @@ class EngineSettings(BaseModel):
     engine: Literal["auto", "batched", "serial"] = "auto"
     """`batched` or `serial` (one request at a time) overrides the result of the check at load."""
     fast_path: Literal["auto", "off"] = "auto"
-    """`off` runs transformers' forward as it is: without our own kernels, without linear layers repacked for the CPU,
-    and without CUDA graphs."""
+    """`off` runs transformers' forward with torch's own operators: without our own kernels, without linear layers
+    repacked for the CPU, and without varlen attention on GPUs."""
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
     """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
     quantised ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. These three

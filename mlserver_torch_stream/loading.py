@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.child_process import started_ahead
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
-from mlserver_torch_stream.protocol.parameters import check_defaults
+from mlserver_torch_stream.protocol.request_options import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
 if TYPE_CHECKING:

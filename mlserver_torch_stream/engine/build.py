@@ -129,9 +129,8 @@ def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
     """Frees what loads and engines leave after their end: modules in cycles, free blocks of the heap and of CUDA."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with resources.capture_lock:
-            torch.cuda.empty_cache()
-            release_pinned()
+        torch.cuda.empty_cache()
+        release_pinned()
     trim_heap()
 
 
@@ -242,7 +241,7 @@ def _start(
         loaded.eos_token_ids,
         queue_limits=_queue_limits(settings),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if prepared.on_our_kernels else load.threads,
+        threads=1 if prepared.has_threads else load.threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,

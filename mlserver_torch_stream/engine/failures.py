@@ -59,6 +59,10 @@ def drop_tracebacks(error: BaseException) -> None:
         chain += [cause for cause in (each.__cause__, each.__context__) if cause is not None and cause not in chain]
 
 
+class Unsuitable(Exception):
+    """A model, a file or a machine does not have what something asks for; the message says in one line what."""
+
+
 def in_a_line(error: Exception) -> str:
     """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -24,12 +24,12 @@ from mlserver_torch_stream.protocol.v2_tensors import (
     MAX_PARAMETERS,
     MAX_STRINGS,
     MAX_TENSORS,
-    SIZE,
     check_count,
     check_strings,
 )
+from mlserver_torch_stream.protocol.values import SIZE
 from mlserver_torch_stream.server.host import Hook, convert_message, find_model, registry_of, wrap
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.status import as_headers
 
 _RAW = "raw_input_contents"

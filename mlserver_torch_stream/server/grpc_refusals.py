@@ -22,7 +22,7 @@ from mlserver.logging import logger
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.server.grpc_messages import ConvertedMessage, RefusedMessage, convert_large
 from mlserver_torch_stream.server.host import GrpcMethod, find_model, grpc_code, registry_of, wrap_inside
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, details_that_fit
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import take_fast_path
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward

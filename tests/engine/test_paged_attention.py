@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
-from mlserver_torch_stream.engine.attention.reference import reference_attention
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from tests.engine.reference_attention import reference_attention
 
 CPU = torch.device("cpu")
 # (tokens in the cache, new tokens): decode of unlike lengths, beginnings and middles of prompts, drafts.
@@ -59,7 +59,7 @@ def test_rows_together_are_as_each_alone(page_size: int, kind: dict[str, int], h
     expected = reference_attention(query, layer, tensors, options)
     assert expected.isfinite().all()
     for _ in range(2):  # as two layers of one forward
-        torch.testing.assert_close(torch_attention(query, layer, tensors, options), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(GatheredAttention()(query, layer, tensors, options), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [{}, {"softcap": 5.0}, {"sinks": True}], ids=str)
@@ -73,7 +73,7 @@ def test_half_precision_keeps_its_dtype(dtype: torch.dtype, kind: dict[str, floa
     tensors = batch_tensors(batch, 16, 1, CPU)
     sinks = torch.randn(4).to(dtype) if kind.get("sinks") else None
     options = AttentionOptions(0.3, softcap=kind.get("softcap"), sinks=sinks)
-    got = torch_attention(query, layer, tensors, options)
+    got = GatheredAttention()(query, layer, tensors, options)
     assert got.dtype == dtype
     expected = reference_attention(query.float(), layer, tensors, options)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)

@@ -88,7 +88,7 @@ def test_what_every_rank_fails_at_ends_none_and_can_be_tried_again(
 
 
 def test_a_follower_makes_runs_and_drops_caches(model: PreTrainedModel) -> None:
-    follower = FollowerCaches(CacheLayout(model.config), ModelForward(model), lambda: False, lambda *_: None)
+    follower = FollowerCaches(CacheLayout(model.config), ModelForward(model), lambda: False)
     forward = (Operation.FORWARD, 3, *batch_numbers(Batch((part(ONE, 0, 0, 1, 2),))))
     with torch.inference_mode():
         follower.run(Operation.CACHE, 3, PAGE, 2, 16)

@@ -7,7 +7,7 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent, until
+from mlserver_torch_stream.server.lifecycle.lifecycle import OneTimeEvent, until
 from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
 
 

@@ -13,10 +13,9 @@ from starlette.applications import Starlette
 
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.host import ServerHost
-from mlserver_torch_stream.server.observability import telemetry
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_log import RequestSinks
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
 
 
@@ -30,7 +29,7 @@ def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: A
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
     metrics = TokenMetrics(EngineMetrics(), RequestMetrics())
-    telemetry.install(
+    metrics.install(
         ServerHost(server), ServerOptions(**options), metrics, WeightsMetrics(PROCESS), sinks or RequestSinks()
     )
 

@@ -12,10 +12,13 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, H
 from mlserver_torch_stream.handlers.runtime.reply import HandlerReply, HandlerRequestObserver
 from mlserver_torch_stream.handlers.runtime.v2_messages import Reply
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord, RequestSinks
-from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
-from mlserver_torch_stream.server.observability.request_observer import RequestReports
+from mlserver_torch_stream.server.observability.request_metrics import ClientLoad, RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import (
+    EndpointKind,
+    RequestRecord,
+    RequestReports,
+    RequestSinks,
+)
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])

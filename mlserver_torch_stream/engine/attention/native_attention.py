@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
@@ -15,21 +16,25 @@ from mlserver_torch_stream.engine.native.library import KernelPagesCall, KernelW
 _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # StoredType of ``parallel_pages.h``
 
 
-class NativeAttention:
-    """A ``PagedAttention``. Several threads may call it at once, each on as many threads as torch has for it."""
+class NativeAttention(PagedAttention):
+    """Runs each call on as many threads as torch has for it. Torch's operators attend on other devices and types."""
 
-    def __init__(self, cache_dir: Path, otherwise: PagedAttention) -> None:
-        """``otherwise``: the attention for other devices and other types. Raises NoKernels or LoadFailed."""
+    def __init__(self, cache_dir: Path) -> None:
+        """Raises NoKernels or LoadFailed."""
         library, self.variant = open_kernels(cache_dir, open_library)
         self._attend = library.native_attend_pages
         self._write = library.native_write_pages
-        self._otherwise = otherwise
+        self._gathered = GatheredAttention()
         self._pool = torch_pool()
 
-    @property
-    def threads(self) -> str:
-        """Says on which threads the kernels run."""
-        return "torch's OpenMP threads" if self._pool is not None else "one thread, as torch has no libgomp here"
+    def describe(self) -> str:
+        threads = "torch's OpenMP threads" if self._pool is not None else "one thread, as torch has no libgomp here"
+        return f"attention kernels ({self.variant}, {threads})"
+
+    def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
+        assert layer.keys is not None and layer.values is not None
+        known = _known(query, layer.keys, layer.values)
+        return None if known else f"the kernels do not attend to {query.dtype} on {query.device}"
 
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
@@ -37,7 +42,7 @@ class NativeAttention:
         keys, values = layer.keys, layer.values
         assert keys is not None and values is not None
         if not _known(query, keys, values):
-            return self._otherwise(query, layer, batch, options)
+            return self._gathered(query, layer, batch, options)
         if query.stride(2) != 1:
             query = query.contiguous()
         table = batch.tables[layer.group]
@@ -61,7 +66,6 @@ class NativeAttention:
         return out
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Does what ``layer.write`` does."""
         layer.reserve(key.transpose(0, 1), value.transpose(0, 1))
         assert layer.keys is not None and layer.values is not None
         if not _known(key, layer.keys, layer.values) or value.dtype != key.dtype:

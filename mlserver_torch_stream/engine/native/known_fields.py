@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlserver_torch_stream.engine.config_fields import declared_fields, rope_keys
+from mlserver_torch_stream.engine.failures import Unsuitable
 
 # Fields whose effects ``structure`` reads off the modules, the rotary table off the model's rotary module, and the
 # cache's layout off the config.
@@ -62,5 +63,5 @@ def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
     return next((f"{name} {value!r}" for name, value in on), None)
 
 
-class UnsupportedLayout(Exception):
+class UnsupportedLayout(Unsuitable):
     """The model is no decoder of the Llama layout; the message names the difference in one line."""

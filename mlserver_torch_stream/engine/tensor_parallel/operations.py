@@ -22,9 +22,8 @@ class Operation(IntEnum):
     CACHE = 1  # (name, page size, state slots, pages of each group): make a cache
     DROP = 2  # (name)
     FORWARD = 3  # (name, batch): run a batch on a cache
-    CAPTURE = 4  # (name, most sequences, longest sequence): capture the decode steps on a cache
-    PULSE = 5  # (): answer, as a sign of life
-    STOP = 6  # (): end
+    PULSE = 4  # (): answer, as a sign of life
+    STOP = 5  # (): end
 
 
 def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import orjson
 
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError, Unauthorized
-from mlserver_torch_stream.server.rest.body import BodyTooLarge, UnknownCoding
+from mlserver_torch_stream.server.rest.connection import BodyTooLarge, UnknownCoding
 
 _SPELLED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE  # TorchServe's spelling of JSON
 

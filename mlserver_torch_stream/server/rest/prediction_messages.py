@@ -18,8 +18,8 @@ from starlette.types import Scope
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.server.host import find_model
-from mlserver_torch_stream.server.rest.body import FormEvent, FormReader, PartBegan, PartPiece
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+from mlserver_torch_stream.server.rest.connection import EncodedHeaders
+from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartPiece
 
 MAX_FIELDS = 1000
 _AT_ONCE = 64 * 1024  # bytes of a form that are read before other requests have their turn

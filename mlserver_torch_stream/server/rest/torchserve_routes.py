@@ -20,11 +20,11 @@ from mlserver_torch_stream.protocol.torchserve_document import server_document
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.request import is_ours
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 from mlserver_torch_stream.server.rest.prediction_errors import as_json
 from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
 from mlserver_torch_stream.server.rest.predictions import PredictionEndpoint, TokenPredictions
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import is_ours
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import grpc
-from mlserver.errors import ModelNotFound
 from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.converters import ModelInferResponseConverter
 from mlserver.grpc.servicers import InferenceServicer
-from mlserver.logging import logger
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing
 from mlserver_torch_stream.protocol.spelling import JsonObject
@@ -19,13 +17,11 @@ from mlserver_torch_stream.protocol.v2_names import FINISH_REASON
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import read_message
-from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model
+from mlserver_torch_stream.server.host import ServerHost, convert_message
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import MessageRequest, Reply, Request
 from mlserver_torch_stream.server.status import StreamStatus
-from mlserver_torch_stream.server.streams.stream_session import BodyReply
 from mlserver_torch_stream.server.triton.triton_messages import ModelStreamInferResponse
 from mlserver_torch_stream.types import FinishReason
 
@@ -48,7 +44,7 @@ class Framed:
         return bytes(message.SerializeToString())
 
 
-class TritonReply:
+class TritonReply(Request[Reply]):
     """Reads one message and answers it. Every response has the id of its request."""
 
     def __init__(
@@ -60,15 +56,13 @@ class TritonReply:
         message: bytes,
         index: int,
     ) -> None:
+        super().__init__(lifecycle, EndpointKind.GRPC_STREAM, door="on Triton's port")
         self._host = host
-        self._lifecycle = lifecycle
         self._servicer = servicer
         self._context = context
         self._message = message
         self._index = index
         self._request = pb.ModelInferRequest()
-        self._reply: BodyReply | None = None
-        self._recorded = False  # the request has a line in the log, or will get one
         self._begun = False
 
     async def bodies(self) -> AsyncIterator[Framed]:
@@ -84,12 +78,9 @@ class TritonReply:
 
     def failure(self, error: Exception) -> Sequence[Framed]:
         """The final responses of the sequences that have none; a single one with the error if nothing was sent."""
-        refusal = as_refusal(error, self._lifecycle.shutdown_reason)
-        if self._begun and self._reply is not None:
-            return [self._framed(body) for body in self._reply.failure(error)]
-        if not self._recorded:
-            # With !r, as a model's name may hold line breaks.
-            logger.info(f"A request on Triton's port was refused: {refusal.message!r}")
+        refusal = self.refuse(error)
+        if self._begun and self.reply is not None:
+            return [self._framed(body) for body in self.reply.failure(error)]
         request = self._request
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=request.model_version)
         response.id = request.id
@@ -98,25 +89,16 @@ class TritonReply:
         status = StreamStatus(refusal.status) if isinstance(error, NotServing) else refusal.status
         return [Framed(response, self._named(refusal.message), status)]
 
-    def close(self) -> None:
-        if self._reply is not None:
-            self._reply.close()
-
     async def _answer(self) -> AsyncIterator[JsonObject]:
         request = self._request
-        name, version = request.model_name, request.model_version
-        model = find_model(self._host.registry, name, version)
-        if model is None:
-            raise ModelNotFound(name, version or None)
-        if not is_ours(model):
-            raise InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
+        self.request_id = request.id or str(uuid4())
+        name = request.model_name
+        other = InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
+        self.find(self._host.registry, name, request.model_version or None, other)
         converted = await convert_large(self._servicer, request, self._context)
         payload = convert_message(self._servicer, converted, self._context)
-        async with self._host.enter(name, version):
-            self._recorded = True
-            opener = model.recorded_opener(EndpointKind.GRPC_STREAM, request.id)
-            reply, _ = opener.open(payload, request.id or str(uuid4()), self._index)
-            self._reply = reply
+        async with self.entered(self._host) as model:
+            reply = self.reply = model.message_reply(MessageRequest(payload, self.request_id, self.kind, self._index))
             async for body in reply.bodies():
                 yield body
 

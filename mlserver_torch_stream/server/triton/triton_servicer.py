@@ -22,7 +22,7 @@ from mlserver_torch_stream.server.grpc_messages import convert_large
 from mlserver_torch_stream.server.grpc_refusals import answer_refusals, read_message, refuse
 from mlserver_torch_stream.server.host import ServerHost, convert_message, find_model, send_headers
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
-from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.request import as_refusal
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import RefusedCall, as_server_error
 from mlserver_torch_stream.server.streams.stream_session import MessageStream

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 
-_PAGE_MULTIPLE = 256  # of FlashAttention 2
 _MAX_DIM = 256
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits")
 
@@ -29,21 +29,31 @@ def find_varlen() -> Callable[..., Any] | None:
     return varlen_attn_out if all(name in names for name in _NEEDED) else None
 
 
-class VarlenAttention:
-    """A ``PagedAttention``. ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``."""
+class VarlenAttention(PagedAttention):
+    """``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
+
+    Torch's operators attend in the layers that it refuses.
+    """
+
+    page_multiple = 256  # of FlashAttention 2
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
+        self._gathered = GatheredAttention()
+        self._refusals: dict[str, None] = {}
+
+    def describe(self) -> str:
+        others = f" (torch's in some layers: {'; '.join(self._refusals)})" if self._refusals else ""
+        return f"varlen attention{others}"
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why it cannot take such a layer; None if it can."""
         assert layer.keys is not None and layer.values is not None
         if self._function is None:
             return f"torch {torch.__version__} has no varlen attention with block tables"
         if options.softcap is not None or options.sinks is not None or options.chunk is not None:
             return "varlen attention has no softcap, sinks or chunks"
-        if layer.page_size % _PAGE_MULTIPLE:
-            return f"varlen attention takes pages of a multiple of {_PAGE_MULTIPLE} tokens, not {layer.page_size}"
+        if layer.page_size % self.page_multiple:
+            return f"varlen attention takes pages of a multiple of {self.page_multiple} tokens, not {layer.page_size}"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"varlen attention takes no {query.dtype}"
         if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MAX_DIM or query.shape[-1] % 8:
@@ -53,6 +63,9 @@ class VarlenAttention:
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
     ) -> torch.Tensor:
+        if (reason := self.refusal(query, layer, options)) is not None:
+            self._refusals[reason] = None
+            return self._gathered(query, layer, batch, options)
         assert self._function is not None and layer.keys is not None and layer.values is not None
         keys, values = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)  # [pages, page, kv_heads, dim]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -1,16 +1,16 @@
-"""Opens and writes the replies to requests for tokens: reads a token stream in the request's spelling.
+"""A model that generates tokens: reads its requests in their spelling, and their token streams as replies.
 
-The first message of a stream says what several messages mean.
+The first message of a gRPC stream says what several messages mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-
-from mlserver.types import InferenceRequest
+from types import MappingProxyType
+from typing import Any
 
 from mlserver_torch_stream.engine.api import TokenStream
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, as_request_error
@@ -19,7 +19,10 @@ from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_piece
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
+from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
 Start = Callable[[Opened], Awaitable[None]]
@@ -28,7 +31,8 @@ Start = Callable[[Opened], Awaitable[None]]
 class TokenReply:
     """Reads the token stream that ``start`` opens, once: as a stream of messages or as a whole.
 
-    ``posted``: the body that the request was read from, for replies over REST.
+    ``posted``: the body that the request was read from, for replies over REST. ``reads_following``: ``start`` reads all
+    further messages of the gRPC stream.
     """
 
     def __init__(
@@ -38,7 +42,10 @@ class TokenReply:
         context: ReplyContext,
         start: Start,
         posted: PostedBody | None = None,
+        *,
+        reads_following: bool = False,
     ) -> None:
+        self.reads_following = reads_following
         self._request = request
         self._spelling = spelling
         self._context = context
@@ -137,42 +144,51 @@ class TokenReply:
 _NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
 
 
-class TokenOpener:
-    """At most as many requests are open at once as a batch has rows."""
+class TokenModel(ServedModel):
+    """A model that generates tokens. At most as many requests of a stream are open at once as a batch has rows."""
 
-    def __init__(self, generator: Generator, name: str, version: str | None) -> None:
-        self.most_open = generator.info.max_num_seqs
-        self._generator = generator
-        self._name = name
-        self._version = version
+    def generator(self, endpoint: EndpointKind) -> Generator:
+        """Turns requests into token streams. Raises NotServing."""
+        built = self._slot.built
+        return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
-    def open(
-        self,
-        payload: InferenceRequest,
-        request_id: str,
-        index: int | None = None,
-        following: AsyncIterator[InferenceRequest] | None = None,
-    ) -> tuple[TokenReply, bool]:
-        info = self._generator.info
-        with self._generator.decoding(request_id):
-            spelling = spelling_of(tensor.name for tensor in payload.inputs)
-            request = spelling.decode_message(payload, info, streaming=index is not None, request_id=request_id)
-            if index is not None and following is None and request.stream_mode is not StreamMode.EACH:
-                raise InvalidInput("stream_mode", _NOT_FIRST)
+    def most_open(self) -> int:
+        return int(self._slot.built.engine.info.max_num_seqs)
+
+    def reply(self, request: RestRequest) -> TokenReply:
+        generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
+        streaming, request_id = request.endpoint.streams, request.request_id
+        decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
+        context = request.context(decoded.request_id)
+        return TokenReply(decoded, spelling, context, partial(generator.start, decoded), posted)
+
+    def message_reply(self, message: MessageRequest) -> TokenReply:
+        generator, payload, index = self.generator(message.endpoint), message.payload, message.index
+        spelling = spelling_of(tensor.name for tensor in payload.inputs)
+        streaming, request_id = index is not None, message.request_id
+        request = spelling.decode_message(payload, generator.info, streaming=streaming, request_id=request_id)
+        if index is not None and message.following is None and request.stream_mode is not StreamMode.EACH:
+            raise InvalidInput("stream_mode", _NOT_FIRST)
         context = self._context(index)
-        if following is None or request.stream_mode is not StreamMode.PROMPT:
-            return TokenReply(request, spelling, context, partial(self._generator.start, request)), False
-        return TokenReply(request, spelling, context, partial(self._assemble, request, following)), True
+        if message.following is None or request.stream_mode is not StreamMode.PROMPT:
+            return TokenReply(request, spelling, context, partial(generator.start, request))
+        pieces = (decode_piece(payload, request, generator.info) async for payload in message.following)
+        start = partial(generator.assemble, request, pieces, timeout=read_options().piece_timeout)
+        return TokenReply(request, spelling, context, start, reads_following=True)
 
-    def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
+    def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
         placeholder = GenerationRequest(request_id, (TextPrompt(""),))
-        return V2.stream(placeholder, self._context(index)).fail
+        return V2.stream(placeholder, self._context(index)).fail(error)
+
+    def open_prediction(
+        self,
+        fields: Sequence[BodyField],
+        headers: Mapping[str, str],
+        request_id: str,
+        endpoint: EndpointKind,
+        parameters: Mapping[str, Any] = MappingProxyType({}),
+    ) -> PieceReply:
+        raise no_handler(self.name)
 
     def _context(self, index: int | None) -> ReplyContext:
-        return ReplyContext(self._name, self._version, int(time.time()), index)
-
-    async def _assemble(
-        self, request: GenerationRequest, following: AsyncIterator[InferenceRequest], opened: Opened
-    ) -> None:
-        pieces = (decode_piece(payload, request, self._generator.info) async for payload in following)
-        await self._generator.assemble(request, pieces, opened, timeout=read_options().piece_timeout)
+        return ReplyContext(self.name, self.version, int(time.time()), index)
