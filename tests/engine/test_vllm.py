@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.vllm import vllm_engine
@@ -75,6 +75,10 @@ async def asked(built: BuiltEngine, constraint: Constraint | None = None, **para
     request = GenerationRequest("r", (TextPrompt("abc"),), SamplingParameters(**params), constraint=constraint)
     await generator.start(request, streams.append)
     return [event async for event in streams[0]]
+
+
+async def last_events(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream if event.finish_reason is not None]
 
 
 def alive(pid: int) -> bool:
@@ -271,7 +275,7 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
         for stream in streams:
             await anext(stream)
         os.kill(worker, signal.SIGKILL)
-        ends = [[event async for event in stream if event.finish_reason is not None] for stream in streams]
+        ends = [await last_events(stream) for stream in streams]
         assert [[event.finish_reason for event in each] for each in ends] == 3 * [2 * [FinishReason.ERROR]]
         assert "vLLM's worker was killed by SIGKILL" in str(ends[0][0].error)
         await until(lambda: built.engine.trouble is None, "the next worker")

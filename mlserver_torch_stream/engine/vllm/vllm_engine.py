@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
-from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, VllmProcess, cores_of_this_process
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, WorkerCommand, cores_of_this_process
 from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
