@@ -191,6 +191,7 @@ class RequestState:
         self.max_model_len = max_model_len
         self.answer = request.answer
         self.constraint = request.constraint
+        self.adapter = request.adapter
         self.end_ids = _end_ids(request.sampling, eos_token_ids)
         self.sealed = not request.open
         self.priority = request.priority

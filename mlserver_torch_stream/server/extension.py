@@ -28,6 +28,7 @@ from mlserver_torch_stream.server.observability import metrics
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
 from mlserver_torch_stream.server.rest import (
+    adapter_routes,
     batch_routes,
     connection,
     health,
@@ -139,6 +140,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     health.add_routes(host, state.lifecycle)
     model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
+    adapter_routes.add_routes(host, options)
     page_routes.add_routes(host, options)
     torchserve_routes.add_routes(host, state.lifecycle, options)
     models = ServedRows(host.registry, state.clients, state.lifecycle)

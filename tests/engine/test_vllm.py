@@ -18,7 +18,15 @@ from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.vllm import vllm_engine
-from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
+from mlserver_torch_stream.errors import (
+    InvalidInput,
+    LoadFailed,
+    NotServing,
+    QueueFull,
+    SettingsError,
+    UnknownModel,
+)
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import (
@@ -449,3 +457,109 @@ def test_a_model_in_a_gguf_file_and_a_missing_interpreter_fail_the_load_by_name(
     (tmp_path / "a.gguf").touch()
     with pytest.raises(LoadFailed, match=r"parameters\.uri: vLLM does not serve GGUF files.*save_pretrained"):
         build_engine(parse_settings(str(tmp_path / "a.gguf"), {"vllm": {}}), resources=ProcessResources())
+
+
+async def asked_adapter(built: BuiltEngine, name: str | None) -> list[TokenEvent]:
+    stream = built.engine.submit([EngineRequest(PROMPT, greedy(3), adapter=name)])
+    return [event async for event in stream]
+
+
+def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_worker(
+    start: Start, tmp_path: Path
+) -> None:
+    record, pids = tmp_path / "record", tmp_path / "pids"
+    modules = {"lora_modules": {"first": str(tmp_path)}}
+    built = start(modules, enable_lora=True, record=str(record), descendants=str(pids))
+    adapters = built.adapters
+    assert adapters is not None
+    assert built.engine.info.adapters == {"first"}
+
+    async def change() -> None:
+        await adapters.load("second", str(tmp_path))
+        assert built.engine.info.adapters == adapters.names == {"first", "second"}
+        for name in (None, "first", "second"):
+            await asked_adapter(built, name)
+        with pytest.raises(InvalidInput, match="lora_path: no adapter in /nowhere"):
+            await adapters.load("third", "/nowhere")
+        with pytest.raises(InvalidInput, match="'first' is loaded already"):
+            await adapters.load("first", str(tmp_path))
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        await until(lambda: built.engine.trouble is not None, "the death")
+        await until(lambda: built.engine.trouble is None, "the next worker")
+        await asked_adapter(built, "second")
+        await adapters.unload("first")
+        with pytest.raises(UnknownModel):
+            await adapters.unload("first")
+
+    run(change())
+    messages = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [each["requests"][0]["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
+    assert [each["id"] for each in messages if each["t"] == "unload_adapter"] == [1]
+    assert built.engine.info.adapters == {"second"}
+
+
+def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path) -> None:
+    built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True, step_s=0.02)
+    adapters = built.adapters
+    assert adapters is not None
+
+    async def unload() -> None:
+        stream = built.engine.submit([EngineRequest(PROMPT, greedy(400), adapter="a")])
+        await anext(stream)
+        unloading = asyncio.ensure_future(adapters.unload("a"))
+        await asyncio.sleep(0.1)
+        assert adapters.names == set()
+        assert not unloading.done()
+        stream.close()
+        await asyncio.wait_for(unloading, 30)
+
+    run(unload())
+
+
+def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
+    for vllm in (None, {}, {"enable_lora": False}):
+        with pytest.raises(SettingsError, match=r"parameters\.extra\.lora_modules: adapters need"):
+            parse_settings(str(tiny_model), {"vllm": vllm, "lora_modules": {"a": "b"}})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"device_map": "auto"}, "device_map has no meaning to vLLM"),
+        ({"fast_path": "off"}, "fast_path has no meaning to vLLM"),
+        ({"weights": "int8"}, "weights has no meaning to vLLM"),
+        ({"vllm": {"model": "x"}}, "the model is that of parameters.uri"),
+        ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
+        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, and parameters.extra.max_num_seqs is 5"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_with_vllm_are_refused_by_name(
+    extra: dict[str, Any], message: str, tiny_model: Path
+) -> None:
+    with pytest.raises(SettingsError, match=rf"parameters\.extra\.vllm: {message}"):
+        parse_settings(str(tiny_model), {"vllm": {}, **extra})
+
+
+def test_settings_of_ours_become_engine_arguments(tiny_model: Path) -> None:
+    ours = {"max_model_len": 64, "kv_cache_memory": "1MiB", "dtype": "float16", "tensor_parallel_size": 2}
+    resolved = parse_settings(str(tiny_model), {"vllm": {"quantization": "awq"}, **ours})
+    args = vllm_engine.engine_args(resolved.settings, "folder")
+    assert args == {
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "load_format": "safetensors",
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**20,
+        "dtype": "float16",
+        "tensor_parallel_size": 2,
+        "quantization": "awq",
+        "model": "folder",
+        "structured_outputs_config": {"backend": "guidance"},
+    }
+
+
+def test_cores_are_divided_among_the_ranks() -> None:
+    assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
+    assert bound_cores([4, 6], 1) == "4,6"
+    assert bound_cores([1], 2) == "nobind"
