@@ -130,13 +130,16 @@ def shared_memory(root: int) -> list[str]:
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    names: set[str] = set()
+    inodes: set[int] = set()  # a semaphore is mapped under a name that is gone, and has another one
     for pid in below:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            mapped = [line.rstrip("\n").partition(_SHARED)[2] for line in file if _SHARED in line]
-            names.update(name for name in mapped if not name.endswith(" (deleted)"))
+            inodes.update(int(line.split()[4]) for line in file if _SHARED in line)
+    names = []
     with contextlib.suppress(OSError):
-        names.update(name for name in os.listdir(_SHARED) if _pid_of_openmp(name) in below)
+        for name in os.listdir(_SHARED):
+            with contextlib.suppress(OSError):
+                if os.stat(_SHARED + name).st_ino in inodes or _pid_of_openmp(name) in below:
+                    names.append(name)
     return sorted(names)
 
 
