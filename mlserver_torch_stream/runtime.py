@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlserver import ModelSettings
 from mlserver.logging import logger
+from mlserver.types import MetadataModelResponse, Parameters
 
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
@@ -35,6 +36,13 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         super().__init__(settings)
         self.inputs = input_metadata()
         self.outputs = output_metadata()
+
+    async def metadata(self) -> MetadataModelResponse:
+        metadata: MetadataModelResponse = await super().metadata()
+        if self.adapters is not None:
+            given = {} if metadata.parameters is None else metadata.parameters.model_dump()
+            metadata.parameters = Parameters(**given, lora_adapters=",".join(sorted(self.adapter_names)))
+        return metadata
 
     async def load(self) -> bool:
         with self._loading():
