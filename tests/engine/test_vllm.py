@@ -249,6 +249,21 @@ def test_the_queue_stands_before_the_worker_and_is_bounded(start: Start, tmp_pat
     run(fill())
 
 
+def test_a_refused_client_is_told_how_long_the_waiting_requests_take(start: Start) -> None:
+    built = start({"max_queued_requests": 3}, max_num_seqs=1, step_s=0.1)
+
+    async def refused() -> None:
+        await collect(built.engine, [EngineRequest(PROMPT, greedy(12))])  # type: ignore[arg-type]
+        streams = [built.engine.submit([EngineRequest(PROMPT, greedy(12))]) for _ in range(3)]
+        with pytest.raises(QueueFull) as full:
+            built.engine.submit([EngineRequest(PROMPT, greedy(12))])
+        assert (full.value.retry_after or 0) >= 3
+        for stream in streams:
+            stream.close()
+
+    run(refused())
+
+
 def test_a_timeout_ends_a_running_sequence_with_its_text(start: Start) -> None:
     built = start(step_s=0.02)
     request = EngineRequest(PROMPT, greedy(400), timeout_s=0.3)

@@ -69,6 +69,7 @@ class VllmBatcher(Batcher):
         self._running: dict[int, SequenceState] = {}  # in the worker, by number
         self._requests: dict[int, RequestState] = {}  # of the running sequences, which do not keep them alive
         self._last_number = 0
+        self._busy_since: float | None = None
         self._worker_stats = WorkerStats()
         self._wake: Callable[[], object] = lambda: None
         self._process: VllmProcess | None = None
@@ -185,6 +186,11 @@ class VllmBatcher(Batcher):
         self._unload(worker)
         self._gauge()
         return False
+
+    def busy_seconds(self, began: float, ended: float) -> float:
+        """vLLM works between the steps, for as long as it has sequences."""
+        since, self._busy_since = self._busy_since, ended if self._running else None
+        return 0.0 if since is None else ended - since
 
     def close(self) -> None:
         self._closed = True
