@@ -226,10 +226,13 @@ _SETTINGS = {
     "kserve/inference-service.yaml": {"max_num_seqs": 16, "tensor_parallel_size": 1, "device_map": None},
     "kserve/inference-service-autoscaling.yaml": {"max_num_seqs": 16},
     "kserve/inference-service-keys.yaml": {"max_num_seqs": 16},
-    "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "device_map": None},
-    "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto"},
-    "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "device_map": None},
-    "kserve/inference-service-two-nodes.yaml": {"tensor_parallel_size": 8, "device_map": None},
+    "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "vllm": {}},
+    "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto", "vllm": None},
+    "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "vllm": {}},
+    "kserve/inference-service-two-nodes.yaml": {
+        "tensor_parallel_size": 4,
+        "vllm": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+    },
 }
 
 
@@ -246,6 +249,8 @@ def test_the_runtime_for_gpus_differs_in_what_a_gpu_needs() -> None:
     gpu, cpu = for_gpus["spec"]["containers"][0], for_cpus["spec"]["containers"][0]
     assert gpu.pop("image") == f"{cpu.pop('image')}-gpu"
     assert gpu.pop("resources")["limits"]["nvidia.com/gpu"] == "1" and cpu.pop("resources")
+    for_vllm = {"MLSERVER_TORCH_STREAM_VLLM_PYTHON", "VLLM_CACHE_ROOT"}
+    gpu["env"] = [each for each in gpu["env"] if each["name"] not in for_vllm]
     (shared,) = [mount for mount in gpu["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
     gpu["volumeMounts"].remove(shared)
     (volume,) = [each for each in for_gpus["spec"]["volumes"] if each["name"] == shared["name"]]
