@@ -21,10 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import describe, warning
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 
 HEADS = {"9 heads of 64, 3 of keys": (9, 3, 64), "32 heads of 128, 8 of keys": (32, 8, 128)}
 SECONDS = 1.0  # of each figure

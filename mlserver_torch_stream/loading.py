@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
-# The code of engines, and transformers' modeling code, which packed weights need in no server.
-_CODE = ("mlserver_torch_stream.engine.build", "mlserver_torch_stream.engine.loading.model_code")
+# The code of engines, and transformers' modeling code with torch's compiler and sympy (105 MB), which packed weights
+# need in no server.
+_CODE = ("mlserver_torch_stream.engine.build", "transformers.modeling_utils")
 _CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
 
 

@@ -63,6 +63,10 @@ class Unsuitable(Exception):
     """A model, a file or a machine does not have what something asks for; the message says in one line what."""
 
 
+class UnsupportedLayout(Unsuitable):
+    """The model is no decoder of the Llama layout, which our own kernels run."""
+
+
 def in_a_line(error: Exception) -> str:
     """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
     return str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}".splitlines()[0]

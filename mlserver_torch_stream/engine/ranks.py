@@ -31,12 +31,10 @@ from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, decode_operations
+from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operation, decode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import FollowerCaches, RankedCache, RankedForward
-from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import MODULE, form
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed

@@ -19,14 +19,13 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.grpc.streams import StreamSession
 from mlserver_torch_stream.server.host import source_of
 from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
-from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
-from mlserver_torch_stream.server.streams.stream_session import StreamSession
 from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class BaseRuntime(ServedModel, MLModel):
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_STREAM, model=self)
-        session = StreamSession(request, self, payloads, read_options().stalled_reader_timeout)
+        session = StreamSession(request, self, payloads, self._state.options.stalled_reader_timeout)
         with closing(session), _answering(request):
             async for response in await session.open():
                 yield response

@@ -20,6 +20,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
+from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
@@ -34,13 +35,12 @@ from mlserver_torch_stream.server.rest import (
     health,
     model_routes,
     openai_routes,
-    torchserve_routes,
+    predictions,
 )
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
-from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 
 async def open_port(
@@ -96,7 +96,7 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
-        options = read_options()
+        options = state.options = read_options()
         state.access.check(options)
         if host.extend_once():
             await _extend(host, state, options)
@@ -142,7 +142,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_model_routes(host)
     adapter_routes.add_routes(host, options)
     page_routes.add_routes(host, options)
-    torchserve_routes.add_routes(host, state.lifecycle, options)
+    predictions.add_routes(host, state.lifecycle, options)
     models = ServedRows(host.registry, state.clients, state.lifecycle)
     service = BatchService(options.batch_store, models, state.lifecycle)
     batch_routes.add_batch_routes(host, service, options)

@@ -14,7 +14,8 @@ from mlserver import MLModel, ModelSettings
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals, request
+from mlserver_torch_stream.server import extension, request
+from mlserver_torch_stream.server.grpc import messages
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, registry_lock, shutdown
 from mlserver_torch_stream.server.request import is_ours
@@ -31,8 +32,7 @@ def install(state: ServerState) -> None:
     shutdown.install(state.lifecycle)
     request.install()
     health.install(state.lifecycle)
-    grpc_messages.install()
-    grpc_refusals.install()
+    messages.install()
     registry_lock.install(state.registry_lock)
     default_version.install()
     use_looped_workers()

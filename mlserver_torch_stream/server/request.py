@@ -33,8 +33,7 @@ from mlserver_torch_stream.server.observability.request_observer import (
     RequestReports,
 )
 from mlserver_torch_stream.server.rest.connection import parse_object
-from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
-from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.rest.prediction_messages import BodyField, NoSuchModel, NoSuchVersion
 
 Context = Callable[[str], ReplyContext]
 """Makes the context of a reply from the id of its request."""

@@ -17,8 +17,9 @@ from mlserver_torch_stream.engine.checks.forward_choice import take_kernels
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.config_fields import declared_fields
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
 

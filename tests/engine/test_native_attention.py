@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     AttentionShape,
@@ -35,6 +34,7 @@ from mlserver_torch_stream.engine.checks.harness import Verdict
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 from tests.engine.attention_case import CPU, MIXED, Case, kernels_alone
 from tests.engine.page_book import answers, expected_answers
 from tests.engine.reference_attention import reference_attention

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionShape
 from mlserver_torch_stream.engine.checks.attention import TOLERANCE
 from mlserver_torch_stream.engine.checks.attention_error import farthest
@@ -21,6 +20,7 @@ from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder

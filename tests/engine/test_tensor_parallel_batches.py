@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers
+from mlserver_torch_stream.engine.tensor_parallel.leader import Operation, batch_numbers
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import FollowerCaches, RankedCache
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny_models import prompt_of

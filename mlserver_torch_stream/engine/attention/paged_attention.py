@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -106,7 +106,8 @@ class AttentionOptions:
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
-class AttentionShape(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
     """What an attention of a model is called with."""
 
     heads: int

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
 from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     AttentionShape,
@@ -31,6 +30,7 @@ from mlserver_torch_stream.engine.checks.harness import Check, Verdict, accepted
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 
 # Of a query's and a head's output, against its size: two to four times the error that rounding makes of random values.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}

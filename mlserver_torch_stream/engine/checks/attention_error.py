@@ -24,7 +24,8 @@ _CAP = 3.0  # a softcap that the random scores are near
 
 def narrowed(shape: AttentionShape) -> AttentionShape:
     """Returns the shape with a window, chunk and softcap that take effect in short sequences with random scores."""
-    return shape._replace(
+    return replace(
+        shape,
         window=None if shape.window is None else min(shape.window, _FAR),
         chunk=None if shape.chunk is None else min(shape.chunk, _FAR),
         softcap=None if shape.softcap is None else min(shape.softcap, _CAP),

@@ -18,6 +18,7 @@ from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
@@ -25,7 +26,7 @@ from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.forward.interface import Forward, LoadedForward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers, batch_of
+from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operation, batch_numbers, batch_of
 
 
 class RankedCache(PagedCache):

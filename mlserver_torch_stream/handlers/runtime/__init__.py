@@ -18,15 +18,14 @@ from mlserver.types import InferenceRequest
 from mlserver_torch_stream.handlers.config.model_config import KEYS, OURS
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
-from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build
-from mlserver_torch_stream.handlers.runtime.description import describe_pool
+from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build, describe_pool
 from mlserver_torch_stream.handlers.runtime.reply import (
     HandlerReply,
     HandlerRequestObserver,
     PredictionReply,
     read_posted,
 )
-from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, read_body, read_parts, read_request
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, read_body, read_parts, read_request
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
@@ -90,7 +89,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return self._reply(self._read(message.payload, message.request_id), message.endpoint, context)
 
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
-        reply = Reply(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
+        reply = PieceEncoder(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
         return [reply.failure(error)]
 
     def open_prediction(
@@ -120,7 +119,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
     ) -> HandlerReply:
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
         built = self._slot.built
-        reply = Reply(context, request, built.archive.envelope in ("kserve", "kservev2"))
+        reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
         record = RequestRecord(request.request_id, self.name, self.version or "", endpoint)
         observer = HandlerRequestObserver(record, self._reports, built.engine.metrics)
         return HandlerReply(request, reply, built.engine.submit, observer, binary)

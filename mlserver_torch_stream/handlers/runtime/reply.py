@@ -20,7 +20,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     RequestPart,
     ResponsePiece,
 )
-from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, as_rest
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, as_rest
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
@@ -76,7 +76,7 @@ class HandlerReply:
     def __init__(
         self,
         request: HandlerRequest,
-        reply: Reply,
+        reply: PieceEncoder,
         submit: Submit,
         observer: HandlerRequestObserver,
         binary: BinaryOutputs | None = None,

@@ -169,7 +169,7 @@ LENGTHS = "piece_lengths"
 _NO_BINARY = BinaryOutputs()
 
 
-class Reply:
+class PieceEncoder:
     """Writes the responses to one request, numbered from 0."""
 
     def __init__(self, context: ReplyContext, request: HandlerRequest, speaks_v2: bool) -> None:

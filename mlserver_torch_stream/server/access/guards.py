@@ -24,7 +24,7 @@ from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.host import listen_by
 from mlserver_torch_stream.server.rest.connection import send_json
-from mlserver_torch_stream.server.rest.prediction_errors import status_and_body
+from mlserver_torch_stream.server.rest.prediction_messages import status_and_body
 
 _POLICY_VIOLATION = 1008  # a WebSocket that is closed before it is accepted is answered 403
 _PREFLIGHT = ("origin", "access-control-request-method")

@@ -28,8 +28,7 @@ from mlserver_torch_stream.server.management.management_calls import ManagementC
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.request import as_refusal
 from mlserver_torch_stream.server.rest.connection import ClientLeft, read_body, send_refusal
-from mlserver_torch_stream.server.rest.prediction_errors import as_json, status_and_body
-from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
+from mlserver_torch_stream.server.rest.prediction_messages import as_json, reply_headers, request_id_of, status_and_body
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.version import __version__
 

@@ -24,7 +24,7 @@ from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import as_refusal
-from mlserver_torch_stream.server.rest.connection import parse_object
+from mlserver_torch_stream.server.rest.connection import parse_object, read_body
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer
 from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
 
@@ -49,7 +49,8 @@ def add_routes(host: ServerHost, options: ServerOptions) -> None:
 class _AdapterRoutes:
     def __init__(self, host: ServerHost, options: ServerOptions) -> None:
         self._registry = host.registry
-        self._options = options
+        self._root = options.lora_root
+        self._max_body_bytes = options.max_body_bytes
 
     async def load(self, request: Request) -> Response:
         return await self._answer(request, self._load)
@@ -59,20 +60,12 @@ class _AdapterRoutes:
 
     async def _answer(self, request: Request, act: Callable[[JsonObject], Awaitable[str]]) -> Response:
         try:
-            body = parse_object(await self._body(request))
+            body = parse_object(await read_body(request.scope, request.receive, self._max_body_bytes))
             return PlainTextResponse(await act(body))
         except RequestError as error:
             return openai_answer(request, *OPENAI_CHAT.refusal(error))
         except Exception as error:
             return openai_answer(request, *OPENAI_CHAT.refusal(as_refusal(error)))
-
-    async def _body(self, request: Request) -> bytes:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._options.max_body_bytes:
-                raise InvalidInput("body", f"must have at most {self._options.max_body_bytes} bytes")
-        return body
 
     async def _load(self, body: JsonObject) -> str:
         _known(body, "lora_name", "lora_path", "model")
@@ -106,7 +99,7 @@ class _AdapterRoutes:
         return takers[0]
 
     def _place(self, path: str) -> str:
-        root = self._options.lora_root
+        root = self._root
         if root:
             found = Path(root, path).resolve()
             if found.is_relative_to(Path(root).resolve()) and found.is_dir():

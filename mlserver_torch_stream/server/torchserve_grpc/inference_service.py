@@ -23,6 +23,7 @@ from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.message_pool import Fields, message_classes
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
+from mlserver_torch_stream.server.grpc.streams import MessageStream
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
@@ -35,11 +36,17 @@ from mlserver_torch_stream.server.request import (
     is_ours,
     no_handler,
 )
-from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
-from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.torchserve_routes import health_of
+from mlserver_torch_stream.server.rest.prediction_messages import (
+    MAX_FIELDS,
+    BodyField,
+    MissingParameter,
+    NoSuchModel,
+    NoSuchVersion,
+    as_json,
+    request_id_of,
+)
+from mlserver_torch_stream.server.rest.predictions import health_of
 from mlserver_torch_stream.server.status import details_that_fit
-from mlserver_torch_stream.server.streams.stream_session import MessageStream
 from mlserver_torch_stream.server.token_model import TokenModel
 
 _FIELDS: Fields = {
