@@ -253,11 +253,12 @@ def test_a_refused_client_is_told_how_long_the_waiting_requests_take(start: Star
     built = start({"max_queued_requests": 3}, max_num_seqs=1, step_s=0.1)
 
     async def refused() -> None:
-        await collect(built.engine, [EngineRequest(PROMPT, greedy(12))])  # type: ignore[arg-type]
+        for _ in range(2):  # of which the first has been counted when the second ends
+            await collect(built.engine, [EngineRequest(PROMPT, greedy(8))])  # type: ignore[arg-type]
         streams = [built.engine.submit([EngineRequest(PROMPT, greedy(12))]) for _ in range(3)]
         with pytest.raises(QueueFull) as full:
             built.engine.submit([EngineRequest(PROMPT, greedy(12))])
-        assert (full.value.retry_after or 0) >= 3
+        assert (full.value.retry_after or 0) >= 2
         for stream in streams:
             stream.close()
 
