@@ -16,8 +16,10 @@ import pytest
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.vllm import vllm_engine
+from mlserver_torch_stream.engine.vllm.sampling import as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
 from mlserver_torch_stream.errors import (
     InvalidInput,
@@ -200,6 +202,20 @@ def test_a_constraint_is_one_grammar_in_larks_language(
     assert grammar == request["grammar"]
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)) == ""
     assert request["params"]["stop_token_ids"] == [1]  # the end token of the tokenizer, after the constraint
+
+
+@pytest.mark.parametrize("end_id", [7, None], ids=["special", "text"])
+@pytest.mark.parametrize("begin", [None, ["<think>"]], ids=["begun", "may_begin"])
+def test_a_constraint_after_a_reasoning_is_one_grammar_too(end_id: int | None, begin: list[str | int] | None) -> None:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    for kind, source in ((ConstraintKind.JSON_SCHEMA, '{"type":"integer"}'), (ConstraintKind.REGEX, "a{2}/")):
+        grammars = after_reasoning(grammar_of(Constraint(kind, source, "f")), "</think>", end_id, begin)
+        lark = as_lark(json.dumps({"grammars": grammars}))
+        assert any_to_lark(lark) == lark
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)) == ""
+        assert "@answer" not in lark
 
 
 def test_what_vllm_lacks_is_refused_by_name(start: Start) -> None:
@@ -413,6 +429,7 @@ def test_the_worker_sees_no_setting_of_the_server_and_tells_nobody_of_itself(
 _SERVER = """
 import sys
 from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm.sampling import as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, VllmProcess
 python, pids = sys.argv[1:]
 worker = VllmProcess(WorkerCommand(python, StartOrder({"descendants": pids}), "worker"))

@@ -117,6 +117,8 @@ class _Worker:
         if header["t"] == "add":
             ids = list(struct.unpack(f"={len(body) // 4}I", body))
             for request in header["requests"]:
+                if request["adapter"] is not None and request["adapter"] not in self.adapters:
+                    raise KeyError(request["adapter"])
                 prompt, ids = ids[: request["prompt"]], ids[request["prompt"] :]
                 self.waiting.append(_Sequence(request, prompt))
         elif header["t"] == "abort":

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -67,9 +66,9 @@ class SamplingWriter:
         return [*self._banned, *words]
 
 
-def as_lark(constraint: CompiledConstraint) -> str:
-    """Returns the constraint as one grammar in Lark's language; the answer after a reasoning is a grammar within it."""
-    first, *rest = json.loads(constraint.grammar)["grammars"]
+def as_lark(grammars: str) -> str:
+    """Returns llguidance's JSON as one grammar in Lark's language; the answer after a reasoning is a grammar within it."""
+    first, *rest = json.loads(grammars)["grammars"]
     if not rest:
         text = str(first["lark_grammar"]) if "lark_grammar" in first else f"start: answer\n{_nested(first)}"
     else:

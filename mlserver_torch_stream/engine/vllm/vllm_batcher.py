@@ -271,7 +271,7 @@ class VllmBatcher(Batcher):
         return not self._running or len(self._running) + len(request.sequences) <= self._max_in_worker
 
     def _additions(self, request: RequestState) -> list[Addition]:
-        grammar = None if request.constraint is None else as_lark(request.constraint)
+        grammar = None if request.constraint is None else as_lark(request.constraint.grammar)
         bad_words = self._writer.bad_words(request)
         adapter = None if request.adapter is None else self._adapters()[request.adapter]
         additions = []
