@@ -67,7 +67,7 @@ class SamplingWriter:
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language; the answer after a reasoning is a grammar within it."""
+    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a grammar in it."""
     first, *rest = json.loads(grammars)["grammars"]
     if not rest:
         text = str(first["lark_grammar"]) if "lark_grammar" in first else f"start: answer\n{_nested(first)}"
