@@ -18,7 +18,8 @@ from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
-from mlserver_torch_stream.engine.vllm import vllm_engine
+from mlserver_torch_stream.engine.vllm import vllm_engine, worker
+from mlserver_torch_stream.engine.vllm.messages import StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
 from mlserver_torch_stream.errors import (
@@ -40,6 +41,7 @@ from mlserver_torch_stream.types import (
     TextPrompt,
     TokenEvent,
 )
+from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, run, until
 from tests.engine.wire_worker import CONTEXT, answer, interpreter
 
@@ -598,3 +600,37 @@ def test_cores_are_divided_among_the_ranks() -> None:
     assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
     assert bound_cores([4, 6], 1) == "4,6"
     assert bound_cores([1], 2) == "nobind"
+
+
+def test_a_load_that_is_cancelled_ends_its_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def cancel() -> None:
+        cancellation = Cancellation()
+        loading = in_thread(lambda: start(descendants=str(pids), start_s=60), cancellation)
+        await until(pids.exists, "the worker")
+        cancellation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    run(cancel())
+    assert not any(map(alive, map(int, pids.read_text().split())))
+
+
+@pytest.mark.parametrize(
+    ("version", "python", "message"),
+    [
+        ("", (3, 11), "vllm is not installed for"),
+        ("0.29.1", (3, 11), r"vLLM 0\.29\.1 is not one of those that this server works with: 0\.30, 0\.31, 0\.32"),
+        ("0.33.0", (3, 11), r"vLLM 0\.33\.0 is not"),
+        ("0.32.0", (3, 9), r"Python 3\.9 is not one of 3\.10 to 3\.13"),
+        ("0.32.0", (3, 14), r"Python 3\.14 is not"),
+    ],
+)
+def test_another_vllm_or_python_is_refused_before_it_is_imported(
+    version: str, python: tuple[int, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_version", lambda: version)
+    monkeypatch.setattr(worker, "_python", lambda: python)
+    with pytest.raises(worker.StartRefused, match=message):
+        worker._start(StartOrder({}), worker.Steps())

