@@ -12,6 +12,7 @@ from mlserver import ModelSettings
 from mlserver.logging import logger
 from mlserver.types import MetadataModelResponse, Parameters
 
+from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
@@ -47,6 +48,8 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
     async def load(self) -> bool:
         with self._loading():
             resolved = resolve(self.settings, source_of(self.settings))
+            if self.name in (resolved.settings.lora_modules or {}):
+                raise SettingsError(f"parameters.extra.lora_modules: {self.name} is the name of the model itself")
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")

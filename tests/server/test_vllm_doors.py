@@ -121,6 +121,16 @@ def test_adapters_are_listed_loaded_and_unloaded(doors: Server) -> None:
     assert (gone.status_code, openai.refused(gone)["code"]) == (404, "model_not_found")
 
 
+def test_an_adapter_with_the_name_of_its_model_fails_the_load(doors: Server, folder: Path, tiny_model: Path) -> None:
+    extra = {"vllm": {"enable_lora": True}, "lora_modules": {"twin": str(folder)}}
+    place = folder / "models" / "twin"
+    place.mkdir()
+    (place / "model-settings.json").write_text(json.dumps(Model("twin", str(tiny_model), extra=extra).settings()))
+    loaded = plain_http.post(f"{doors.url}/v2/repository/models/twin/load", json={}, timeout=v2.TIMEOUT_S)
+    assert loaded.status_code == 500
+    assert "parameters.extra.lora_modules: twin is the name of the model itself" in loaded.text
+
+
 def test_vllms_metrics_are_the_workers_own_numbers(doors: Server) -> None:
     openai.whole(doors, openai.TEXT, openai.prompt(max_tokens=3))
     text = plain_http.get(f"http://127.0.0.1:{doors.metrics_port}/metrics", timeout=10).text
