@@ -553,6 +553,36 @@ def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path
     run(unload())
 
 
+def test_an_adapter_call_ends_with_the_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    built = start(enable_lora=True, descendants=str(pids), silent=True)
+    adapters = built.adapters
+    assert adapters is not None
+
+    async def lose() -> None:
+        loading = asyncio.ensure_future(adapters.load("a", str(tmp_path)))
+        await asyncio.sleep(0.05)
+        assert not loading.done()
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        with pytest.raises(NotServing, match="vLLM's worker was killed by SIGKILL"):
+            await asyncio.wait_for(loading, 30)
+        assert adapters.names == set()
+        await until(lambda: built.engine.trouble is None, "the next worker")
+
+    run(lose())
+
+
+def test_a_shutdown_while_vllm_starts_again_leaves_no_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids), start_s=1)
+    first = pids.read_text()
+    os.kill(int(first.split()[0]), signal.SIGKILL)
+    run(until(lambda: pids.read_text() not in ("", first), "the next worker"))
+    assert built.give_back()
+    built.shutdown()
+    assert not any(map(alive, map(int, pids.read_text().split())))
+
+
 def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
     for vllm in (None, {}, {"enable_lora": False}):
         with pytest.raises(SettingsError, match=r"parameters\.extra\.lora_modules: adapters need"):

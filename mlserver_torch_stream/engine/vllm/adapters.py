@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
+from mlserver_torch_stream.engine.failures import VllmLost
 from mlserver_torch_stream.engine.vllm.messages import Adapter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
 from mlserver_torch_stream.engine_settings import MAX_ADAPTERS
@@ -60,7 +61,7 @@ class LoraAdapters:
         adapter = Adapter(name, self._last_number, path)
         self.numbers[name] = adapter.number  # now: two loads of one name do not both go on
         try:
-            await _answered(self._batcher().load_adapter(adapter))
+            await _answered(lambda: self._batcher().load_adapter(adapter))
         except BaseException:
             del self.numbers[name]
             raise
@@ -73,15 +74,15 @@ class LoraAdapters:
         del self._loaded[name]
         self._show()
         try:
-            await _answered(self._batcher().unload_adapter(name, self.numbers[name]))
+            await _answered(lambda: self._batcher().unload_adapter(name, self.numbers[name]))
         finally:
             del self.numbers[name]
 
 
-async def _answered(answer: Future[Any]) -> None:
+async def _answered(call: Callable[[], Future[Any]]) -> None:
     try:
-        await asyncio.wrap_future(answer)
+        await asyncio.wrap_future(call())
     except LoadFailed as error:
         raise InvalidInput("lora_path", str(error)) from None
-    except RuntimeError as error:  # VllmLost
+    except VllmLost as error:
         raise NotServing(str(error)) from None

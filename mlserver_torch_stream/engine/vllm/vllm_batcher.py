@@ -31,7 +31,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
 )
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter, as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing
 from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
@@ -75,7 +75,7 @@ class VllmBatcher(Batcher):
         self._process: VllmProcess | None = None
         self._worker: VllmProcess | None = None  # the process, once it is ready
         self._failure: BaseException | None = None  # why it will never be
-        self._closed = False
+        self._closing = threading.Event()
         self._start = start
         self._adapters = adapters
         self._unloads: queue.SimpleQueue[_Unload] = queue.SimpleQueue()  # posted by the event loop
@@ -84,8 +84,12 @@ class VllmBatcher(Batcher):
 
     def begin(self) -> None:
         """Starts a worker. Blocks until it is ready; raises LoadFailed."""
+        if self._closing.is_set():  # while it waited
+            raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:
+            if self._closing.is_set():
+                process.kill()
             process.ready.result()
         except BaseException:
             process.wait()
@@ -103,8 +107,6 @@ class VllmBatcher(Batcher):
             self.begin()
         except BaseException as error:
             self._failure = error
-        if self._closed and self._worker is not None:
-            self._worker.wait()
         self._wake()
 
     # --- from any thread ---
@@ -193,7 +195,7 @@ class VllmBatcher(Batcher):
         return 0.0 if since is None else ended - since
 
     def close(self) -> None:
-        self._closed = True
+        self._closing.set()
         if self._process is not None:
             self._process.wait()
         while not self._unloads.empty():
@@ -209,8 +211,8 @@ class VllmBatcher(Batcher):
             return
         used = {request.adapter for request in (*self._waiting, *self._open, *self._requests.values())}
         for unload in [each for each in self._leaving if each.name not in used]:
-            self._leaving.remove(unload)
             answer = worker.call(partial(_unload_message, unload.number))
+            self._leaving.remove(unload)
             answer.add_done_callback(partial(_pass_on, unload.done))
 
     def _take(self, output: Output) -> SequenceState | None:
