@@ -158,13 +158,12 @@ class VllmBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
+        """The step that follows ends their sequences in the worker, as it does with all that have ended here."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
             elif request in self._open:
                 self._open.remove(request)
-        left = set(requests)
-        self._abort([number for number, request in self._requests.items() if request in left])
         self._gauge()
 
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
