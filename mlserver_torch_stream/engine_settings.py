@@ -97,6 +97,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "trust_remote_code": "trust_remote_code",
     "tokenizer": "tokenizer",
 }
+MAX_ADAPTERS = 128
 _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # of vLLM's ``load_format``
 
 
@@ -207,6 +208,10 @@ class EngineSettings(BaseModel):
     """An object, which may be empty: vLLM generates the tokens, in a process of its own, with these engine arguments
     ([engines.md](engines.md)). Default: this package's own engine does."""
 
+    lora_modules: dict[str, str] | None = None
+    """LoRA adapters that are loaded with the model, by name: folders or hub ids ([engines.md](engines.md#adapters)).
+    They need `{"enable_lora": true}` in `vllm`."""
+
     @property
     def fits_cpu_kernels(self) -> bool:
         """Whether no key rules out our own kernels on the CPU. If ``device_map`` is None, a GPU of the host does."""
@@ -240,6 +245,15 @@ class EngineSettings(BaseModel):
             if name in vllm and ours != default and ours != vllm[name]:
                 raise ValueError(f"{name} is {vllm[name]!r}, and parameters.extra.{key} is {ours!r}")
         return vllm
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _needs_lora(cls, modules: dict[str, str] | None, info: ValidationInfo) -> dict[str, str] | None:
+        if modules is not None and not (info.data.get("vllm") or {}).get("enable_lora"):
+            raise ValueError('adapters need "enable_lora": true in parameters.extra.vllm')
+        if modules is not None and len(modules) > MAX_ADAPTERS:
+            raise ValueError(f"at most {MAX_ADAPTERS} adapters can be loaded")
+        return modules
 
     @field_validator("weights")
     @classmethod

@@ -276,6 +276,7 @@ def _engine_request(
         timeout_s=request.timeout_s,
         constraint=constraint,
         answer=answer,
+        adapter=request.adapter,
     )
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from mlserver import ModelSettings
 from mlserver.logging import logger
+from mlserver.types import MetadataModelResponse, Parameters
 
+from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
@@ -36,9 +38,18 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         self.inputs = input_metadata()
         self.outputs = output_metadata()
 
+    async def metadata(self) -> MetadataModelResponse:
+        metadata: MetadataModelResponse = await super().metadata()
+        if self.adapters is not None:
+            given = {} if metadata.parameters is None else metadata.parameters.model_dump()
+            metadata.parameters = Parameters(**given, lora_adapters=",".join(sorted(self.adapter_names)))
+        return metadata
+
     async def load(self) -> bool:
         with self._loading():
             resolved = resolve(self.settings, source_of(self.settings))
+            if self.name in (resolved.settings.lora_modules or {}):
+                raise SettingsError(f"parameters.extra.lora_modules: {self.name} is the name of the model itself")
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")

@@ -144,6 +144,10 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
             values["chat_template"] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"parameters.extra.chat_template: cannot read {path}: {error}") from None
+    modules = values.get("lora_modules")
+    if isinstance(modules, dict):
+        found = {name: find_path(path, source_folder) for name, path in modules.items() if isinstance(path, str)}
+        values["lora_modules"] = {name: str(found.get(name) or path) for name, path in modules.items()}
     python = values.get("vllm_python")
     if isinstance(python, str):  # a link is not resolved: Python finds its virtual environment by the link's folder
         candidates = [Path(python).expanduser().absolute()]

@@ -158,6 +158,7 @@ class GenerationRequest:
     timeout_s: float | None = None  # from submit to the last token; None: the settings'
     client: str = ""  # waiting requests of one client share its place in the queue; "": unnamed
     constraint: Constraint | None = None  # of each answer; None: any text
+    adapter: str | None = None  # the LoRA adapter that the model generates with; None: the model itself
 
 
 # The largest size of one event, in characters. Its line then stays below 48 KiB in every spelling; some proxies read
@@ -293,6 +294,7 @@ class ModelInfo:
     tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
     reasons: bool = False  # whether its answers may begin with a reasoning
     template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads
+    adapters: frozenset[str] | None = None  # the names of its LoRA adapters; None: its engine takes none
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class EngineRequest:
     first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` after the submit, the
     sequences end with the tokens that they have. Each answer is kept to the ``constraint``; the prompt is not.
     ``answer`` says how their text is divided; None: it is text as a whole.
+    ``adapter`` names the LoRA adapter that the tokens are generated with.
     """
 
     prompt_ids: tuple[int, ...]
@@ -37,6 +38,7 @@ class EngineRequest:
     timeout_s: float | None = None
     constraint: CompiledConstraint | None = None
     answer: AnswerFormat | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +155,20 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""
+
+
+class AdapterSet(Protocol):
+    """The LoRA adapters of one engine. Callers use it on the event loop's thread."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Those that requests may name."""
+
+    async def load(self, name: str, path: str) -> None:
+        """``path``: a folder or a hub id. Raises InvalidInput if vLLM cannot load it or the name is taken."""
+
+    async def unload(self, name: str) -> None:
+        """Refuses further requests for it, and returns when its streams have ended and its memory is free.
+
+        Raises UnknownModel.
+        """

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mlserver_torch_stream.engine.api import Engine
+from mlserver_torch_stream.engine.api import AdapterSet, Engine
 from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
@@ -57,6 +57,7 @@ class RunningEngine:
     summary: str  # one line for the log: the model, its devices and the size of the cache
     weights: Lease[PreparedModel] | None
     parts: tuple[RunningEngine, ...] = ()
+    adapters: AdapterSet | None = None
 
     def stop(self, resources: ProcessResources) -> None:
         """Blocks."""
@@ -74,6 +75,7 @@ class BuiltEngine:
         self.engine = lease.value.engine
         self.codec = lease.value.codec
         self.summary = lease.value.summary
+        self.adapters = lease.value.adapters
         self.lease = lease
         self.resources = resources
 
@@ -197,8 +199,10 @@ def _run_vllm(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         on_death=on_death,
         name=resolved.source.name,
     )
+    if model.adapters is not None:
+        model.adapters.show_in(engine)
     summary = f"{model.description}; context {model.ready.max_model_len} tokens"
-    return RunningEngine(engine, model.codec, summary, None)
+    return RunningEngine(engine, model.codec, summary, None, adapters=model.adapters)
 
 
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:

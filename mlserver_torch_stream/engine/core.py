@@ -354,7 +354,7 @@ class EngineCore:
             self._batcher.progress.at("a step")
             busy = self._batcher.step(self._deliver, self._poll, self._yield_device)
             self._batcher.progress.rest()
-            self._admission.service_rate.note(time.monotonic() - began)
+            self._admission.service_rate.note(self._batcher.busy_seconds(began, time.monotonic()))
             return busy
 
     def _yield_device(self) -> None:

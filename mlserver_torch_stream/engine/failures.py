@@ -16,18 +16,18 @@ class StepTimeout(RuntimeError):
     """A step did not return in time. Its thread cannot be stopped, so the process has to end."""
 
 
-class WorkerLost(RuntimeError):
+class VllmLost(RuntimeError):
     """The process that generates the tokens has ended. The message is for clients."""
 
 
 def in_short(error: BaseException) -> str:
     """Returns the end of a sentence such as ``decode failed: …``.
 
-    A ``StepTimeout`` and a ``WorkerLost`` keep their full text.
+    A ``StepTimeout`` and a ``VllmLost`` keep their full text.
     """
     import torch  # here: the scheduler does without
 
-    if isinstance(error, StepTimeout | WorkerLost):
+    if isinstance(error, StepTimeout | VllmLost):
         return str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"

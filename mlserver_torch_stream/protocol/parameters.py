@@ -153,6 +153,12 @@ PARAMETERS: tuple[Parameter, ...] = (
         "The meaning of several messages on one gRPC stream: [`each` or `prompt`](protocol.md#grpc).",
         _stream_mode,
     ),
+    Parameter(
+        "lora_name",
+        "A [LoRA adapter](engines.md#adapters) that the model generates with.",
+        values.adapter,
+        tensor="BYTES",
+    ),
     Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
     Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
     Parameter("echo", "True: the prompt is put before the answer; not in a stream.", values.boolean),

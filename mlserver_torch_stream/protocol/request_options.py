@@ -214,6 +214,7 @@ def build_request(
         timeout_s=None if microseconds is None else microseconds / 1e6,
         client=client,
         constraint=_read_constraint(given),
+        adapter=given["lora_name"].value if "lora_name" in given else None,
     )
 
 

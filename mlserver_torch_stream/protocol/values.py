@@ -311,6 +311,14 @@ def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
     return biases
 
 
+def adapter(value: Any, info: ModelInfo) -> str:
+    if info.adapters is None:
+        raise ValueError("is not implemented by this runtime")
+    if not isinstance(value, str) or value not in info.adapters:
+        raise ValueError(f"no such adapter is loaded: {shown(value)}{did_you_mean(str(value), info.adapters)}")
+    return value
+
+
 def one_of(*choices: str) -> Reader:
     def read(value: Any, info: ModelInfo) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -327,7 +335,6 @@ _UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "details": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "lora_name": (),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),

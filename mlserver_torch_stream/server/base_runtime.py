@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         outputs: list[Any]
 
         def __init__(self, settings: ModelSettings) -> None: ...
+
+        async def metadata(self) -> Any: ...
 else:
     from mlserver import MLModel
 

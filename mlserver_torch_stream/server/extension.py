@@ -29,7 +29,15 @@ from mlserver_torch_stream.server.management import management_app
 from mlserver_torch_stream.server.observability import metrics
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
-from mlserver_torch_stream.server.rest import batch_routes, connection, health, model_routes, openai_routes, predictions
+from mlserver_torch_stream.server.rest import (
+    adapter_routes,
+    batch_routes,
+    connection,
+    health,
+    model_routes,
+    openai_routes,
+    predictions,
+)
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
@@ -132,6 +140,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     health.add_routes(host, state.lifecycle)
     model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
+    adapter_routes.add_routes(host, options)
     page_routes.add_routes(host, options)
     predictions.add_routes(host, state.lifecycle, options)
     batches = Batches(options.batch_store, host.registry, state)

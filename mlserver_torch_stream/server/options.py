@@ -96,6 +96,10 @@ class ServerOptions(BaseModel):
     empty: any folder."""
     vllm_python: str = ""
     """Interpreter of the models that vLLM runs ([engines.md](engines.md)), where their settings name none."""
+    runtime_lora_updating: bool = False
+    """True: [`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`](engines.md#adapters) load and unload adapters."""
+    lora_root: str = ""
+    """Folder in which adapters must lie that `/v1/load_lora_adapter` loads; empty: only hub ids."""
     tls_cert_file: str = ""
     """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); empty: no TLS."""
     tls_key_file: str = ""

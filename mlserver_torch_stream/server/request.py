@@ -49,6 +49,7 @@ class RestRequest:
     endpoint: EndpointKind
     request_id: str
     context: Context
+    adapter: str | None = None  # the LoRA adapter whose name was that of the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mlserver_torch_stream.engine.api import TokenStream
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, as_request_error
+from mlserver.registry import MultiModelRegistry
+
+from mlserver_torch_stream.engine.api import AdapterSet, TokenStream
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, as_request_error
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_piece
+from mlserver_torch_stream.server.host import default_models
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
@@ -152,6 +156,19 @@ class TokenModel(ServedModel):
         built = self._slot.built
         return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
+    @property
+    def adapters(self) -> AdapterSet | None:
+        """Its LoRA adapters; None: its engine takes none, or it has no engine."""
+        try:
+            found: AdapterSet | None = self._slot.built.adapters
+        except NotServing:
+            return None
+        return found
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        return frozenset() if self.adapters is None else self.adapters.names
+
     def most_open(self) -> int:
         return int(self._slot.built.engine.info.max_num_seqs)
 
@@ -159,6 +176,8 @@ class TokenModel(ServedModel):
         generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
         streaming, request_id = request.endpoint.streams, request.request_id
         decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
+        if request.adapter is not None:
+            decoded = replace(decoded, adapter=request.adapter)
         context = request.context(decoded.request_id)
         return TokenReply(decoded, spelling, context, partial(generator.start, decoded), posted)
 
@@ -192,3 +211,11 @@ class TokenModel(ServedModel):
 
     def _context(self, index: int | None) -> ReplyContext:
         return ReplyContext(self.name, self.version, int(time.time()), index)
+
+
+def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
+    """The model that has an adapter of this name; None if none has."""
+    for model in default_models(registry):
+        if isinstance(model, TokenModel) and name in model.adapter_names:
+            return model
+    return None

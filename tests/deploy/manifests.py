@@ -5,7 +5,6 @@ Knows nothing of the server that it will be.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,6 @@ def seldon_environment(server: str) -> Environment:
     """What the server's container sees: Seldon merges the server's podSpec over its ServerConfig's, by names."""
     (own,) = load(server)["spec"].get("podSpec", {}).get("containers", [{}])
     return {**environment(seldon_container()), **environment(own)}
-
-
-def torchrun_words(container: Mapping[str, Any], variables: Mapping[str, str]) -> list[str]:
-    """The container's command with its arguments, and with variables filled in as Kubernetes does."""
-    words = [*container["command"], *container["args"]]
-    return [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
 
 
 def environment(container: Mapping[str, Any]) -> Environment:

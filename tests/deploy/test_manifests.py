@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -226,10 +227,13 @@ _SETTINGS = {
     "kserve/inference-service.yaml": {"max_num_seqs": 16, "tensor_parallel_size": 1, "device_map": None},
     "kserve/inference-service-autoscaling.yaml": {"max_num_seqs": 16},
     "kserve/inference-service-keys.yaml": {"max_num_seqs": 16},
-    "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "device_map": None},
-    "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto"},
-    "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "device_map": None},
-    "kserve/inference-service-two-nodes.yaml": {"tensor_parallel_size": 8, "device_map": None},
+    "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "vllm": {}},
+    "kserve/inference-service-device-map.yaml": {"tensor_parallel_size": 1, "device_map": "auto", "vllm": None},
+    "kserve/inference-service-tensor-parallel.yaml": {"tensor_parallel_size": 2, "vllm": {}},
+    "kserve/inference-service-two-nodes.yaml": {
+        "tensor_parallel_size": 4,
+        "vllm": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+    },
 }
 
 
@@ -246,6 +250,8 @@ def test_the_runtime_for_gpus_differs_in_what_a_gpu_needs() -> None:
     gpu, cpu = for_gpus["spec"]["containers"][0], for_cpus["spec"]["containers"][0]
     assert gpu.pop("image") == f"{cpu.pop('image')}-gpu"
     assert gpu.pop("resources")["limits"]["nvidia.com/gpu"] == "1" and cpu.pop("resources")
+    for_vllm = {"MLSERVER_TORCH_STREAM_VLLM_PYTHON", "VLLM_CACHE_ROOT"}
+    gpu["env"] = [each for each in gpu["env"] if each["name"] not in for_vllm]
     (shared,) = [mount for mount in gpu["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
     gpu["volumeMounts"].remove(shared)
     (volume,) = [each for each in for_gpus["spec"]["volumes"] if each["name"] == shared["name"]]
@@ -341,7 +347,7 @@ def test_kserve_s_kustomization_would_name_the_runtime_and_its_image(name: str) 
 _TWO_NODES = "kserve/cluster-serving-runtime-two-nodes.yaml"
 
 
-def test_the_runtime_for_two_nodes_starts_a_rank_for_each_gpu_of_both() -> None:
+def test_the_runtime_for_two_nodes_is_one_ray_cluster_with_a_rank_for_each_gpu() -> None:
     spec = manifests.load(_TWO_NODES)["spec"]
     worker, (head,) = spec["workerSpec"], spec["containers"]
     (follower,) = worker["containers"]
@@ -355,21 +361,28 @@ def test_the_runtime_for_two_nodes_starts_a_rank_for_each_gpu_of_both() -> None:
     }
     assert gpus == {str(worker["tensorParallelSize"])}
     settings = json.loads(manifests.kserve_environment(service)["MLSERVER_MODEL_EXTRA"])
-    assert settings["tensor_parallel_size"] == worker["pipelineParallelSize"] * worker["tensorParallelSize"]
-    words = [" ".join([*each["command"], *each["args"]]) for each in (head, follower)]
-    assert words[1] == words[0].replace("--node-rank 0", "--node-rank 1").replace("POD_IP", "HEAD_SVC")
-    assert f"--nnodes {worker['pipelineParallelSize']} " in words[0]
+    assert settings["tensor_parallel_size"] == worker["tensorParallelSize"]
+    assert settings["vllm"]["pipeline_parallel_size"] == worker["pipelineParallelSize"]
+    assert settings["vllm"]["distributed_executor_backend"] == "ray"
+    start, server = head["args"][0].split(" && ")
+    ray = str(Path(manifests.environment(head)["MLSERVER_TORCH_STREAM_VLLM_PYTHON"]).with_name("ray"))
+    assert (head["command"], server) == (["/bin/sh", "-c"], "exec mlserver start /etc/mlserver")
+    words = shlex.split(start)
+    assert words[:2] == follower["command"][:2] == [ray, "start"]
+    port = words[words.index("--port") + 1]
+    assert follower["command"][follower["command"].index("--address") + 1] == f"$(HEAD_SVC):{port}"
+    assert "--head" in words and "--block" in follower["command"]
+    assert all("--disable-usage-stats" in each for each in (words, follower["command"]))
 
 
-def test_torchrun_leaves_the_ranks_the_time_to_drain() -> None:
+def test_the_worker_s_node_lives_as_long_as_the_head_drains() -> None:
     (container,) = manifests.load(_TWO_NODES)["spec"]["containers"]
     options = read_options(manifests.environment(container))
-    seconds = float(container["args"][container["args"].index("--shutdown-timeout") + 1])
-    assert options.drain_delay + options.drain_grace + EXIT_S <= seconds
     predictor = manifests.load("kserve/inference-service-two-nodes.yaml")["spec"]["predictor"]
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     for pod in (predictor, predictor["workerSpec"]):
-        assert before + seconds <= pod["terminationGracePeriodSeconds"]
+        needed = before + options.drain_delay + options.drain_grace + EXIT_S
+        assert needed <= pod["terminationGracePeriodSeconds"]
 
 
 def test_the_runtime_for_two_nodes_is_else_that_for_gpus() -> None:

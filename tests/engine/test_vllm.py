@@ -14,11 +14,22 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
-from mlserver_torch_stream.engine.vllm import vllm_engine
-from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
+from mlserver_torch_stream.engine.vllm import vllm_engine, worker
+from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm.sampling import as_lark
+from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
+from mlserver_torch_stream.errors import (
+    InvalidInput,
+    LoadFailed,
+    NotServing,
+    QueueFull,
+    SettingsError,
+    UnknownModel,
+)
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import (
@@ -30,6 +41,7 @@ from mlserver_torch_stream.types import (
     TextPrompt,
     TokenEvent,
 )
+from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, run, until
 from tests.engine.wire_worker import CONTEXT, answer, interpreter
 
@@ -75,6 +87,10 @@ async def asked(built: BuiltEngine, constraint: Constraint | None = None, **para
     request = GenerationRequest("r", (TextPrompt("abc"),), SamplingParameters(**params), constraint=constraint)
     await generator.start(request, streams.append)
     return [event async for event in streams[0]]
+
+
+async def last_events(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream if event.finish_reason is not None]
 
 
 def alive(pid: int) -> bool:
@@ -190,6 +206,20 @@ def test_a_constraint_is_one_grammar_in_larks_language(
     assert request["params"]["stop_token_ids"] == [1]  # the end token of the tokenizer, after the constraint
 
 
+@pytest.mark.parametrize("end_id", [7, None], ids=["special", "text"])
+@pytest.mark.parametrize("begin", [None, ["<think>"]], ids=["begun", "may_begin"])
+def test_a_constraint_after_a_reasoning_is_one_grammar_too(end_id: int | None, begin: list[str | int] | None) -> None:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    for kind, source in ((ConstraintKind.JSON_SCHEMA, '{"type":"integer"}'), (ConstraintKind.REGEX, "a{2}/")):
+        grammars = after_reasoning(grammar_of(Constraint(kind, source, "f")), "</think>", end_id, begin)
+        lark = as_lark(json.dumps({"grammars": grammars}))
+        assert any_to_lark(lark) == lark
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark)) == ""
+        assert "@answer" not in lark
+
+
 def test_what_vllm_lacks_is_refused_by_name(start: Start) -> None:
     built = start()
     for params, field in ((greedy(1, typical_p=0.5), "typical_p"), (greedy(1, temperature=2.5), "temperature")):
@@ -237,6 +267,22 @@ def test_the_queue_stands_before_the_worker_and_is_bounded(start: Start, tmp_pat
     run(fill())
 
 
+def test_a_refused_client_is_told_how_long_the_waiting_requests_take(start: Start) -> None:
+    built = start({"max_queued_requests": 3}, max_num_seqs=1, step_s=0.1)
+
+    async def refused() -> None:
+        for _ in range(2):  # of which the first has been counted when the second ends
+            await collect(built.engine, [EngineRequest(PROMPT, greedy(8))])  # type: ignore[arg-type]
+        streams = [built.engine.submit([EngineRequest(PROMPT, greedy(12))]) for _ in range(3)]
+        with pytest.raises(QueueFull) as full:
+            built.engine.submit([EngineRequest(PROMPT, greedy(12))])
+        assert (full.value.retry_after or 0) >= 2
+        for stream in streams:
+            stream.close()
+
+    run(refused())
+
+
 def test_a_timeout_ends_a_running_sequence_with_its_text(start: Start) -> None:
     built = start(step_s=0.02)
     request = EngineRequest(PROMPT, greedy(400), timeout_s=0.3)
@@ -271,15 +317,14 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
         for stream in streams:
             await anext(stream)
         os.kill(worker, signal.SIGKILL)
-        ends = []
-        for stream in streams:
-            ends.append([event async for event in stream if event.finish_reason is not None])
+        ends = [await last_events(stream) for stream in streams]
         assert [[event.finish_reason for event in each] for each in ends] == 3 * [2 * [FinishReason.ERROR]]
         assert "vLLM's worker was killed by SIGKILL" in str(ends[0][0].error)
         await until(lambda: built.engine.trouble is None, "the next worker")
         assert not alive(worker)
         assert not alive(descendant)
         assert not Path(f"/dev/shm/wire-{worker}").exists()
+        assert not Path(f"/dev/shm/__KMP_REGISTERED_LIB_{descendant}_0").exists()
         again = await collect(built.engine, [EngineRequest(PROMPT, greedy(3))])  # type: ignore[arg-type]
         assert list(again[0].token_ids) == answer(list(PROMPT), 3)
 
@@ -385,29 +430,35 @@ def test_the_worker_sees_no_setting_of_the_server_and_tells_nobody_of_itself(
 
 _SERVER = """
 import sys
-from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.settings import parse_settings
-folder, python, pids = sys.argv[1:]
-build_engine(parse_settings(folder, {"vllm": {"descendants": pids}, "vllm_python": python}))
+from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm.sampling import as_lark
+from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, VllmProcess
+python, pids = sys.argv[1:]
+worker = VllmProcess(WorkerCommand(python, StartOrder({"descendants": pids}), "worker"))
+worker.ready.result()
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    command = [sys.executable, "-c", _SERVER, str(tiny_model), str(interpreter(tmp_path)), str(pids)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    command = [sys.executable, "-c", _SERVER, str(interpreter(tmp_path)), str(pids)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         worker, descendant = map(int, pids.read_text().split())
         assert alive(worker)
         assert alive(descendant)
+        assert list(tmp_path.glob("vllm-*"))
         server.kill()
     end = time.monotonic() + 30
-    while alive(worker) or alive(descendant) or Path(f"/dev/shm/wire-{worker}").exists():
-        assert time.monotonic() < end, "a process or its shared memory outlived the server"
+    while alive(worker) or alive(descendant) or list(tmp_path.glob("vllm-*")):
+        assert time.monotonic() < end, "a process or its folder outlived the server"
         time.sleep(0.02)
+    assert not Path(f"/dev/shm/wire-{worker}").exists()
+    assert not Path(f"/dev/shm/__KMP_REGISTERED_LIB_{descendant}_0").exists()
 
 
 def test_a_shutdown_leaves_no_process(start: Start, tmp_path: Path) -> None:
@@ -443,3 +494,173 @@ def test_a_model_in_a_gguf_file_and_a_missing_interpreter_fail_the_load_by_name(
     (tmp_path / "a.gguf").touch()
     with pytest.raises(LoadFailed, match=r"parameters\.uri: vLLM does not serve GGUF files.*save_pretrained"):
         build_engine(parse_settings(str(tmp_path / "a.gguf"), {"vllm": {}}), resources=ProcessResources())
+
+
+async def asked_adapter(built: BuiltEngine, name: str | None) -> list[TokenEvent]:
+    stream = built.engine.submit([EngineRequest(PROMPT, greedy(3), adapter=name)])
+    return [event async for event in stream]
+
+
+def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_worker(
+    start: Start, tmp_path: Path
+) -> None:
+    record, pids = tmp_path / "record", tmp_path / "pids"
+    modules = {"lora_modules": {"first": str(tmp_path)}}
+    built = start(modules, enable_lora=True, record=str(record), descendants=str(pids))
+    adapters = built.adapters
+    assert adapters is not None
+    assert built.engine.info.adapters == {"first"}
+
+    async def change() -> None:
+        await adapters.load("second", str(tmp_path))
+        assert built.engine.info.adapters == adapters.names == {"first", "second"}
+        for name in (None, "first", "second"):
+            await asked_adapter(built, name)
+        with pytest.raises(InvalidInput, match="lora_path: no adapter in /nowhere"):
+            await adapters.load("third", "/nowhere")
+        with pytest.raises(InvalidInput, match="'first' is loaded already"):
+            await adapters.load("first", str(tmp_path))
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        await until(lambda: built.engine.trouble is not None, "the death")
+        await until(lambda: built.engine.trouble is None, "the next worker")
+        await asked_adapter(built, "second")
+        await adapters.unload("first")
+        with pytest.raises(UnknownModel):
+            await adapters.unload("first")
+
+    run(change())
+    messages = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [each["requests"][0]["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
+    assert [each["id"] for each in messages if each["t"] == "unload_adapter"] == [1]
+    assert built.engine.info.adapters == {"second"}
+
+
+def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path) -> None:
+    built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True, step_s=0.02)
+    adapters = built.adapters
+    assert adapters is not None
+
+    async def unload() -> None:
+        stream = built.engine.submit([EngineRequest(PROMPT, greedy(400), adapter="a")])
+        await anext(stream)
+        unloading = asyncio.ensure_future(adapters.unload("a"))
+        await asyncio.sleep(0.1)
+        assert adapters.names == set()
+        assert not unloading.done()
+        stream.close()
+        await asyncio.wait_for(unloading, 30)
+
+    run(unload())
+
+
+def test_an_adapter_call_ends_with_the_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    built = start(enable_lora=True, descendants=str(pids), silent=True)
+    adapters = built.adapters
+    assert adapters is not None
+
+    async def lose() -> None:
+        loading = asyncio.ensure_future(adapters.load("a", str(tmp_path)))
+        await asyncio.sleep(0.05)
+        assert not loading.done()
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        with pytest.raises(NotServing, match="vLLM's worker was killed by SIGKILL"):
+            await asyncio.wait_for(loading, 30)
+        assert adapters.names == set()
+        await until(lambda: built.engine.trouble is None, "the next worker")
+
+    run(lose())
+
+
+def test_a_shutdown_while_vllm_starts_again_leaves_no_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids), start_s=1)
+    first = pids.read_text()
+    os.kill(int(first.split()[0]), signal.SIGKILL)
+    run(until(lambda: pids.read_text() not in ("", first), "the next worker"))
+    assert built.give_back()
+    built.shutdown()
+    assert not any(map(alive, map(int, pids.read_text().split())))
+
+
+def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
+    for vllm in (None, {}, {"enable_lora": False}):
+        with pytest.raises(SettingsError, match=r"parameters\.extra\.lora_modules: adapters need"):
+            parse_settings(str(tiny_model), {"vllm": vllm, "lora_modules": {"a": "b"}})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"device_map": "auto"}, "device_map has no meaning to vLLM"),
+        ({"fast_path": "off"}, "fast_path has no meaning to vLLM"),
+        ({"weights": "int8"}, "weights has no meaning to vLLM"),
+        ({"vllm": {"model": "x"}}, "the model is that of parameters.uri"),
+        ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
+        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, and parameters.extra.max_num_seqs is 5"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_with_vllm_are_refused_by_name(
+    extra: dict[str, Any], message: str, tiny_model: Path
+) -> None:
+    with pytest.raises(SettingsError, match=rf"parameters\.extra\.vllm: {message}"):
+        parse_settings(str(tiny_model), {"vllm": {}, **extra})
+
+
+def test_settings_of_ours_become_engine_arguments(tiny_model: Path) -> None:
+    ours = {"max_model_len": 64, "kv_cache_memory": "1MiB", "dtype": "float16", "tensor_parallel_size": 2}
+    resolved = parse_settings(str(tiny_model), {"vllm": {"quantization": "awq"}, **ours})
+    args = vllm_engine.engine_args(resolved.settings, "folder")
+    assert args == {
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "load_format": "safetensors",
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**20,
+        "dtype": "float16",
+        "tensor_parallel_size": 2,
+        "quantization": "awq",
+        "model": "folder",
+        "structured_outputs_config": {"backend": "guidance"},
+    }
+
+
+def test_cores_are_divided_among_the_ranks() -> None:
+    assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
+    assert bound_cores([4, 6], 1) == "4,6"
+    assert bound_cores([1], 2) == "nobind"
+
+
+def test_a_load_that_is_cancelled_ends_its_worker(start: Start, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def cancel() -> None:
+        cancellation = Cancellation()
+        loading = in_thread(lambda: start(descendants=str(pids), start_s=60), cancellation)
+        await until(pids.exists, "the worker")
+        cancellation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    run(cancel())
+    assert not any(map(alive, map(int, pids.read_text().split())))
+
+
+@pytest.mark.parametrize(
+    ("version", "python", "message"),
+    [
+        ("", (3, 11), "vllm is not installed for"),
+        ("0.29.1", (3, 11), r"vLLM 0\.29\.1 is not one of those that this server works with: 0\.30, 0\.31, 0\.32"),
+        ("0.33.0", (3, 11), r"vLLM 0\.33\.0 is not"),
+        ("0.32.0", (3, 9), r"Python 3\.9 is not one of 3\.10 to 3\.13"),
+        ("0.32.0", (3, 14), r"Python 3\.14 is not"),
+    ],
+)
+def test_another_vllm_or_python_is_refused_before_it_is_imported(
+    version: str, python: tuple[int, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_version", lambda: version)
+    monkeypatch.setattr(worker, "_python", lambda: python)
+    with pytest.raises(worker.StartRefused, match=message):
+        worker._start(StartOrder({}), worker.Steps())

@@ -117,13 +117,15 @@ class _Worker:
         if header["t"] == "add":
             ids = list(struct.unpack(f"={len(body) // 4}I", body))
             for request in header["requests"]:
+                if request["adapter"] is not None and request["adapter"] not in self.adapters:
+                    raise KeyError(request["adapter"])
                 prompt, ids = ids[: request["prompt"]], ids[request["prompt"] :]
                 self.waiting.append(_Sequence(request, prompt))
         elif header["t"] == "abort":
             gone = set(header["ids"])
             self.waiting = [each for each in self.waiting if each.number not in gone]
             self.running = [each for each in self.running if each.number not in gone]
-        elif header["t"] == "load_adapter":
+        elif header["t"] == "load_adapter" and not self.args.get("silent"):
             error = None if Path(header["path"]).is_dir() else f"no adapter in {header['path']}"
             if error is None:
                 self.adapters[header["id"]] = header["name"]
@@ -203,6 +205,7 @@ def main(descriptor: int, folder: str) -> None:
         child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         Path(worker.args["descendants"]).write_text(f"{os.getpid()} {child.pid}", encoding="utf-8")
         Path("/dev/shm", f"wire-{os.getpid()}").touch()
+        Path("/dev/shm", f"__KMP_REGISTERED_LIB_{child.pid}_0").touch()
         Path(folder, "shared-memory").write_text(f"wire-{os.getpid()}\n", encoding="utf-8")
     if environment := worker.args.get("environment"):
         Path(environment).write_text(json.dumps(dict(os.environ)), encoding="utf-8")

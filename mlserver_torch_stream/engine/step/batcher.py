@@ -51,6 +51,10 @@ class Batcher(ABC):
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
         """``wake`` makes the engine's thread step; a batcher whose tokens come from elsewhere calls it."""
 
+    def busy_seconds(self, began: float, ended: float) -> float:
+        """Returns the seconds of work up to the end of a step that lasted so long, for the estimate of waits."""
+        return ended - began
+
     def end_step(self, error: BaseException) -> bool:
         """Ends the work that does not return, of which the engine dies then. False: nothing but the process can."""
         return False

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
@@ -18,9 +16,6 @@ from mlserver_torch_stream.types import SamplingParameters
 _MAX_TEMPERATURE = 2.0
 _SEEDS = 2**63
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# Where this is missing, and no rule is written as ``start:``, vLLM takes a grammar for one of llama.cpp.
-_LARK = "%llguidance {}\n"
-_IS_LARK = re.compile(r"(?m)^\s*%llguidance\b")
 
 
 def check_sampling(sampling: SamplingParameters) -> None:
@@ -67,14 +62,12 @@ class SamplingWriter:
         return [*self._banned, *words]
 
 
-def as_lark(constraint: CompiledConstraint) -> str:
-    """Returns the constraint as one grammar in Lark's language; the answer after a reasoning is a grammar within it."""
-    first, *rest = json.loads(constraint.grammar)["grammars"]
-    if not rest:
-        text = str(first["lark_grammar"]) if "lark_grammar" in first else f"start: answer\n{_nested(first)}"
-    else:
-        text = f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"
-    return text if _IS_LARK.search(text) else _LARK + text
+def as_lark(grammars: str) -> str:
+    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a grammar in it."""
+    first, *rest = json.loads(grammars)["grammars"]
+    if rest:
+        return f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"
+    return str(first["lark_grammar"]) if "lark_grammar" in first else f"start: answer\n{_nested(first)}"
 
 
 def _nested(grammar: dict[str, Any]) -> str:

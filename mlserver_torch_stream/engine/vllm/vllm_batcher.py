@@ -6,9 +6,13 @@ to run and the others wait in the fair queue.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.failures import log_failure
@@ -18,6 +22,7 @@ from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, Yi
 from mlserver_torch_stream.engine.vllm.messages import (
     COUNTS,
     MAX_MESSAGE,
+    Adapter,
     Addition,
     Output,
     Ready,
@@ -25,8 +30,8 @@ from mlserver_torch_stream.engine.vllm.messages import (
     encode_additions,
 )
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter, as_lark
-from mlserver_torch_stream.engine.vllm.worker_process import WorkerProcess
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, LoadFailed, NotServing
 from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
@@ -35,11 +40,26 @@ _IDS_PER_MESSAGE = MAX_MESSAGE // 8
 _COUNTERS = {"steps": "decode_steps"}  # the worker's name of a counter, and ours
 
 
+@dataclass(frozen=True)
+class _Unload:
+    name: str
+    number: int
+    done: Future[None]
+
+
 class VllmBatcher(Batcher):
     """Gives its sequences to a worker. While there is none yet, it takes no requests."""
 
-    def __init__(self, start: Callable[[], WorkerProcess], writer: SamplingWriter, ready: Ready) -> None:
-        """``start`` starts a worker, which need not be ready; it may block. ``ready``: what the model's worker says."""
+    def __init__(
+        self,
+        start: Callable[[], VllmProcess],
+        writer: SamplingWriter,
+        ready: Ready,
+        adapters: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """``start`` starts a worker, which need not be ready; it may block. ``ready``: what the model's worker says.
+        ``adapters`` returns the numbers of the adapters that requests may name.
+        """
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
         self._ready = ready
@@ -48,19 +68,27 @@ class VllmBatcher(Batcher):
         self._running: dict[int, SequenceState] = {}  # in the worker, by number
         self._requests: dict[int, RequestState] = {}  # of the running sequences, which do not keep them alive
         self._last_number = 0
+        self._busy_since: float | None = None
         self._worker_stats = WorkerStats()
         self._wake: Callable[[], object] = lambda: None
-        self._process: WorkerProcess | None = None
-        self._worker: WorkerProcess | None = None  # the process, once it is ready
+        self._process: VllmProcess | None = None
+        self._worker: VllmProcess | None = None  # the process, once it is ready
         self._failure: BaseException | None = None  # why it will never be
-        self._closed = False
+        self._closing = threading.Event()
         self._start = start
+        self._adapters = adapters
+        self._unloads: queue.SimpleQueue[_Unload] = queue.SimpleQueue()  # posted by the event loop
+        self._leaving: list[_Unload] = []  # adapters that streams may still use
         self.progress.launched(_STEP, "the start of vLLM")
 
     def begin(self) -> None:
         """Starts a worker. Blocks until it is ready; raises LoadFailed."""
+        if self._closing.is_set():  # while it waited
+            raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:
+            if self._closing.is_set():
+                process.kill()
             process.ready.result()
         except BaseException:
             process.wait()
@@ -78,8 +106,6 @@ class VllmBatcher(Batcher):
             self.begin()
         except BaseException as error:
             self._failure = error
-        if self._closed and self._worker is not None:
-            self._worker.wait()
         self._wake()
 
     # --- from any thread ---
@@ -103,6 +129,19 @@ class VllmBatcher(Batcher):
         self._process.kill(f"was killed: {error}")
         return True
 
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """The future raises LoadFailed with vLLM's reason, or VllmLost."""
+        if self._worker is None:
+            raise NotServing("vLLM is being started again")
+        return self._worker.call(lambda call: encode_frame(adapter.message(call)))
+
+    def unload_adapter(self, name: str, number: int) -> Future[None]:
+        """Unloads it when no request uses it any more; requests that are submitted later must not name it."""
+        unload = _Unload(name, number, Future())
+        self._unloads.put(unload)
+        self._wake()
+        return unload.done
+
     # --- on the engine's thread ---
 
     def attach(self, wake: Callable[[], object]) -> None:
@@ -115,11 +154,10 @@ class VllmBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
+        """The step that follows ends their sequences in the worker, as it does with all that have ended here."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
-        left = set(requests)
-        self._abort([number for number, request in self._requests.items() if request in left])
         self._gauge()
 
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
@@ -133,18 +171,42 @@ class VllmBatcher(Batcher):
         for received in worker.take():
             self._count(received.stats)
             changed.update(dict.fromkeys(filter(None, map(self._take, received.outputs))))
-        self._write(changed, deliver)
+        self._abort([number for number, each in self._running.items() if each.finish_reason is not None])
+        self._gauge()  # before a reader sees the end
+        deliver(list(changed))
         del held
         if worker.lost is not None:
             raise worker.lost
         self._admit(worker, deliver)
+        self._unload(worker)
         self._gauge()
         return False
 
+    def busy_seconds(self, began: float, ended: float) -> float:
+        """vLLM works between the steps, for as long as it has sequences."""
+        since, self._busy_since = self._busy_since, ended if self._running else None
+        return 0.0 if since is None else ended - since
+
     def close(self) -> None:
-        self._closed = True
+        self._closing.set()
         if self._process is not None:
             self._process.wait()
+        while not self._unloads.empty():
+            self._leaving.append(self._unloads.get())
+        for unload in self._leaving:  # the next worker does not load it
+            unload.done.set_result(None)
+
+    def _unload(self, worker: VllmProcess) -> None:
+        """A request that was submitted before an unload was added before this step: the inbox keeps the order."""
+        while not self._unloads.empty():
+            self._leaving.append(self._unloads.get())
+        if not self._leaving:
+            return
+        used = {request.input.adapter for request in (*self._waiting, *self._requests.values())}
+        for unload in [each for each in self._leaving if each.name not in used]:
+            answer = worker.call(partial(_unload_message, unload.number))
+            self._leaving.remove(unload)
+            answer.add_done_callback(partial(_pass_on, unload.done))
 
     def _take(self, output: Output) -> SequenceState | None:
         """Gives a sequence its new tokens. None: it has ended on this side already."""
@@ -167,12 +229,6 @@ class VllmBatcher(Batcher):
             self._forget(output.number)
         return sequence
 
-    def _write(self, changed: Iterable[SequenceState], deliver: Deliver) -> None:
-        sequences = list(changed)
-        if sequences:
-            deliver(sequences)
-        self._abort([number for number, each in self._running.items() if each.finish_reason is not None])
-
     def _abort(self, numbers: Sequence[int]) -> None:
         """Ends sequences in the worker that have ended on this side."""
         for number in numbers:
@@ -185,7 +241,7 @@ class VllmBatcher(Batcher):
         if not self._running:
             self.progress.completed(_STEP)
 
-    def _admit(self, worker: WorkerProcess, deliver: Deliver) -> None:
+    def _admit(self, worker: VllmProcess, deliver: Deliver) -> None:
         additions: list[Addition] = []
         ids = 0
         while ids < _IDS_PER_MESSAGE and (request := self._waiting.admit(self._fits)) is not None:
@@ -208,16 +264,26 @@ class VllmBatcher(Batcher):
 
     def _additions(self, request: RequestState) -> list[Addition]:
         constraint, priority = request.input.constraint, request.input.priority
-        grammar = None if constraint is None else as_lark(constraint)
+        grammar = None if constraint is None else as_lark(constraint.grammar)
         bad_words = self._writer.bad_words(request)
+        adapter = self._adapter(request)
         additions = []
         for number, sequence in enumerate(request.sequences):
             params = self._writer.params(request, number)
             self._last_number += 1
-            additions.append(Addition(self._last_number, request.prompt, params, priority, grammar, bad_words))
+            additions.append(Addition(self._last_number, request.prompt, params, priority, grammar, bad_words, adapter))
             self._running[self._last_number] = sequence
             self._requests[self._last_number] = request
         return additions
+
+    def _adapter(self, request: RequestState) -> int | None:
+        name = request.input.adapter
+        if name is None:
+            return None
+        number = self._adapters().get(name)
+        if number is None:  # while the prompt came in pieces
+            raise GenerationFailed(f"the adapter {name!r} has been unloaded")
+        return number
 
     def _count(self, stats: WorkerStats | None) -> None:
         if self._running:
@@ -240,6 +306,18 @@ class VllmBatcher(Batcher):
             kv_cache_bytes=int(stats.kv_usage * self._ready.kv_cache_bytes) if inside else 0,
             kv_cache_budget=self._ready.kv_cache_bytes,
         )
+
+
+def _unload_message(number: int, call: int) -> bytes:
+    return encode_frame({"t": "unload_adapter", "call": call, "id": number})
+
+
+def _pass_on(done: Future[None], answer: Future[None]) -> None:
+    error = answer.exception()
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
 
 
 def _end(output: Output) -> tuple[FinishReason, Exception | None]:

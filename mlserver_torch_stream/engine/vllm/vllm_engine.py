@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.vllm.adapters import LoraAdapters
 from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
-from mlserver_torch_stream.engine.vllm.worker_process import WorkerCommand, WorkerProcess, cores_of_this_process
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, WorkerCommand, cores_of_this_process
 from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -58,6 +59,7 @@ class VllmModel:
     default_sampling: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
     description: str
+    adapters: LoraAdapters | None
 
 
 def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> VllmModel:
@@ -75,13 +77,17 @@ def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResour
             logger.warning("The model's generation config has fields without effect in vLLM: %s", ", ".join(ignored))
         memory = resources.promise(codec, settings.kv_cache_memory, read_host().available_bytes)
         command = _command(python, settings, source.location, threads, memory, f"vLLM of {source.name}")
-        workers = _Workers(command)
+        workers = _Workers(command, settings.lora_modules or {})
         writer = SamplingWriter(codec, generation_rules(generation_config))
         batcher, ready = workers.first(writer)
         if not ready.device.startswith("cpu"):
             resources.release(codec)
         codec.limit_prompts(ready.max_model_len)
-        codec.prepare_constraints()
+        try:
+            codec.prepare_constraints()
+        except BaseException:
+            batcher.close()
+            raise
     except BaseException:
         resources.release(codec)
         raise
@@ -93,15 +99,18 @@ def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResour
         {**generation_defaults(generation_config), **settings.default_sampling},
         eos_token_ids(generation_config, tokenizer),
         f"{source.name} by vLLM {ready.vllm} on {ready.device}; KV cache {ready.kv_cache_tokens} tokens",
+        workers.adapters if (settings.vllm or {}).get("enable_lora") else None,
     )
 
 
 class _Workers:
     """Starts one worker after another: each when no process of the one before is left."""
 
-    def __init__(self, command: WorkerCommand) -> None:
+    def __init__(self, command: WorkerCommand, modules: Mapping[str, str]) -> None:
+        self.adapters = LoraAdapters(modules, lambda: self._batcher)
         self._command = command
-        self._worker: WorkerProcess | None = None
+        self._batcher: VllmBatcher
+        self._worker: VllmProcess | None = None
         self._restarts = 0
 
     def first(self, writer: SamplingWriter) -> tuple[VllmBatcher, Ready]:
@@ -112,24 +121,25 @@ class _Workers:
         except BaseException:
             worker.wait()
             raise
-        batcher = VllmBatcher(lambda: worker, writer, ready)
-        batcher.begin()
-        return batcher, ready
+        self._batcher = VllmBatcher(lambda: worker, writer, ready, lambda: self.adapters.numbers)
+        self._batcher.begin()
+        return self._batcher, ready
 
     def next(self, writer: SamplingWriter, ready: Ready) -> VllmBatcher:
         """Returns at once. The later the restart, the longer it waits first."""
         delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
         self._restarts += 1
-        batcher = VllmBatcher(lambda: self._start(delay), writer, ready)
-        batcher.begin_in_thread()
-        return batcher
+        self._batcher = VllmBatcher(lambda: self._start(delay), writer, ready, lambda: self.adapters.numbers)
+        self._batcher.begin_in_thread()
+        return self._batcher
 
-    def _start(self, delay: float = 0.0) -> WorkerProcess:
+    def _start(self, delay: float = 0.0) -> VllmProcess:
         if self._worker is not None:
             self._worker.wait()
             logger.warning("%s is started again in %g s", self._command.name, delay)
             time.sleep(delay)
-        self._worker = WorkerProcess(self._command)
+        order = replace(self._command.order, adapters=self.adapters.loaded)
+        self._worker = VllmProcess(replace(self._command, order=order))
         return self._worker
 
 

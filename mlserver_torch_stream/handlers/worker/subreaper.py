@@ -17,6 +17,8 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _TERMINATING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+_SHARED = "/dev/shm/"
+_OPENMP = "__KMP_REGISTERED_LIB_"
 SHARED_MEMORY = "shared-memory"  # a file in the worker's folder with the names of the shared memory that it uses
 
 
@@ -24,7 +26,8 @@ def supervise(descriptor: int, folder: str | None = None) -> None:
     """Forks, and returns in the child, which becomes the worker. In this process it never returns.
 
     ``descriptor`` is the worker's end of its connection: it hangs up when the server closes its own end, or is killed.
-    ``folder`` is the worker's own: it is removed at the end, and so is the shared memory that a file in it names.
+    ``folder`` is the worker's own: it is removed at the end, and so is the shared memory of its processes, which they
+    map when they are ended, or which a file in the folder names.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
@@ -62,6 +65,7 @@ class _Supervisor:
 
     def run(self) -> None:
         self._wait()
+        shared = [] if self._folder is None else shared_memory(os.getpid())
         with contextlib.suppress(OSError):
             os.killpg(self._worker, signal.SIGKILL)
         if self._status is None:
@@ -69,7 +73,7 @@ class _Supervisor:
         os.close(self._descriptor)  # the server gets the end now, however long the rest takes
         self._end_children()
         if self._folder is not None:
-            _remove(self._folder)
+            _remove(self._folder, shared)
         _end_like(0 if self._status is None else self._status)
 
     def _wait(self) -> None:
@@ -107,30 +111,58 @@ class _Supervisor:
             return False
 
 
-def _remove(folder: str) -> None:
-    """Removes the folder, and the shared memory that it names: killed processes leave both behind."""
+def _remove(folder: str, shared: list[str]) -> None:
+    """Removes the folder, and the shared memory that it or ``shared`` names: killed processes leave both behind."""
     import shutil
 
-    names: list[str] = []
     with contextlib.suppress(OSError), open(os.path.join(folder, SHARED_MEMORY), encoding="utf-8") as file:
-        names = file.read().splitlines()
-    for name in names:
+        shared = shared + file.read().splitlines()
+    for name in shared:
         if name and "/" not in name:
             with contextlib.suppress(OSError):
                 os.unlink(f"/dev/shm/{name}")
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def shared_memory(root: int) -> list[str]:
+    """The names in ``/dev/shm`` that the process ``root`` and those below it map, or have registered by their pid."""
+    parents = _parents()
+    below = {root}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    inodes: set[int] = set()  # a semaphore is mapped under a name that is gone, and has another one
+    for pid in below:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            inodes.update(int(line.split()[4]) for line in file if _SHARED in line)
+    names = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_SHARED):
+            with contextlib.suppress(OSError):
+                if os.stat(_SHARED + name).st_ino in inodes or _pid_of_openmp(name) in below:
+                    names.append(name)
+    return sorted(names)
+
+
+def _pid_of_openmp(name: str) -> int:
+    """The process that Intel's OpenMP has registered by this name; 0 for other names."""
+    pid = name.partition(_OPENMP)[2].partition("_")[0]
+    return int(pid) if pid.isdigit() else 0
+
+
 def _children() -> list[int]:
     """The pids of the children; an empty list where there is no ``/proc``."""
     own = os.getpid()
-    found = []
+    return [pid for pid, parent in _parents().items() if parent == own]
+
+
+def _parents() -> dict[int, int]:
+    """The pid of each process's parent, by its own; nothing where there is no ``/proc``."""
+    found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                    if int(file.read().rpartition(b")")[2].split()[1]) == own:
-                        found.append(int(name))
+                    found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     return found
 
 

@@ -50,7 +50,7 @@ from mlserver_torch_stream.server.rest.connection import (
 )
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.status import as_headers
-from mlserver_torch_stream.server.token_model import TokenModel
+from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
 
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
 
@@ -147,6 +147,7 @@ class EndpointRequest(HttpRequest[Reply]):
         super().__init__(endpoint, scope, receive, send, kind)
         self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
         self._decoding_since: float | None = None
+        self._adapter: str | None = None  # whose name the body has as that of the model
         self._endpoint = endpoint
         self._path: dict[str, str] = scope["path_params"]
         self._headers = Headers(scope=scope)
@@ -184,6 +185,11 @@ class EndpointRequest(HttpRequest[Reply]):
         if "model_name" in self._path:
             self.find(self._host.registry, name, version)
             return
+        if find_model(self._host.registry, name, None) is None and version is None:
+            owner = find_adapter(self._host.registry, name)
+            if owner is not None:
+                self._adapter, name = name, owner.name
+                body["model"] = name
         other = InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
         if not isinstance(self.find(self._host.registry, name, version, other), TokenModel):
             raise other
@@ -243,14 +249,14 @@ class EndpointRequest(HttpRequest[Reply]):
         """The reply, not begun. Raises RequestError."""
         self.request_id = self.request_id or str(uuid4())
         context, route = partial(self._context, model), self._endpoint.route
-        request = RestRequest(posted, route, self._spelling, self.kind, self.request_id, context)
+        request = RestRequest(posted, route, self._spelling, self.kind, self.request_id, context, self._adapter)
         reply = self.reply = model.reply(request)
         return reply
 
     def _context(self, model: ServedModel, request_id: str) -> ReplyContext:
         """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
         headers = self._cloud_events(model, request_id) if self.kind.streams else {}
-        return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
+        return ReplyContext(self._adapter or model.name, model.version, int(time.time()), headers=headers)
 
     def _events(self, reply: Reply) -> EventStream:
         return EventStream(

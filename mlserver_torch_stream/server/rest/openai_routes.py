@@ -29,7 +29,7 @@ from mlserver_torch_stream.server.host import ServerHost, default_models, find_m
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.request import HandlerModel, is_ours
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
-from mlserver_torch_stream.server.token_model import TokenModel
+from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
@@ -54,7 +54,9 @@ class OpenAIModels:
         self._registry = registry
 
     async def listed(self, request: Request) -> JSONResponse:
-        shown = [shown_model(model) for model in default_models(self._registry) if isinstance(model, TokenModel)]
+        models = [model for model in default_models(self._registry) if isinstance(model, TokenModel)]
+        shown = [shown_model(model) for model in models]
+        shown += [shown_adapter(model, name) for model in models for name in sorted(model.adapter_names)]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
@@ -63,6 +65,8 @@ class OpenAIModels:
         if isinstance(model, HandlerModel):
             ready = bool(model.ready)
             return JSONResponse({"name": name, "ready": ready}, 200 if ready else NotServing.status)
+        if model is None and (owner := find_adapter(self._registry, name)) is not None:
+            return openai_answer(request, 200, shown_adapter(owner, name))
         if not isinstance(model, TokenModel):
             return openai_answer(request, *OPENAI_CHAT.refusal(UnknownModel(name)))
         return openai_answer(request, 200, shown_model(model))
@@ -78,6 +82,11 @@ def shown_model(model: TokenModel) -> dict[str, Any]:
         info = model.generator(EndpointKind.REST_UNARY).info
         shown |= {"max_model_len": info.max_model_len, "has_chat_template": info.has_chat_template}
     return shown
+
+
+def shown_adapter(model: TokenModel, name: str) -> dict[str, Any]:
+    """As vLLM shows it: the model is its parent."""
+    return {**shown_model(model), "id": name, "root": name, "parent": model.name}
 
 
 def openai_answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:

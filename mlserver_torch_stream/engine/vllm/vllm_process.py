@@ -20,7 +20,7 @@ from typing import Any
 
 from mlserver_torch_stream import version
 from mlserver_torch_stream.engine.child_process import how_it_ended
-from mlserver_torch_stream.engine.failures import WorkerLost
+from mlserver_torch_stream.engine.failures import VllmLost
 from mlserver_torch_stream.engine.vllm.messages import (
     MAX_MESSAGE,
     PROTOCOL,
@@ -124,7 +124,7 @@ class Outputs:
     stats: WorkerStats | None
 
 
-class WorkerProcess:
+class VllmProcess:
     """A running worker. Any thread may call its methods; ``listen``'s callback runs on its reading thread.
 
     Above the worker runs a subreaper, which is the child of this process. When the connection closes, also because this
@@ -135,7 +135,7 @@ class WorkerProcess:
         """Raises LoadFailed if the interpreter cannot be started."""
         self.name = command.name
         self.ready: Future[Ready] = Future()
-        self.lost: WorkerLost | None = None
+        self.lost: VllmLost | None = None
         self._received: deque[Outputs] = deque()
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._calls: dict[int, Future[None]] = {}
@@ -184,7 +184,7 @@ class WorkerProcess:
     def call(self, message: Callable[[int], bytes]) -> Future[None]:
         """Sends a message that the worker answers; ``message`` makes it, with the number of the call.
 
-        The future raises LoadFailed with the worker's reason, or WorkerLost.
+        The future raises LoadFailed with the worker's reason, or VllmLost.
         """
         answer: Future[None] = Future()
         with self._calling:
@@ -281,7 +281,7 @@ class WorkerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)  # the subreaper has done so, unless it was killed
         self._unsent.put(None)
         with self._calling:
-            self.lost = WorkerLost(f"vLLM's worker {self._why or why or how_it_ended(status)}")
+            self.lost = VllmLost(f"vLLM's worker {self._why or why or how_it_ended(status)}")
             calls, self._calls = list(self._calls.values()), {}
         for answer in calls:
             answer.set_exception(self.lost)

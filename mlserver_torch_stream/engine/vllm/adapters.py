@@ -1,0 +1,88 @@
+"""The LoRA adapters of one model in vLLM: their numbers, and loading and unloading them while the model serves.
+
+A worker that is started again loads those that are loaded now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+from mlserver_torch_stream.engine.failures import VllmLost
+from mlserver_torch_stream.engine.vllm.messages import Adapter
+from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
+from mlserver_torch_stream.engine_settings import MAX_ADAPTERS
+from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, UnknownModel
+from mlserver_torch_stream.types import ModelInfo
+
+
+class _Shows(Protocol):
+    info: ModelInfo
+
+
+class LoraAdapters:
+    """An ``AdapterSet``. ``numbers`` has those that are being unloaded too: their streams go on."""
+
+    def __init__(self, modules: Mapping[str, str], batcher: Callable[[], VllmBatcher]) -> None:
+        """``batcher`` returns the one that runs now."""
+        self.numbers = {name: number for number, name in enumerate(modules, 1)}
+        self._loaded = {name: Adapter(name, self.numbers[name], path) for name, path in modules.items()}
+        self._batcher = batcher
+        self._last_number = len(modules)
+        self._engine: _Shows | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._loaded)
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        """For the start of a worker. From any thread."""
+        return tuple(self._loaded.copy().values())
+
+    def show_in(self, engine: _Shows) -> None:
+        """Keeps the engine's ``info`` up to date from now on."""
+        self._engine = engine
+        self._show()
+
+    def _show(self) -> None:
+        assert self._engine is not None
+        self._engine.info = replace(self._engine.info, adapters=self.names)
+
+    async def load(self, name: str, path: str) -> None:
+        if name in self.numbers:
+            raise InvalidInput("lora_name", f"an adapter {name!r} is loaded already, or is being unloaded")
+        if len(self.numbers) >= MAX_ADAPTERS:
+            raise InvalidInput("lora_name", f"{MAX_ADAPTERS} adapters are loaded already, of {MAX_ADAPTERS} allowed")
+        self._last_number += 1
+        adapter = Adapter(name, self._last_number, path)
+        self.numbers[name] = adapter.number  # now: two loads of one name do not both go on
+        try:
+            await _answered(lambda: self._batcher().load_adapter(adapter))
+        except BaseException:
+            del self.numbers[name]
+            raise
+        self._loaded[name] = adapter
+        self._show()
+
+    async def unload(self, name: str) -> None:
+        if name not in self._loaded:
+            raise UnknownModel(name)
+        del self._loaded[name]
+        self._show()
+        try:
+            await _answered(lambda: self._batcher().unload_adapter(name, self.numbers[name]))
+        finally:
+            del self.numbers[name]
+
+
+async def _answered(call: Callable[[], Future[Any]]) -> None:
+    try:
+        await asyncio.wrap_future(call())
+    except LoadFailed as error:
+        raise InvalidInput("lora_path", str(error)) from None
+    except VllmLost as error:
+        raise NotServing(str(error)) from None
