@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import (
@@ -324,7 +324,7 @@ class _KnownIds:
 def _join(parts: Sequence[Prompt]) -> Prompt:
     """The whole prompt. A chat never arrives in pieces, so it is the only part."""
     if isinstance(parts[0], TextPrompt):
-        return TextPrompt("".join(part.text for part in parts if isinstance(part, TextPrompt)))
+        return replace(parts[0], text="".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):
         return TokensPrompt(tuple(i for part in parts if isinstance(part, TokensPrompt) for i in part.token_ids))
     return parts[0]

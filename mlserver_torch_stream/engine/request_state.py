@@ -149,7 +149,7 @@ class SequenceState:
             return ()
         events = self._writer.take()
         for event in events:
-            event.num_input_tokens = len(self._prompt)
+            event.num_input_tokens, event.prompt_ids = len(self._prompt), self._prompt
         if self.finish_reason is not None:
             self.last_event_taken = True
             last = events.pop() if events else self._writer.event()

@@ -6,10 +6,10 @@ by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, create_model
 
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
@@ -28,14 +28,14 @@ from mlserver_torch_stream.protocol.bodies import (
     TokenIds,
 )
 from mlserver_torch_stream.protocol.chat import MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
-from mlserver_torch_stream.protocol.constraints import ResponseFormat, StructuredOutputs
+from mlserver_torch_stream.protocol.constraints import Choices, JsonGuide, ResponseFormat, StructuredOutputs
 from mlserver_torch_stream.protocol.parameters import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
     MAX_STOP_STRINGS,
     Effort,
 )
-from mlserver_torch_stream.protocol.values import MAX_TOKEN_IDS, harmless_values
+from mlserver_torch_stream.protocol.values import MAX_TOKEN_IDS, METADATA, UNIMPLEMENTED
 
 LOGPROBS = "message.output_text.logprobs"
 Positive = Annotated[int, Ge(1), WHOLE]
@@ -53,7 +53,21 @@ class NamedModel(Body, extra="ignore"):
     model_version: NonEmpty | None = None
 
 
-class _Generation(NamedModel, extra="forbid"):
+_TYPES = {str: Text, dict: JsonObject, bool: bool}
+if TYPE_CHECKING:
+
+    class _OfEveryBody(Body):
+        """What no answer depends on, and what is not implemented."""
+else:
+    _OfEveryBody = create_model(
+        "_OfEveryBody",
+        __base__=Body,
+        **{name: (Annotated[Any, Refused(harmless)], None) for name, harmless in UNIMPLEMENTED.items()},
+        **{name: (Annotated[_TYPES[kind] | None, Ignored()], None) for name, kind in METADATA.items()},
+    )
+
+
+class _Generation(_OfEveryBody, NamedModel, extra="forbid"):
     """The parameters of all three bodies."""
 
     stream: bool | None = None
@@ -64,7 +78,6 @@ class _Generation(NamedModel, extra="forbid"):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Entries[Annotated[float, Ge(-100), Le(100)]] | None = None
-    user: Annotated[Text | None, Ignored()] = None
     # What vLLM's clients send beside OpenAI's own.
     top_k: Annotated[int, Ge(-1), WHOLE] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
@@ -77,6 +90,11 @@ class _Generation(NamedModel, extra="forbid"):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     bad_words: OrList[NonEmpty, Annotated[Strings, MaxLen(MAX_BAD_WORDS)]] | None = None
+    guided_json: JsonGuide | None = None
+    guided_regex: NonEmpty | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: NonEmpty | None = None
+    add_special_tokens: bool | None = None
     priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
     # Of this runtime alone.
     timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None
@@ -97,6 +115,14 @@ class _Choices(_Generation):
     max_tokens: Positive | None = None
     n: Positive | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model reasons, as in Anthropic's API. ``budget_tokens`` bounds nothing."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[NotNegative | None, Ignored()] = None
 
 
 class _Talk(_Generation):
@@ -106,31 +132,22 @@ class _Talk(_Generation):
     chat_template_kwargs: JsonObject | None = None
     tool_choice: Annotated[str | JsonObject | None, Because(OBJECT_OR_TEXT)] = None
     parallel_tool_calls: bool | None = None
-    safety_identifier: Annotated[Text | None, Ignored()] = None
-    prompt_cache_key: Annotated[Text | None, Ignored()] = None
-    prompt_cache_options: Annotated[JsonObject | None, Ignored()] = None
-    prompt_cache_retention: Annotated[Text | None, Ignored()] = None
-    moderation: Annotated[Any, Refused()] = None
-    service_tier: Annotated[Any, Refused(harmless_values("service_tier"))] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
 
 
 class ChatCompletionRequest(_Choices, _Talk):
     """The body of ``/v1/chat/completions``."""
+
+    echo: Annotated[Any, Refused((False,))] = None
 
     messages: Annotated[list[ChatMessage], MinLen(1), FAIL_FAST, SPENDS]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     tools: FunctionTools | None = None
     reasoning_effort: Effort | None = None
-    metadata: Annotated[JsonObject | None, Ignored()] = None
-    store: Annotated[bool | None, Ignored()] = None
-    audio: Annotated[Any, Refused()] = None
-    function_call: Annotated[Any, Refused(("none", "auto"))] = None
-    functions: Annotated[Any, Refused(harmless_values("functions"))] = None
-    modalities: Annotated[Any, Refused(harmless_values("modalities"))] = None
-    prediction: Annotated[Any, Refused()] = None
-    verbosity: Annotated[Any, Refused(harmless_values("verbosity"))] = None
-    web_search_options: Annotated[Any, Refused()] = None
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:
@@ -154,8 +171,6 @@ class CompletionRequest(_Choices):
     ]
     echo: bool | None = None
     logprobs: Alternatives | None = None
-    best_of: Annotated[Any, Refused(harmless_values("best_of"))] = None
-    suffix: Annotated[Any, Refused(harmless_values("suffix"))] = None
 
 
 class InputText(Body, extra="ignore"):
@@ -294,7 +309,7 @@ class ModelResponseRequest(_Talk):
     stream_options: ResponseStreamOptions | None = None
     store: Annotated[Any, Refused((False,))] = None
     background: Annotated[Any, Refused((False,))] = None
-    truncation: Annotated[Any, Refused(("disabled",))] = None
+    truncation: Annotated[Any, Refused(("disabled", "auto"))] = None
     previous_response_id: Annotated[Any, Refused()] = None
     conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None

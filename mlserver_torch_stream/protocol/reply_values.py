@@ -206,6 +206,7 @@ class CollectedSequence:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.prompt_ids: Sequence[int] = ()
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
 
@@ -226,6 +227,7 @@ class CollectedSequence:
         self.logprobs += event.logprobs
         self.finish_reason = event.finish_reason
         self.stop_reason = event.stop_reason
+        self.prompt_ids = event.prompt_ids or self.prompt_ids
         if event.cumulative_logprob is not None:
             self.cumulative_logprob = event.cumulative_logprob
 
@@ -265,10 +267,11 @@ class CollectedReply:
 
     def choices(self) -> list[ChatChoice]:
         """Every sequence, for OpenAI's objects."""
-        wanted = self._request.sampling.logprobs
+        wanted, ids = self._request.sampling.logprobs, self._request.reply.token_ids
         return [
             ChatChoice(
-                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls)
+                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls),
+                *((each.token_ids, each.prompt_ids) if ids else ()),
             )
             for index, (text, each) in enumerate(zip(self._echoed_texts(), self.sequences, strict=True))
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -74,6 +75,9 @@ class ServerOptions(BaseModel):
     """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
+    unknown_parameters: Literal["refuse", "ignore"] = "refuse"
+    """`ignore`: parameters of requests that are [unknown](openai.md#parameters) have no effect; the header
+    `x-ignored-parameters` of the answer and the log name them. `refuse`: such requests get an error."""
     page: bool = False
     """Serve [a page](page.md) at `/`, on which you chat with the models; `mlserver-torch-stream serve` and `make run`
     set it to true."""

@@ -100,8 +100,11 @@ class TextCodec:
         if isinstance(prompt, TokensPrompt):
             return prompt.token_ids
         if isinstance(prompt, TextPrompt):
-            return self._ids(prompt.text, "text_input", self._adds_special_tokens(prompt.text))
-        return self._ids(self._rendered(prompt), prompt.field, False)
+            adds = prompt.add_special_tokens
+            return self._ids(
+                prompt.text, "text_input", self._adds_special_tokens(prompt.text) if adds is None else adds
+            )
+        return self._ids(self._rendered(prompt), prompt.field, prompt.add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Returns the text of ``ids``, with the spaces that the tokens have."""
@@ -215,12 +218,10 @@ class TextCodec:
 
     def _rendered(self, prompt: ChatPrompt) -> str:
         """Returns the text of a conversation, which the chat template makes."""
-        # The template either opens a new assistant message or continues the last one.
-        continues = prompt.messages[-1].get("role") == "assistant"
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None,
-            "add_generation_prompt": not continues,
-            "continue_final_message": continues,
+            "add_generation_prompt": prompt.begins_answer,
+            "continue_final_message": prompt.continues,
         }
         messages = [dict(message) for message in prompt.messages]
         own = type(self._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

@@ -27,7 +27,8 @@ from mlserver_torch_stream.server.batches.row_slots import RowSlots
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.client_load import ClientLoad
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_log import EndpointKind, ignored_parameters
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.served_model import TokenModel
 from mlserver_torch_stream.server.streams.token_reply import TokenReply
 
@@ -114,7 +115,9 @@ class ServedRowModel:
         generator = self.model.generator(EndpointKind.REST_UNARY)
         spelling = OPENAI_SPELLINGS[endpoint]
         posted = PostedBody(body)
-        request = spelling.decode(posted, generator.info, streaming=False, request_id=uuid4().hex)
+        request_id = uuid4().hex
+        with ignored_parameters(read_options(), self.model.name, request_id):
+            request = spelling.decode(posted, generator.info, streaming=False, request_id=request_id)
         if request.priority is not None:
             raise InvalidInput("priority", "is not for rows of a batch, which all come after the requests of clients")
         sequences = len(request.prompts) * request.sampling.n

@@ -16,9 +16,11 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import quote
 
 from mlserver.settings import Settings
 from mlserver.tracing import get_tracer_provider
@@ -26,6 +28,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol.values import unknown_parameters
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt
 from mlserver_torch_stream.version import __version__
 
@@ -238,3 +242,14 @@ class RequestSinks:
 
     log: RequestLog | None = None
     tracer: Tracer | None = None
+
+
+@contextmanager
+def ignored_parameters(options: ServerOptions, model: str, request_id: str) -> Iterator[list[str]]:
+    """The block decodes a request: it lists the unknown parameters that the options have it ignore, which are logged
+    after it."""
+    with unknown_parameters(ignored=options.unknown_parameters == "ignore") as names:
+        yield names
+    if names:
+        said = ", ".join(map(quote, names))
+        logger.warning("model %s: unknown parameters of request %s are ignored: %s", model, quote(request_id), said)

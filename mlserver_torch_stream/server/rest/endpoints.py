@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import orjson
@@ -27,7 +28,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, Repl
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_log import EndpointKind, ignored_parameters
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
@@ -36,6 +37,7 @@ from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.served_model import EndpointReply, RestRequest, ServedModel, TokenModel, is_ours
 from mlserver_torch_stream.server.status import as_headers
 
+_IGNORED_HEADER = b"x-ignored-parameters"
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
 
 
@@ -84,6 +86,7 @@ class _EndpointRequest:
         self._streaming = bool(route.streaming)
         self._request_id = ""
         self._opened = False
+        self._ignored: list[str] = []  # names of unknown parameters
         self._decoding_since: float | None = None
         self._endpoint = endpoint
         self._path: dict[str, str] = scope["path_params"]
@@ -120,7 +123,8 @@ class _EndpointRequest:
         """The headers that the spelling has in every reply."""
         self._request_id = self._request_id or str(uuid4())
         headers = self._spelling.headers(self._request_id)
-        return [(name.encode(), value.encode()) for name, value in headers.items()]
+        ignored = [(_IGNORED_HEADER, ", ".join(map(quote, self._ignored)).encode())] if self._ignored else []
+        return [*((name.encode(), value.encode()) for name, value in headers.items()), *ignored]
 
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
@@ -198,7 +202,8 @@ class _EndpointRequest:
         self._request_id = self._request_id or str(uuid4())
         context, route = partial(self._context, model), self._endpoint.route
         asked = (posted, route, self._spelling, self._streaming, self._kind, self._request_id, context)
-        reply = model.reply(RestRequest(*asked))
+        with ignored_parameters(self._endpoint.options, self.name, self._request_id) as self._ignored:
+            reply = model.reply(RestRequest(*asked))
         self._opened = True
         return reply
 

@@ -19,6 +19,7 @@ from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_piece
+from mlserver_torch_stream.server.observability.request_log import ignored_parameters
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
@@ -154,7 +155,8 @@ class TokenOpener:
         following: AsyncIterator[InferenceRequest] | None = None,
     ) -> tuple[TokenReply, bool]:
         info = self._generator.info
-        with self._generator.decoding(request_id):
+        ignored = ignored_parameters(read_options(), self._name, request_id)
+        with self._generator.decoding(request_id), ignored:
             spelling = spelling_of(tensor.name for tensor in payload.inputs)
             request = spelling.decode_message(payload, info, streaming=index is not None, request_id=request_id)
             if index is not None and following is None and request.stream_mode is not StreamMode.EACH:
