@@ -427,6 +427,23 @@ def test_a_conversation_ends_as_its_client_says(more: dict[str, Any], last: str,
     assert (prompt.begins_answer, prompt.continues) == (ends == "begun", ends == "continued")
 
 
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": None, "tool_calls": []}, {"content": []}])
+def test_an_answer_may_have_been_empty(empty: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", **empty}, {"role": "user", "content": "b"}]
+    request = _outcome("chat", {**_LEAST["chat"], "messages": turns}, False)
+    assert isinstance(request, GenerationRequest), request
+    assert request.prompts[0].messages[1]["content"] == ""  # type: ignore[union-attr]
+    refused = _outcome("chat", {**_LEAST["chat"], "messages": [{"role": "user", "content": None}]}, False)
+    assert isinstance(refused, InvalidInput)
+
+
+def test_tools_without_a_notation_say_what_to_do() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidInput, match='tool_choice: "required".*setting tool_parser'):
+        posted = PostedBody({**_LEAST["chat"], "tools": tools})
+        OPENAI_CHAT.decode(posted, replace(_INFO, tool_parser=None), streaming=False, request_id="r")
+
+
 def test_a_message_cannot_be_continued_after_a_generation_prompt() -> None:
     refused = _outcome("chat", {**_LEAST["chat"], "add_generation_prompt": True, "continue_final_message": True}, False)
     assert isinstance(refused, InvalidInput) and refused.field == "continue_final_message"

@@ -120,12 +120,18 @@ class _UnknownRoute(SelectiveRoute):
         routes = self._other_routes(request.scope)
         allowed = sorted({method for route in routes for method in getattr(route, "methods", ())})
         if not allowed:
-            message = f"{path} is not implemented by this runtime; use /v1/chat/completions"
+            message = f"{path} is not implemented by this runtime; there are {', '.join(self._paths())}"
             return openai_answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
         message = f"{path} takes {' and '.join(allowed)}, got {request.method}"
         response = openai_answer(request, 405, {"error": error_object(405, message, code="method_not_supported")})
         response.headers["allow"] = ", ".join(allowed)
         return response
+
+    def _paths(self) -> list[str]:
+        """The paths below the prefix, in the order of their names."""
+        prefix = f"{self._prefix}/" if not self._prefix.endswith("/") else self._prefix
+        paths = {getattr(each, "path", "") for each in self._router.routes if _is_ours(each)}
+        return sorted(re.sub(r":path\}", "}", each) for each in paths if each.startswith(prefix) and each != self.path)
 
     def _is_foreign(self, path: str) -> bool:
         """True for KServe's path of another runtime's model, to which MLServer says that there is none."""
