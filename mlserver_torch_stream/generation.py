@@ -105,6 +105,10 @@ class PromptEncoder(Protocol):
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_strings(self, ids: Sequence[int]) -> Sequence[str]: ...
+
     def blocks(self, prompt: Prompt) -> bool:
         """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
@@ -169,6 +173,13 @@ class Generator:
                 submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
             opened(_observed(self.engine.submit(submitted), observer))
+
+    async def answer(
+        self, request: GenerationRequest, answer: Callable[[GenerationRequest, PromptEncoder, ModelInfo], _R]
+    ) -> _R:
+        """Returns what ``answer``, called in a thread of the codec, makes of the prompts alone. Raises RequestError."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.codec.executor, answer, request, self.codec, self.info)
 
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int

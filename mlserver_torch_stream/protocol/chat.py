@@ -31,7 +31,8 @@ from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
 MAX_TOOLS = 128
-MAX_NAME = 64
+MAX_NAME = 64  # of a role
+MAX_TOOL_NAME = 128
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
@@ -44,7 +45,7 @@ class Tool(Body, extra="ignore"):
 class ToolFunction(Body, extra="ignore"):
     """A function that the answer may call."""
 
-    name: Annotated[str, Len(1, MAX_NAME)]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -135,7 +136,7 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         _check_calls_end(functions, name)
     if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
         what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
-        instead = "force a call (tool_choice: \"required\", or one function)"
+        instead = 'force a call (tool_choice: "required", or one function)'
         if info.tool_parser is None:
             instead += ", or name the notation of its calls in the model's setting tool_parser"
         raise InvalidInput("tools", f"the model's chat template {what}: {instead}")

@@ -67,7 +67,7 @@ else:
     )
 
 
-class _Generation(_OfEveryBody, NamedModel, extra="forbid"):
+class Generation(_OfEveryBody, NamedModel, extra="forbid"):
     """The parameters of all three bodies."""
 
     stream: bool | None = None
@@ -108,7 +108,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class _Choices(_Generation):
+class _Choices(Generation):
     """The parameters of chat completions and completions."""
 
     stream_options: StreamOptions | None = None
@@ -125,7 +125,7 @@ class Thinking(Body):
     budget_tokens: Annotated[NotNegative | None, Ignored()] = None
 
 
-class _Talk(_Generation):
+class _Talk(Generation):
     """The parameters of chat completions and responses."""
 
     top_logprobs: Alternatives | None = None

@@ -79,7 +79,7 @@ class OpenAISpelling(Spelling):
         if _STREAM_OPTIONS in taken and not streaming:
             raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
         said = {name: value for name, value in taken.items() if name not in _READ_HERE}
-        asked = self._asked(said)
+        asked = self._asked(said, info)
         try:
             return decode_body(
                 asked,
@@ -107,14 +107,14 @@ class OpenAISpelling(Spelling):
         return field
 
     @abstractmethod
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         """The parameters of a body, as a chat or a completion has them. Raises InvalidInput for errors no schema can
         find: parameters that do not go together."""
 
 
 class OpenAIChat(OpenAISpelling):
     prompt = MESSAGES
-    body = ChatCompletionRequest
+    body: type[Body] = ChatCompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return ChatStream(request, context)
@@ -122,7 +122,7 @@ class OpenAIChat(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         if "top_logprobs" in taken and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
         return taken
@@ -130,7 +130,7 @@ class OpenAIChat(OpenAISpelling):
 
 class OpenAICompletions(OpenAISpelling):
     prompt = PROMPT
-    body = CompletionRequest
+    body: type[Body] = CompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return CompletionStream(request, context)
@@ -138,7 +138,7 @@ class OpenAICompletions(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         if taken.get("echo") and "logprobs" in taken:
             raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
         return taken
@@ -148,7 +148,7 @@ class OpenAIResponses(OpenAISpelling):
     """Its streams name their events, and no ``[DONE]`` ends them."""
 
     prompt = INPUT
-    body = ModelResponseRequest
+    body: type[Body] = ModelResponseRequest
     event_name_field = "type"
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
@@ -169,7 +169,7 @@ class OpenAIResponses(OpenAISpelling):
     def _own_name(self, field: str) -> str:
         return own_name(field)
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         return chat_body(taken)
 
 

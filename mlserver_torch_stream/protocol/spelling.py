@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import RequestError
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo, TokenEvent
+from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TokenEvent
 
 JsonObject = dict[str, Any]
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -69,11 +69,11 @@ class WholeEncoder(Protocol):
 class Spelling(ABC):
     """One way to write a request and its replies. A spelling has no state; its encoders have.
 
-    ``comments``: SSE comments may stand between the events of its streams. ``event_name_field``: the field of a
-    message that names its SSE event; None: the events have no names.
+    ``keep_alive``: the block of SSE that is sent while a stream has no events; empty: none. ``event_name_field``: the
+    field of a message that names its SSE event; None: the events have no names.
     """
 
-    comments = True
+    keep_alive = b": ping\n\n"
     event_name_field: str | None = None
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
@@ -113,3 +113,22 @@ class Spelling(ABC):
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """Status and body of an error before the first token."""
         return error.status, {"error": error.message}
+
+
+class PromptCodec(Protocol):
+    """A model's tokenizer and its chat template. Every method may take long, and may raise InvalidInput."""
+
+    def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_strings(self, ids: Sequence[int]) -> Sequence[str]:
+        """The tokens as the tokenizer's vocabulary has them."""
+
+
+class PromptSpelling(ABC):
+    """What a spelling has besides if its requests ask about a prompt alone, so that nothing is generated."""
+
+    @abstractmethod
+    def answer(self, request: GenerationRequest, codec: PromptCodec, info: ModelInfo) -> JsonObject:
+        """The whole reply. Called in a thread; raises RequestError."""

@@ -96,7 +96,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_fallback_routes(host)
     health.add_routes(host, state.lifecycle)
     model_routes.add_routes(host, state)
-    openai_routes.add_model_routes(host)
+    openai_routes.add_model_routes(host, options)
     page_routes.add_routes(host, options)
     torchserve_routes.add_routes(host, state.lifecycle, options)
     models = ServedRows(host.registry, state.clients, state.lifecycle)

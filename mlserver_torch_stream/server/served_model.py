@@ -19,10 +19,11 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.host import find_model
+from mlserver_torch_stream.server.host import default_models, find_model
 from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
 from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.body import parse_object
 from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel, NoSuchVersion
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
@@ -54,8 +55,8 @@ class EndpointReply(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def comments(self) -> bool:
-        """True if SSE comments may stand between the events."""
+    def keep_alive(self) -> bytes:
+        """As in ``Spelling``."""
 
     def bodies(self) -> AsyncIterator[JsonObject]: ...
 
@@ -196,6 +197,19 @@ def find_accepted(
     if model is not None or version is None or not accepts(find_model(registry, name, None)):
         raise NoSuchModel(name)
     raise NoSuchVersion(name, version)
+
+
+def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
+    """The name of the model that a body names: its own, or the one that the options have for it."""
+    return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
+
+
+def only_model(registry: MultiModelRegistry) -> str:
+    """The name of the only model that generates tokens. Raises InvalidInput if there are several, or none."""
+    names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
+    if len(names) != 1:
+        raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")
+    return names[0]
 
 
 def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:

@@ -439,7 +439,7 @@ def test_an_answer_may_have_been_empty(empty: dict[str, Any]) -> None:
 
 def test_tools_without_a_notation_say_what_to_do() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(InvalidInput, match='tool_choice: "required".*setting tool_parser'):
+    with pytest.raises(InvalidInput, match=r'tool_choice: "required".*setting tool_parser'):
         posted = PostedBody({**_LEAST["chat"], "tools": tools})
         OPENAI_CHAT.decode(posted, replace(_INFO, tool_parser=None), streaming=False, request_id="r")
 

@@ -134,6 +134,10 @@ class TextCodec:
         """Returns the bytes of one token; a special token's are those of its name."""
         return self._token_bytes.of(token_id)
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Returns the tokens as the vocabulary has them."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the ids of each word, as it is tokenized at the start of a text and after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]

@@ -24,7 +24,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
 )
 from mlserver_torch_stream.handlers.runtime.build import BuiltPool
 from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, as_rest, read_request
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
 from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
@@ -79,7 +79,7 @@ class HandlerReply:
     ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
     """
 
-    comments = True
+    keep_alive = Spelling.keep_alive
 
     def __init__(
         self,

@@ -34,7 +34,15 @@ from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, pars
 from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
 from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.served_model import EndpointReply, RestRequest, ServedModel, TokenModel, is_ours
+from mlserver_torch_stream.server.served_model import (
+    EndpointReply,
+    RestRequest,
+    ServedModel,
+    TokenModel,
+    is_ours,
+    name_of_alias,
+    only_model,
+)
 from mlserver_torch_stream.server.status import as_headers
 
 _IGNORED_HEADER = b"x-ignored-parameters"
@@ -128,7 +136,10 @@ class _EndpointRequest:
 
     async def _find(self, name: str, version: str | None) -> None:
         """Only the name of a model of this package becomes the label of a metric."""
-        model: Any = await self._endpoint.host.registry.get_model(name, version)
+        registry = self._endpoint.host.registry
+        if "model_name" not in self._path:
+            name = name_of_alias(registry, self._endpoint.options, name) or only_model(registry)
+        model: Any = await registry.get_model(name, version)
         if is_ours(model):
             self._model, self.name, self._version = model, name, version
         elif "model_name" in self._path:
@@ -216,7 +227,8 @@ class _EndpointRequest:
         options = self._endpoint.options
         return EventStream(
             self._send,
-            keep_alive=options.sse_ping_interval if reply.comments else 0.0,
+            keep_alive=options.sse_ping_interval if reply.keep_alive else 0.0,
+            ping=reply.keep_alive,
             stalled_after=options.stalled_reader_timeout,
             stalled=partial(self._stalled, reply),
             headers=self._spelling_headers(),

@@ -27,16 +27,17 @@ from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours
+from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours, name_of_alias
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
 
 
-def add_model_routes(host: ServerHost) -> None:
+def add_model_routes(host: ServerHost, options: ServerOptions) -> None:
     """Puts the routes before MLServer's. Called once for a server."""
-    models = OpenAIModels(host.registry)
+    models = OpenAIModels(host.registry, options)
     for prefix in OPENAI_PREFIXES:
         routes = [
             Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
@@ -49,15 +50,16 @@ def add_model_routes(host: ServerHost) -> None:
 class OpenAIModels:
     """Answers from MLServer's registry. Each name is listed once, with its default version."""
 
-    def __init__(self, registry: MultiModelRegistry) -> None:
+    def __init__(self, registry: MultiModelRegistry, options: ServerOptions) -> None:
         self._registry = registry
+        self._options = options
 
     async def listed(self, request: Request) -> JSONResponse:
         shown = [shown_model(model) for model in default_models(self._registry) if isinstance(model, TokenModel)]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
-        name = request.path_params["model_name"]
+        name = name_of_alias(self._registry, self._options, request.path_params["model_name"])
         model: Any = find_model(self._registry, name, None)
         if isinstance(model, HandlerModel):
             ready = bool(model.ready)

@@ -58,8 +58,8 @@ class TokenReply:
         return self._request.request_id
 
     @property
-    def comments(self) -> bool:
-        return self._spelling.comments
+    def keep_alive(self) -> bytes:
+        return self._spelling.keep_alive
 
     def close(self) -> None:
         self._closed = True
