@@ -74,14 +74,14 @@ _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 
 def _kind_of_block(block: Any) -> str | None:
     kind = block.get("type") if isinstance(block, dict) else None
-    return kind if isinstance(kind, str) and kind in _BLOCKS else None
+    return f"a {kind}" if kind in _BLOCKS else None
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Annotated[TextBlock, Tag("a text")]
+    | Annotated[ThinkingBlock, Tag("a thinking")]
+    | Annotated[ToolUseBlock, Tag("a tool_use")]
+    | Annotated[ToolResultBlock, Tag("a tool_result")],
     Discriminator(
         _kind_of_block, custom_error_type="type", custom_error_message=f"only {', '.join(_BLOCKS)} are implemented"
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, Len, MaxLen, MinLen
 from pydantic import Discriminator, Field, Tag, create_model
 
 from mlserver_torch_stream.protocol.bodies import (
@@ -27,7 +27,7 @@ from mlserver_torch_stream.protocol.bodies import (
     Text,
     TokenIds,
 )
-from mlserver_torch_stream.protocol.chat import MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
+from mlserver_torch_stream.protocol.chat import MAX_TOOL_NAME, MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
 from mlserver_torch_stream.protocol.constraints import Choices, JsonGuide, ResponseFormat, StructuredOutputs
 from mlserver_torch_stream.protocol.parameters import (
     LEAST_REPETITION_PENALTY,
@@ -211,21 +211,34 @@ class InputMessage(_Item):
     phase: Text | None = None
 
 
-class InputCall(_Item):
+class _InputCall(_Item):
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    caller: Annotated[JsonObject | None, Ignored()] = None
+
+
+class InputCall(_InputCall):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
     arguments: Text
 
 
-class InputCallOutput(_Item):
-    """What a function has answered."""
+class InputCustomCall(_InputCall):
+    """A call of a custom tool in an earlier answer."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    input: Text
+
+
+class InputCallOutput(_Item):
+    """What a function or a custom tool has answered."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: _Parts
+    caller: Annotated[JsonObject | None, Ignored()] = None
 
 
 class InputReasoning(_Item):
@@ -236,26 +249,83 @@ class InputReasoning(_Item):
     content: Annotated[list[ReasoningText], FAIL_FAST, SPENDS] | None = None
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+)
 
 
 def _kind_of_item(item: Any) -> str | None:
     """An item is a message unless it says otherwise."""
     kind = item.get("type") if isinstance(item, dict) else None
-    return "a message" if kind is None else f"a {kind}" if kind in _KINDS else None
+    if not isinstance(kind, str):
+        return "a message" if kind is None else None
+    return f"a {kind.replace('custom_tool_call_output', 'function_call_output')}" if kind in _KINDS else None
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("a message")]
     | Annotated[InputCall, Tag("a function_call")]
+    | Annotated[InputCustomCall, Tag("a custom_tool_call")]
     | Annotated[InputCallOutput, Tag("a function_call_output")]
     | Annotated[InputReasoning, Tag("a reasoning")],
     Discriminator(_kind_of_item, custom_error_type="type", custom_error_message=f"must be {' or '.join(_KINDS)}"),
 ]
 
 
-class ResponseTool(ToolFunction, Tool):
+class ResponseFunction(ToolFunction, Tool):
     """A function, as responses have it."""
+
+
+class TextInput(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarInput(Body):
+    """Text that matches a grammar or a regular expression."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: NonEmpty
+
+
+class CustomTool(Body, extra="ignore"):
+    """A function of one text."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
+    description: Text | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+
+def _kind_of_tool(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return f"a {kind}" if kind in ("function", "custom", "namespace") else None
+
+
+def _tools(message: str) -> Discriminator:
+    return Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message=message)
+
+
+_Callable = Annotated[ResponseFunction, Tag("a function")] | Annotated[CustomTool, Tag("a custom")]
+
+
+class NamespaceTool(Body, extra="ignore"):
+    """Tools whose calls name this namespace, too."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
+    description: Text | None = None
+    tools: Annotated[
+        list[Annotated[_Callable, _tools("only function and custom are implemented")]], MaxLen(MAX_TOOLS), FAIL_FAST
+    ]
+
+
+ResponseTool = Annotated[
+    _Callable | Annotated[NamespaceTool, Tag("a namespace")],
+    _tools("only function, custom and namespace are implemented"),
+]
 
 
 class TextFormat(Body):
@@ -291,7 +361,17 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# Of tools that are not called, and images that no message has, there is nothing to include.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ModelResponseRequest(_Talk):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from mlserver_torch_stream.errors import as_request_error
+from mlserver_torch_stream.protocol.custom_tools import NamedTool, named_tools
 from mlserver_torch_stream.protocol.openai_objects import logprob_entries
 from mlserver_torch_stream.protocol.openai_stream import describe, raise_failure
 from mlserver_torch_stream.protocol.reply_values import UsageCounter, shortened
@@ -17,6 +18,7 @@ from mlserver_torch_stream.protocol.responses_objects import (
     IN_PROGRESS,
     INCOMPLETE,
     CallItem,
+    CustomCallItem,
     MessageItem,
     OutputItem,
     ReasoningItem,
@@ -37,6 +39,7 @@ class ResponsesStream:
         repeated = request.reply.repeated
         self._id = request.request_id
         self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
+        self._tools = named_tools(repeated["tools"])
         self._usage = UsageCounter(request)
         self._shows_logprobs = request.sampling.logprobs
         self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
@@ -101,10 +104,12 @@ class ResponsesStream:
         messages: list[JsonObject] = []
         if not isinstance(self._open, CallItem) or self._call != delta.index:
             self._call = delta.index
-            item = CallItem(self._id, self._next(), delta.id or "", delta.name or "")
-            messages += self._switch(item)
+            name = delta.name or ""
+            tool = self._tools.get(name, NamedTool(name, None, False))
+            kind = CustomCallItem if tool.custom else CallItem
+            messages += self._switch(kind(self._id, self._next(), delta.id or "", tool.name, tool.namespace))
         assert isinstance(self._open, CallItem)
-        return [*messages, self._open.delta(delta.arguments)] if delta.arguments else messages
+        return [*messages, *self._open.delta(delta.arguments)]
 
     def _opened(self, kind: type[_Textual]) -> tuple[_Textual, list[JsonObject]]:
         """The open item, which is of this kind now, and the messages that have opened it."""
