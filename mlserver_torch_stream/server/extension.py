@@ -15,6 +15,7 @@ from mlserver.settings import Settings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
 from mlserver_torch_stream.server.grpc_port import open_port
+from mlserver_torch_stream.server.grpc_reflection import Reflection, mlserver_files
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
 from mlserver_torch_stream.server.management import management_app
@@ -33,7 +34,8 @@ from mlserver_torch_stream.server.rest import (
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
+from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService, torchserve_file
+from mlserver_torch_stream.server.triton.triton_messages import triton_file
 from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 
 
@@ -80,14 +82,15 @@ async def _open_grpc_services(host: ServerHost, state: ServerState, options: Ser
     open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:
-        triton = TritonServicer(host, state, stalled_after).handler()
+        triton = (TritonServicer(host, state, stalled_after).handler(), Reflection([triton_file()]))
         await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
-    torchserve = InferenceService(host, state.lifecycle, stalled_after).handler()
+    torchserve, described = InferenceService(host, state.lifecycle, stalled_after).handler(), torchserve_file()
     listener = host.grpc_listener()
     if listener is not None:
-        listener.add_generic_rpc_handlers((torchserve,))
+        listener.add_generic_rpc_handlers((torchserve, Reflection([*mlserver_files(), described])))
     if port := options.grpc_port_torchserve:
-        await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", torchserve)
+        handlers = (torchserve, Reflection([described]))
+        await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", handlers)
 
 
 def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> None:

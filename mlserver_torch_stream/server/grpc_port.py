@@ -23,7 +23,7 @@ async def open_port(
     port: int,
     setting: str,
     service: str,
-    handler: grpc.GenericRpcHandler,
+    handlers: tuple[grpc.GenericRpcHandler, ...],
 ) -> None:
     """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
 
@@ -36,7 +36,7 @@ async def open_port(
         # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
         options=[*host.grpc_options(), ("grpc.so_reuseport", 0)],
     )
-    listener.add_generic_rpc_handlers((handler,))
+    listener.add_generic_rpc_handlers(handlers)
     try:
         listener.add_insecure_port(f"{address}:{port}")
     except RuntimeError as error:
