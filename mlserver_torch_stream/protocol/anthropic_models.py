@@ -88,8 +88,8 @@ Block = Annotated[
 ]
 
 
-class Message(MessageMetadata):
-    """One turn of a conversation."""
+class Turn(MessageMetadata):
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: OrList[Text, Annotated[list[Block], FAIL_FAST, SPENDS]]
@@ -147,7 +147,7 @@ _KEEPS_ALL: tuple[Any, ...] = ({"edits": []}, {"edits": [{"type": "clear_thinkin
 class CountTokensRequest(Generation):
     """The body of ``/v1/messages/count_tokens``."""
 
-    messages: Annotated[list[Message], MinLen(1), FAIL_FAST, SPENDS]
+    messages: Annotated[list[Turn], MinLen(1), FAIL_FAST, SPENDS]
     system: OrList[Text, Annotated[list[TextBlock], FAIL_FAST, SPENDS]] | None = None
     tools: Annotated[list[ClientTool], MaxLen(MAX_TOOLS), FAIL_FAST] | None = None
     tool_choice: ToolUseChoice | None = None

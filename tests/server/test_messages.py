@@ -277,14 +277,17 @@ def test_errors_have_anthropics_types(served: Server) -> None:
     assert too_long.status_code == 400 and refusal(too_long)["message"].startswith("prompt is too long")
 
 
-def test_an_error_after_the_first_token_is_an_event(served: Server) -> None:
-    late = post(served, PATH, ask(ignore_eos=True, stream=True, timeout=150_000, temperature=0))
-    *_, last = [block for block in late.text.split("\n\n") if block]
-    if late.status_code == 200:
-        name, data = last.split("\n")
-        assert name in ("event: error", "event: message_stop")
-        if name == "event: error":
-            assert json.loads(data.removeprefix("data: "))["error"]["type"] == "timeout_error"
+def test_an_error_after_the_first_token_is_an_event(slow: Server) -> None:
+    *before, last = events(slow, ask(max_tokens=900, ignore_eos=True, timeout=1_500_000))
+    assert last["type"] == "error" and last["error"]["type"] == "timeout_error"
+    assert kinds(before)[-1] == "text_delta"
+
+
+def test_silence_is_bridged_by_pings(slow: Server) -> None:
+    """The prefill takes longer than the time between two of them."""
+    response = post(slow, PATH, ask("Hello " * 12, max_tokens=2, stream=True))
+    first, *_ = response.text.split("\n\n")
+    assert first == 'event: ping\ndata: {"type":"ping"}' and ": ping" not in response.text.replace("event: ping", "")
 
 
 def test_a_text_is_tokenized_and_back(served: Server) -> None:
