@@ -79,7 +79,7 @@ def metrics() -> Rows:
 # answer is in docs/torchserve.md.
 _ERRORS = {
     "errors": True,
-    "server.rest.body": True,
+    "server.rest.connection": True,
     "handlers.pool.handler_request": True,
     "server.rest.batch_routes": False,
     "batches.pages": False,
@@ -118,7 +118,9 @@ _SECTIONS = (
     (r"/v1/(files|batches).*", "Files and batches", "../batches.md"),
     (r"/v1/models/.*:(predict|explain)|/(predictions|explanations)/.*|/(\{model_name\}|models)/.*|/ping|/api-.*",
      "TorchServe's inference API", "../torchserve.md#torchserves-own-paths"),
+    (r"/v1/messages.*", "Anthropic's API", "../anthropic.md"),
     (r"/v1/.*", "OpenAI's API", "../openai.md"),
+    (r"/(de)?tokenize", "Tokens, as vLLM has them", "../openai.md#tokens"),
     (r"/v2/models(/[^/]+)?/(stats|config)", "Triton's configuration and statistics", "../triton.md#calls"),
     (r"/v2/models/[^/]+/(infer|generate)(_stream)?", "V2 protocol and flat JSON", "../protocol.md"),
     (r"/health|/v2/health/.*|/v2/models/[^/]+/ready", "Health", "../operations.md#health"),
@@ -161,7 +163,7 @@ def _rest_paths() -> dict[str, set[str]]:
     from mlserver_torch_stream.server.extension import add_routes
     from mlserver_torch_stream.server.host import ServerHost
     from mlserver_torch_stream.server.options import ServerOptions
-    from mlserver_torch_stream.server.rest import routes
+    from mlserver_torch_stream.server.rest import endpoints
     from mlserver_torch_stream.server.state import server_state
 
     settings, registry = Settings(parallel_workers=0), MultiModelRegistry()
@@ -169,7 +171,7 @@ def _rest_paths() -> dict[str, set[str]]:
     host = ServerHost(RESTServer(settings, DataPlane(settings, registry), repository))
     state, options = server_state(), ServerOptions(page=True)
     add_routes(host, state, options)
-    routes.add(host, state.lifecycle, options, REST_ROUTES)
+    endpoints.add_endpoints(host, state.lifecycle, options, REST_ROUTES)
     found: dict[str, set[str]] = {}
     for route in host.router.routes:
         path = re.sub(r"^/page/.*", "/page/{file}", re.sub(r":path\}", "}", route.path))

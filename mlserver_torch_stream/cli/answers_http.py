@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlserver_torch_stream.client.openai_json import error_message
+from mlserver_torch_stream.client.http_transport import error_message
 from mlserver_torch_stream.cloud.naming import closed_format
 from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
 from mlserver_torch_stream.protocol.openai_batch import ChunkFold, check_model

@@ -26,7 +26,7 @@ from mlserver_torch_stream.errors import (
 )
 from mlserver_torch_stream.protocol.openai_objects import completion
 from mlserver_torch_stream.protocol.openai_request import decode_body
-from mlserver_torch_stream.protocol.reply_values import CollectedReply
+from mlserver_torch_stream.protocol.spelling import CollectedReply
 from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:

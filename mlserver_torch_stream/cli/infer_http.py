@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httpx
 
@@ -31,11 +31,9 @@ from mlserver_torch_stream.cli.answers_http import (
 )
 from mlserver_torch_stream.cli.argument_types import authorization, without_key
 from mlserver_torch_stream.client import AsyncClient, ClientError, EventParser
-from mlserver_torch_stream.client.address import Api
 from mlserver_torch_stream.client.call import GenerationCall
-from mlserver_torch_stream.client.http_transport import retry_after_s
-from mlserver_torch_stream.client.openai_json import error_message
-from mlserver_torch_stream.client.v2_json import V2Json
+from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
+from mlserver_torch_stream.client.v2_json import http_request
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
@@ -51,6 +49,8 @@ from mlserver_torch_stream.cloud.rows import (
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
+
+Api = Literal["v2", "openai"]
 
 
 class Concurrency:
@@ -273,7 +273,7 @@ class HttpInfer:
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         # The prompt is None in a chat, which has messages, and in a row without a prompt, which the server refuses.
         prompts = (cast(str, ask.prompt),)
-        return V2Json().request(GenerationCall(self.model, prompts, ask.messages, parameters), self.stream)
+        return http_request(GenerationCall(self.model, prompts, ask.messages, parameters), self.stream)
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         answer = OpenAIAnswer() if self.api == "openai" else V2ServerAnswer(self.name or self.model, ask.chat)
@@ -360,10 +360,22 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
 async def only_model(url: str, api: Api, key: str | None) -> str:
     """The name of the server's only model. Raises RunRefused where it has none or several."""
     try:
-        async with AsyncClient(url, api=api, headers=authorization(key), timeout=_MODELS_TIMEOUT_S) as client:
-            names = await client.models()
-    except (ClientError, ValueError) as error:
+        if api == "openai":
+            names = await _openai_models(url, key)
+        else:
+            async with AsyncClient(url, headers=authorization(key), timeout=_MODELS_TIMEOUT_S) as client:
+                names = await client.models()
+    except (ClientError, ValueError, KeyError, TypeError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise RunRefused(f"--url: {url} does not say which models it has ({without_key(str(error))})") from None
     if len(names) != 1:
         raise RunRefused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
     return names[0]
+
+
+async def _openai_models(url: str, key: str | None) -> list[str]:
+    """Raises httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError or TypeError."""
+    async with httpx.AsyncClient(base_url=url, headers=authorization(key), timeout=_MODELS_TIMEOUT_S) as http:
+        answer = await http.get("/v1/models")
+    if answer.status_code != httpx.codes.OK:
+        raise ValueError(f"the server answered {answer.status_code}: {_server_error(answer.text)[0]}")
+    return sorted({item["id"] for item in answer.json()["data"]})

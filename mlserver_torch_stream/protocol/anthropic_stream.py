@@ -8,8 +8,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import ContextLengthExceeded, RequestError, as_request_error
 from mlserver_torch_stream.protocol.openai_stream import openai_status, raise_failure
-from mlserver_torch_stream.protocol.reply_values import UsageCounter, shortened
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, UsageCounter, shortened
 from mlserver_torch_stream.protocol.values import parse_json
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
 

@@ -83,7 +83,7 @@ def _pattern(name: str, said: Mapping[str, Any]) -> str | None:
         raise InvalidInput("tools", f"the grammar of {name} {error}") from None
 
 
-class InputText:
+class ArgumentText:
     """The text of a custom tool's call, out of the arguments, which come in pieces."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlserver_torch_stream.protocol.custom_tools import InputText
+from mlserver_torch_stream.protocol.custom_tools import ArgumentText
 from mlserver_torch_stream.protocol.openai_objects import TokenCounts
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
@@ -242,7 +242,7 @@ class CustomCallItem(CallItem):
 
     def __init__(self, request_id: str, index: int, call_id: str, name: str, namespace: str | None = None) -> None:
         super().__init__(request_id, index, call_id, name, namespace)
-        self._input = InputText()
+        self._input = ArgumentText()
 
     def delta(self, arguments: str) -> list[JsonObject]:
         return super().delta(self._input.push(arguments))

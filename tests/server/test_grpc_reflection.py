@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from mlserver_torch_stream.server.grpc_reflection import METHOD, SERVICES, ReflectionRequest, ReflectionResponse
+from mlserver_torch_stream.server.grpc.reflection import METHOD, SERVICES, ReflectionRequest, ReflectionResponse
 from tests.server.harness import Server
 
 _MLSERVER = "inference.GRPCInferenceService"

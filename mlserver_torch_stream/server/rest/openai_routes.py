@@ -26,10 +26,11 @@ from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours, name_of_alias
+from mlserver_torch_stream.server.request import HandlerModel, is_ours
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
+from mlserver_torch_stream.server.token_model import TokenModel, name_of_alias
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
@@ -131,9 +132,9 @@ class _UnknownRoute(SelectiveRoute):
 
     def _paths(self) -> list[str]:
         """The paths below the prefix, in the order of their names."""
-        prefix = f"{self._prefix}/" if not self._prefix.endswith("/") else self._prefix
         paths = {getattr(each, "path", "") for each in self._router.routes if _is_ours(each)}
-        return sorted(re.sub(r":path\}", "}", each) for each in paths if each.startswith(prefix) and each != self.path)
+        below = (each for each in paths if each.startswith(self._prefix) and each != self.path)
+        return sorted(each.replace(":path}", "}") for each in below)
 
     def _is_foreign(self, path: str) -> bool:
         """True for KServe's path of another runtime's model, to which MLServer says that there is none."""
