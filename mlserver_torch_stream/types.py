@@ -159,6 +159,7 @@ class ReplyOptions:
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
     continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
+    warnings: tuple[str, ...] = ()  # of OpenAI's responses: what the request asks for and does not get
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 

@@ -11,6 +11,7 @@ from mlserver_torch_stream.protocol.anthropic_models import CountTokensRequest, 
 from mlserver_torch_stream.protocol.anthropic_request import chat_body, own_name
 from mlserver_torch_stream.protocol.anthropic_stream import MessagesStream, MessagesWhole, error_body
 from mlserver_torch_stream.protocol.bodies import Body
+from mlserver_torch_stream.protocol.custom_tools import without_hosted
 from mlserver_torch_stream.protocol.openai_request import MESSAGES
 from mlserver_torch_stream.protocol.openai_spelling import OpenAISpelling
 from mlserver_torch_stream.protocol.spelling import (
@@ -39,7 +40,8 @@ class AnthropicMessages(OpenAISpelling):
         return {**super().headers(request_id), "request-id": request_id}
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
-        request = super().decode(posted, info, streaming=streaming, request_id=request_id)
+        body, _ = without_hosted(posted.json, ("custom",))
+        request = super().decode(replace(posted, json=body), info, streaming=streaming, request_id=request_id)
         if request.constraint is not None:  # the engine may refuse it later
             request = replace(request, constraint=replace(request.constraint, field=own_name(request.constraint.field)))
         if posted.json.get(_MAX_TOKENS) is None:  # also where the model's settings say less

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.lark_regex import regex_of_lark
+from mlserver_torch_stream.protocol.values import ignores, printable
 
 INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -26,6 +27,23 @@ _WHOLE = re.compile(
 def function_name(name: str, namespace: str | None) -> str:
     """The name of the function that stands for a tool."""
     return name if namespace is None else f"{namespace}.{name}"
+
+
+def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tuple[Mapping[str, Any], list[str]]:
+    """The body without the tools of other types than the ``known`` ones, and what names them; if the server's setting
+    is not to ignore what it does not know, the body as it is."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return body, []
+    kept, left_out = [], []
+    for position, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        name = printable(f"tools[{position}].type={kind}")
+        if not isinstance(kind, str) or kind in known or not ignores(name):
+            kept.append(tool)
+        else:
+            left_out.append(name)
+    return ({**body, "tools": kept}, left_out) if left_out else (body, [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,10 @@ _ITEM_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
 
 
 def response_schemas() -> JsonObject:
-    items = [reference(name) for name in ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomCallItem")]
+    items = [
+        reference(name)
+        for name in ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomCallItem", "WarningItem")
+    ]
     return {
         "ModelResponse": object_schema(
             id=STRING,
@@ -47,6 +50,7 @@ def response_schemas() -> JsonObject:
             "reasoning", summary={"type": "array", "items": _OBJECT}, content=_parts("reasoning_text")
         ),
         "FunctionCallItem": _item("function_call", call_id=STRING, name=STRING, arguments=STRING),
+        "WarningItem": _item("warning", message=STRING),
         "CustomCallItem": _item("custom_tool_call", call_id=STRING, name=STRING, input=STRING),
         "ResponseUsage": object_schema(
             input_tokens=COUNT,

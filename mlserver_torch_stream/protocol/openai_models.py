@@ -202,6 +202,13 @@ class _Item(Body):
     status: Text | None = None
 
 
+class InputWarning(_Item):
+    """A warning of an earlier answer, which has no effect."""
+
+    type: Literal["warning"]
+    message: Text
+
+
 class InputMessage(_Item):
     """A message of a conversation."""
 
@@ -251,6 +258,7 @@ class InputReasoning(_Item):
 
 _KINDS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+    "warning",
 )
 
 
@@ -267,7 +275,8 @@ Item = Annotated[
     | Annotated[InputCall, Tag("a function_call")]
     | Annotated[InputCustomCall, Tag("a custom_tool_call")]
     | Annotated[InputCallOutput, Tag("a function_call_output")]
-    | Annotated[InputReasoning, Tag("a reasoning")],
+    | Annotated[InputReasoning, Tag("a reasoning")]
+    | Annotated[InputWarning, Tag("a warning")],
     Discriminator(_kind_of_item, custom_error_type="type", custom_error_message=f"must be {' or '.join(_KINDS)}"),
 ]
 
@@ -299,9 +308,12 @@ class CustomTool(Body, extra="ignore"):
     format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
 
 
+TOOL_KINDS = ("function", "custom", "namespace")
+
+
 def _kind_of_tool(tool: Any) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return f"a {kind}" if kind in ("function", "custom", "namespace") else None
+    return f"a {kind}" if kind in TOOL_KINDS else None
 
 
 def _tools(message: str) -> Discriminator:

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.bodies import Body, taken_values, validate
+from mlserver_torch_stream.protocol.custom_tools import without_hosted
 from mlserver_torch_stream.protocol.openai_models import (
+    TOOL_KINDS,
     ChatCompletionRequest,
     CompletionRequest,
     ModelResponseRequest,
@@ -151,11 +153,14 @@ class OpenAIResponses(OpenAISpelling):
     event_name_field = "type"
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        body, left_out = without_hosted(posted.json, TOOL_KINDS)
+        posted = replace(posted, json=body)
         request = super().decode(posted, info, streaming=streaming, request_id=request_id)
         constraint = request.constraint
         if constraint is not None:  # the engine may refuse it later
             constraint = replace(constraint, field=own_name(constraint.field))
-        reply = replace(request.reply, repeated=repeated_values(posted.json))
+        warnings = tuple(f"{name}: hosted tools are not implemented, it is ignored" for name in left_out)
+        reply = replace(request.reply, repeated=repeated_values(body), warnings=warnings)
         prompts = tuple(replace(each, field=INPUT) for each in request.prompts if isinstance(each, ChatPrompt))
         return replace(request, prompts=prompts, reply=reply, constraint=constraint)
 

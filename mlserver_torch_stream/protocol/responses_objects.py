@@ -88,6 +88,11 @@ def response_usage(counts: TokenCounts) -> JsonObject:
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
+def warning_item(request_id: str, index: int, message: str) -> JsonObject:
+    """An item that says what the request asks for and does not get. OpenAI's API has none."""
+    return {"id": f"wr_{request_id}_{index}", "type": "warning", "status": COMPLETED, "message": message}
+
+
 class OutputItem(ABC):
     """One item while it grows. ``index``: its place in the output. Messages have no ``sequence_number`` yet."""
 

@@ -100,6 +100,8 @@ class _Conversation:
         """Raises InvalidInput."""
         item = {key: value for key, value in item.items() if value is not None}  # as SDKs dump their objects
         kind = item.get("type", "message")
+        if kind == "warning":
+            return
         if kind == "reasoning":
             self._begin()["reasoning"] = _text(item.get("content") or item.get("summary", []))
         elif kind in ("function_call", "custom_tool_call"):

@@ -22,6 +22,7 @@ from mlserver_torch_stream.protocol.responses_objects import (
     OutputItem,
     ReasoningItem,
     ResponseObject,
+    warning_item,
 )
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, UsageCounter, shortened
 from mlserver_torch_stream.tool_calls import ToolCallDelta
@@ -39,6 +40,7 @@ class ResponsesStream:
         self._id = request.request_id
         self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
         self._tools = named_tools(repeated["tools"])
+        self._warnings = request.reply.warnings
         self._usage = UsageCounter(request)
         self._shows_logprobs = request.sampling.logprobs
         self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
@@ -79,7 +81,13 @@ class ResponsesStream:
         if self._number:
             return []
         begun = self._response.state(IN_PROGRESS)
-        return [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
+        messages = [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
+        for warning in self._warnings:
+            item = warning_item(self._id, len(self._output), warning)
+            places: JsonObject = {"output_index": len(self._output), "item": item}
+            messages += [{"type": f"response.output_item.{kind}", **places} for kind in ("added", "done")]
+            self._output.append(item)
+        return messages
 
     def _grow(self, event: TokenEvent) -> Iterable[JsonObject]:
         """The reasoning of an event comes before its text, and its text before its calls."""
@@ -135,7 +143,7 @@ class ResponsesStream:
 
     def _finish(self, reason: FinishReason | None) -> list[JsonObject]:
         """An empty answer is a message without text."""
-        messages = [] if self._next() else self._opened(MessageItem)[1]
+        messages = [] if self._next() > len(self._warnings) else self._opened(MessageItem)[1]
         cut = reason is FinishReason.LENGTH
         status = INCOMPLETE if cut else COMPLETED
         messages += self._close(status)

@@ -71,3 +71,17 @@ def test_the_text_of_a_conversation_ends_as_its_client_says(served: Server) -> N
         by_hand = whole(served, TEXT, prompt(text, **_SHORT, add_special_tokens=False))
         assert answer["choices"][0]["message"]["content"] == by_hand["choices"][0]["text"], more
         assert answer["usage"]["prompt_tokens"] == by_hand["usage"]["prompt_tokens"]
+
+
+def test_a_hosted_tool_is_left_out_with_a_warning(served: Server) -> None:
+    tools = [{"type": "web_search", "external_web_access": False}]
+    body = {"model": "tiny", "input": "Hello", "max_output_tokens": 6, "ignore_eos": True, "tools": tools}
+    response = post(served, "/v1/responses", body)
+    warning, message = response.json()["output"]
+    assert (warning["type"], message["type"]) == ("warning", "message") and "tools[0].type=web_search" in str(warning)
+    assert response.headers["x-ignored-parameters"] == "tools%5B0%5D.type%3Dweb_search"
+    turns = [{"role": "user", "content": "Hello"}, warning, message, {"role": "user", "content": "And?"}]
+    assert post(served, "/v1/responses", {**body, "input": turns, "tools": []}).json()["output"][0]["type"] == "message"
+    hosted = [{"type": "web_search_20250305", "name": "web_search"}]
+    asked = {"model": "tiny", "messages": turns[:1], "max_tokens": 6, "tools": hosted}
+    assert post(served, "/v1/messages", asked).json()["content"]
