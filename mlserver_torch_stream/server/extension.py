@@ -19,8 +19,9 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
-from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
+from mlserver_torch_stream.server.batches import Batches
 from mlserver_torch_stream.server.grpc.reflection import Reflection, mlserver_files
+from mlserver_torch_stream.server.grpc.torchserve import InferenceService, torchserve_file
 from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.grpc.triton_messages import triton_file
 from mlserver_torch_stream.server.host import ServerHost
@@ -34,7 +35,6 @@ from mlserver_torch_stream.server.rest import batch_routes, connection, health, 
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService, torchserve_file
 
 
 async def open_port(
@@ -137,9 +137,8 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_model_routes(host, options)
     page_routes.add_routes(host, options)
     predictions.add_routes(host, state.lifecycle, options)
-    models = ServedRows(host.registry, state.clients, state.lifecycle)
-    service = BatchService(options.batch_store, models, state.lifecycle)
-    batch_routes.add_batch_routes(host, service, options)
+    batches = Batches(options.batch_store, host.registry, state)
+    batch_routes.add_batch_routes(host, batches, options)
 
 
 def _warn_of_server_settings(settings: Settings) -> None:
