@@ -225,7 +225,12 @@ class CallItem(OutputItem):
         return self._call(IN_PROGRESS, "")
 
     def _closing(self) -> list[JsonObject]:
-        return [self._message(f"{self.deltas}.done", name=self._name, **{self.content: self._content()})]
+        rest = self._rest()
+        return [*rest, self._message(f"{self.deltas}.done", name=self._name, **{self.content: self._content()})]
+
+    def _rest(self) -> list[JsonObject]:
+        """The deltas that are left at the end."""
+        return []
 
     def _call(self, status: str, said: str) -> JsonObject:
         return {
@@ -252,5 +257,5 @@ class CustomCallItem(CallItem):
     def delta(self, arguments: str) -> list[JsonObject]:
         return super().delta(self._input.push(arguments))
 
-    def _closing(self) -> list[JsonObject]:
-        return [*super().delta(self._input.flush()), *super()._closing()]
+    def _rest(self) -> list[JsonObject]:
+        return super().delta(self._input.flush())
