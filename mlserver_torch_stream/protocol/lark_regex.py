@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 _MAX_CHARACTERS = 1 << 16  # of the expression, to which each use of a rule adds the whole rule
+_MAX_DEPTH = 100
 _COMMON: Mapping[str, str] = {
     "CR": r"\r",
     "DIGIT": "[0-9]",
@@ -33,7 +34,14 @@ _TOKEN = re.compile(
 
 def regex_of_lark(definition: str) -> str:
     """The expression of the rule ``start``. Raises ValueError, whose text ends a sentence about the grammar."""
-    return _Grammar(definition).rule("start")
+    if len(definition) > _MAX_CHARACTERS:
+        raise ValueError(f"has more than {_MAX_CHARACTERS} characters")
+    expression = _Grammar(definition).rule("start")
+    try:
+        re.compile(expression)
+    except (re.error, OverflowError, RecursionError):
+        raise ValueError("cannot be read") from None
+    return expression
 
 
 class _Grammar:
@@ -59,6 +67,8 @@ class _Grammar:
         if name in self._bodies and name not in self._known:
             if name in self._within:
                 raise ValueError(f"has the rule {name}, which refers to itself: that is not implemented here")
+            if len(self._within) >= _MAX_DEPTH:
+                raise ValueError(f"has more than {_MAX_DEPTH} rules within each other")
             self._within.append(name)
             self._known[name] = self._expression(self._bodies[name])
             self._within.pop()
@@ -69,21 +79,22 @@ class _Grammar:
     def _expression(self, body: str) -> str:
         """The tokens are those of the expression but for what they are called; marks are the same in both."""
         parts: list[str] = ["(?:"]
-        end = 0
-        while body[end:].strip():
+        end = size = depth = 0
+        body = body.rstrip()
+        while end < len(body):
             token = _TOKEN.match(body, end)
             if token is None:
                 raise ValueError(f"cannot be read at {body[end : end + 20].strip()!r}")
             parts.append(self._part(token))
-            end = token.end()
-            if sum(map(len, parts)) > _MAX_CHARACTERS:
+            end, size = token.end(), size + len(parts[-1])
+            depth += (token["mark"] in ("(", "[")) - (token["mark"] in (")", "]"))
+            if size > _MAX_CHARACTERS:
                 raise ValueError("is too long as a regular expression")
-        text = "".join([*parts, ")"])
-        try:
-            re.compile(text)
-        except (re.error, OverflowError):
-            raise ValueError("cannot be read") from None
-        return text
+            if depth < 0:
+                break
+        if depth:
+            raise ValueError("cannot be read: its brackets are not balanced")
+        return "".join([*parts, ")"])
 
     def _part(self, token: re.Match[str]) -> str:
         if token["text"] is not None:
