@@ -177,7 +177,11 @@ class Generator:
     ) -> _R:
         """Returns what ``answer``, called in a thread of the codec, makes of the prompts alone. Raises RequestError."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.codec.executor, answer, request, self.codec, self.info)
+        try:
+            return await loop.run_in_executor(self.codec.executor, answer, request, self.codec, self.info)
+        except Exception as error:
+            self.observers.started(request).failed(error)
+            raise
 
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int

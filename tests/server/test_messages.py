@@ -299,6 +299,9 @@ def test_a_text_is_tokenized_and_back(served: Server) -> None:
     usage = whole(served, CHAT, {**messages, "max_tokens": 1})["usage"]
     chat = whole(served, "/tokenize", messages)
     assert chat["count"] == usage["prompt_tokens"] and chat["token_strs"] is None
+    long = plain_http.post(f"{served.url}/tokenize", json={"model": "tiny", "prompt": "Hello " * 9000}, timeout=60)
+    assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+    assert served.log.count(long.headers["x-request-id"]) == 1
     for path, body, field in (
         ("/tokenize", {"model": "tiny"}, "prompt"),
         ("/tokenize", {"prompt": "a"}, "model"),
