@@ -70,7 +70,9 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__("this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys")
+        super().__init__(
+            "this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys, or x-api-key"
+        )
 
 
 class QueueFull(RequestError):

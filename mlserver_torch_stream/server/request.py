@@ -75,8 +75,8 @@ class Reply(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def comments(self) -> bool:
-        """True if SSE comments may stand between the events."""
+    def keep_alive(self) -> bytes:
+        """As in ``Spelling``."""
 
     @property
     def reads_following(self) -> bool:

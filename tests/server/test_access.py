@@ -209,6 +209,7 @@ def test_every_grpc_method_refuses_without_a_key_but_for_health(
         ("/v2/models/tiny/generate_stream", ("error",)),
         ("/v1/chat/completions", ("error", "code", "invalid_api_key")),
         ("/openai/v1/models", ("error", "type", "invalid_request_error")),
+        ("/v1/messages", ("error", "type", "authentication_error")),
         ("/predictions/tiny", ("type", "InvalidKeyException")),
         ("/v1/models/tiny:predict", ("code", 401)),
     ],
@@ -241,6 +242,18 @@ def test_a_refusal_has_the_spelling_of_its_path(guarded: Guarded, path: str, exp
 def test_what_is_no_key_is_refused(guarded: Guarded, authorization: str) -> None:
     with guarded.http(key=None) as asking:
         assert asking.get("/v2", headers={"Authorization": authorization}).status_code == 401
+
+
+def test_a_key_may_be_in_anthropics_header(guarded: Guarded) -> None:
+    with guarded.http(key=None) as asking:
+        for headers, status in (
+            ([("X-Api-Key", KEY)], 200),
+            ([("X-Api-Key", KEY), ("Authorization", "Bearer another")], 200),
+            ([("X-Api-Key", f"{KEY}x")], 401),
+            ([("X-Api-Key", f"Bearer {KEY}")], 401),
+            ([("X-Api-Key", KEY), ("X-Api-Key", KEY)], 401),
+        ):
+            assert asking.get("/v2", headers=headers).status_code == status, headers
 
 
 def test_two_keys_at_once_are_refused(guarded: Guarded) -> None:

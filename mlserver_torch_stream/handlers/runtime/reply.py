@@ -21,7 +21,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     ResponsePiece,
 )
 from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, as_rest
-from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.spelling import JsonObject, Spelling
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
 from mlserver_torch_stream.server.observability.request_observer import RequestRecord, RequestReports, TimedRequest
@@ -134,7 +134,7 @@ class HandlerReply(PieceReader):
     ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
     """
 
-    comments = True
+    keep_alive = Spelling.keep_alive
     reads_following = False
 
     def __init__(
