@@ -6,6 +6,7 @@ Speed depends on the shape, not on the values. The tokenizer is that of another 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 _SPREAD = 0.02
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -86,11 +88,21 @@ def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
     for number, sizes in enumerate(parts):
         file = f"model-{number:05}.safetensors"
         tensors = {name: _random(size, generator) for name, size in sizes.items()}
+        if (head := "model.embed_tokens.weight" if shape.tied else "lm_head.weight") in tensors:
+            tensors[head][_without_text(place, base["vocab_size"])] = 0
         save_file(tensors, str(place / file), metadata={"format": "pt"})
         where.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
+    """The tokens that are not letters alone. No answer has them: servers send no event for a token without text."""
+    without = torch.ones(vocabulary, dtype=torch.bool)
+    tokens = Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab().items()
+    without[[number for text, number in tokens if re.fullmatch("[Ġ▁]?[A-Za-z]+", text)]] = False
+    return without
 
 
 def _layer(prefix: str, shape: Shape, keys: int) -> dict[str, tuple[int, ...]]:
