@@ -16,10 +16,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from mlserver_torch_stream.cli.answers_http import RowRequest
-from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
+from mlserver_torch_stream.cli.child_server import NAME, child_server
+from mlserver_torch_stream.cli.cloud_run import EMBEDDED
+from mlserver_torch_stream.cloud.backend import Endpoint, opened
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.requests import RowRequest
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
@@ -46,13 +48,14 @@ async def measure(ahead: PrefetchedRange) -> dict[str, Any]:
     for number in range(_OBJECTS):
         await store.put(f"{number:03}.txt", f"Story number {number} begins in a small town where".encode())
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
-    engine = await EngineInfer.load(EMBEDDED, {}, RowRequest({"max_tokens": _TOKENS}), metrics)
-    began = time.monotonic()
-    rows = Source(store, objects, ahead=ahead).rows()
-    async for result in infer_rows(rows, engine, PipelineLimits(batch_rows=8, batches=8), metrics):
-        assert result.outcome.failure is None, result.outcome.failure
-    took = time.monotonic() - began
-    await engine.aclose()
+    async with child_server("TorchStreamRuntime", EMBEDDED, {}, metrics) as child:
+        rows_as = RowRequest({"max_tokens": _TOKENS})
+        async with opened(Endpoint(child.url, NAME, rows=rows_as, batches=True, key=child.key)) as infer:
+            began = time.monotonic()
+            rows = Source(store, objects, ahead=ahead).rows()
+            async for result in infer_rows(rows, infer, PipelineLimits(batch_rows=8, batches=8), metrics):
+                assert result.outcome.failure is None, result.outcome.failure
+            took = time.monotonic() - began
     share = metrics.busy.share()
     assert metrics.rows == _OBJECTS and share is not None
     return {

@@ -11,9 +11,8 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from mlserver_torch_stream.cli import cloud_options as options
+from mlserver_torch_stream.cli import cloud_settings as settings
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
-from mlserver_torch_stream.cli.object_options import chunking, kind_for_all
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
@@ -73,13 +72,13 @@ async def _objects(
 ) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
-    identity = options.identity(arguments, name)
+    identity = settings.identity(arguments, name)
     watcher = Watcher(
-        *(store, output, model.infer, identity, kind_for_all(arguments), model.limits, retry),
+        *(store, output, model.infer, identity, settings.kind_for_all(arguments), model.limits, retry),
         metrics=metrics,
         report=say,
-        created=options.created(),
-        chunking=chunking(arguments),
+        created=settings.created(),
+        chunking=settings.chunking(arguments),
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         weigh=model.weigh,
     )
@@ -131,14 +130,14 @@ async def _consume(
         arguments.group,
         output,
         model.infer,
-        options.identity(arguments, name),
+        settings.identity(arguments, name),
         arguments.dead_letter,
         arguments.part_rows,
         limits=model.limits,
         weigh=model.weigh,
         retry=Retry(arguments.tries),
         metrics=metrics,
-        created=options.created(),
+        created=settings.created(),
     )
     await topic.consume(arguments.limit)
 

@@ -25,6 +25,7 @@ from mlserver_torch_stream.server.rest import (
     batch_routes,
     health,
     http1,
+    item_batch,
     model_routes,
     openai_routes,
     routes,
@@ -99,6 +100,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
     torchserve_routes.add_routes(host, state.lifecycle, options)
+    item_batch.add_routes(host, state.lifecycle)
     models = ServedRows(host.registry, state.clients, state.lifecycle)
     service = BatchService(options.batch_store, models, state.lifecycle)
     batch_routes.add_batch_routes(host, service, options)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from mlserver.types import InferenceRequest
 
@@ -70,7 +70,11 @@ class HandlerRequestObserver(TimedRequest):
 # Of a response that holds all pieces: a handler that never ends must not fill the memory.
 MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
 
-Submit = Callable[[HandlerRequest], PieceStream]
+
+class Submit(Protocol):
+    """Hands a request to the workers. Raises RequestError."""
+
+    def __call__(self, request: HandlerRequest, *, more: bool = False) -> PieceStream: ...
 
 
 class HandlerReply:
@@ -133,15 +137,24 @@ class HandlerReply:
         """All pieces as one response. Raises RequestError."""
         return self._reply.whole([piece async for piece in self.pieces(whole=True)])
 
+    def begin(self, more: bool = False) -> PieceStream:
+        """Submits the request. ``more``: the next request of its batch follows at once. Raises RequestError."""
+        try:
+            self._job = self._submit(self._request, more=more)
+        except RequestError as error:
+            self._observer.failed(error)
+            raise
+        if self._closed:
+            self._job.close()
+        return self._job
+
     async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
         """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
         last, count, size = False, 0, 0
+        job = self._job or self.begin()
         try:
-            self._job = self._submit(self._request)
-            if self._closed:
-                self._job.close()
-            async for piece in self._job:
-                self._observer.piece(self._job.queued_s)
+            async for piece in job:
+                self._observer.piece(job.queued_s)
                 last, count, size = piece.last, count + 1, size + len(piece.value)
                 if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
                     message = f"{count} pieces, {size} bytes are too much for one response: stream it"
@@ -163,6 +176,7 @@ class PredictionFailed(RequestError):
     def __init__(self, failed: HandlerFailed) -> None:
         super().__init__(failed.message)
         self.status = failed.handlers_status
+        self.shared = failed.shared
 
 
 class PredictionReply:
@@ -183,6 +197,9 @@ class PredictionReply:
             if failed.piece is None or failed.piece.status != failed.handlers_status:
                 raise PredictionFailed(failed) from None
             yield failed.piece
+
+    def begin(self, more: bool = False) -> None:
+        self._reply.begin(more)
 
     def close(self) -> None:
         self._reply.close()
