@@ -37,11 +37,11 @@ def _row(index: int, prompt: str = "", **body: Any) -> Row:
     return Row(index, "k", index + 1, f"r{index}", body=body or {"prompt": prompt or f"row {index}"})
 
 
-def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
+def _ask(url: str, batch: Sequence[Row], **settings: Any) -> list[Outcome]:
     async def ask() -> list[Outcome]:
         infer = await open_backend(Endpoint(url, "m", **settings))
         try:
-            return await infer(rows)
+            return await infer(batch)
         finally:
             await infer.aclose()
 
