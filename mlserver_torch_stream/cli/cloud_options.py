@@ -61,7 +61,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="further names of the model that rows may use",
     )
-    command.add_argument("--url", help="ask this server instead of an engine in this process")
+    command.add_argument("--url", help="ask this server instead of one that the command starts")
     command.add_argument(
         "--api", choices=["v2", "openai", "torchserve"], default="v2", help="the protocol of --url (default: v2)"
     )

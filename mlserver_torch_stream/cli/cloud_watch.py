@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.cli import cloud_settings as settings
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
@@ -19,9 +19,11 @@ from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Queue, read_credentials
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watch import Poller, Watcher
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.cloud.sqs import Queue
 
 
 def watch(arguments: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
             raise RunRefused("--queue: SQS reports objects in s3:// alone; without it --input is polled")
         if arguments.queue is not None:
-            read_credentials(os.environ)  # before a model is loaded
+            _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
             raise RunRefused("--output: lies within --input, so that results would be read as input")
 
@@ -91,13 +93,23 @@ async def _objects(
             finally:
                 await poller.save()
         return
-    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
-    credentials = read_credentials(os.environ)
-    queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _report_foreign)
+    queue = _open_queue(arguments)
     try:
         await watcher.watch(queue.announcements(), arguments.limit)
     finally:
         await queue.aclose()
+
+
+def _open_queue(arguments: argparse.Namespace) -> Queue:
+    """Raises RunRefused."""
+    try:
+        from mlserver_torch_stream.cloud.sqs import Queue
+    except ImportError:
+        raise RunRefused("--queue: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
+    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
+    pattern = glob_pattern(arguments.glob or "**")
+    retry = Retry(arguments.tries)
+    return Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, retry, _report_foreign)
 
 
 @asynccontextmanager

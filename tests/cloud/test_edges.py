@@ -14,13 +14,13 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from mlserver_torch_stream.cloud.aws import S3Listing
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry, within
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import CloudError, Outcome, Result, Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
-from mlserver_torch_stream.cloud.s3_listing import S3Listing
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watch import Announced, Watcher
 from tests import plain_http
@@ -259,7 +259,7 @@ def test_a_listing_of_our_own_is_signed_for_the_region_of_the_environment(monkey
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     listing = S3Listing.find("s3://b/in", {"access_key_id": "k", "secret_access_key": "s"}, _SOON_S)
     assert listing is not None and listing.credentials is not None
-    assert (listing.endpoint, listing.credentials.region) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
+    assert (listing.endpoint, listing.credentials["region_name"]) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
 
 
 def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_listed_otherwise(
