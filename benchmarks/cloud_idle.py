@@ -18,7 +18,8 @@ from typing import Any
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
 from mlserver_torch_stream.cli.cloud_run import EMBEDDED
-from mlserver_torch_stream.cloud.backend import Endpoint, opened
+from mlserver_torch_stream.cloud.backend import opened
+from mlserver_torch_stream.cloud.endpoint import Endpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.requests import RowRequest

@@ -1,8 +1,8 @@
 """Counts the modules that one warm request enters, and lists the shapes that its prompt takes on the way.
 
 ``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process, asks each
-kind of request twice, infers one object of a cloud run with each model twice, and profiles the second one in every thread. A module counts if one of its functions runs before
-the model's first forward, or before the handler is called; ``in all`` counts until the reply has ended. A shape is a
+kind of request twice, infers one object of a cloud run with each model twice, and profiles the second one in every
+thread. A module counts if one of its functions runs before the model's first forward, or before the handler is called; ``in all`` counts until the reply has ended. A shape is a
 class of ours whose new object holds the prompt itself, its text or its token ids, in a field or in a list or mapping
 there. The bytes of the request and what MLServer or our parser makes of them are shapes too.
 """
@@ -30,7 +30,7 @@ from mlserver.server import MLServer
 
 from benchmarks.http_endpoint import HOST
 from benchmarks.process import free_ports
-from mlserver_torch_stream.cloud.backend import Endpoint
+from mlserver_torch_stream.cloud.endpoint import Endpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.run import CloudRun, stream
 

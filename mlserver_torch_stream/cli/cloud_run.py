@@ -21,8 +21,9 @@ from mlserver_torch_stream.cli.child_server import NAME, LoadRefused, child_serv
 from mlserver_torch_stream.cli.cloud_options import STDOUT
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
-from mlserver_torch_stream.cloud.backend import Backend, BatchBackend, Endpoint, only_model, open_backend
+from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import Backend, Endpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh

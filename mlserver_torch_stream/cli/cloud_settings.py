@@ -10,8 +10,8 @@ from typing import Any
 
 from mlserver_torch_stream.cli.argument_types import openai_key
 from mlserver_torch_stream.cli.cloud_options import STDOUT, URL_DEFAULTS
-from mlserver_torch_stream.cloud.backend import Endpoint
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import Endpoint
 from mlserver_torch_stream.cloud.parse import WHOLE_BYTES, Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange

@@ -38,7 +38,7 @@ from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.cloud.backend import Endpoint
+    from mlserver_torch_stream.cloud.endpoint import Endpoint
 
 _MAX_NAMED = 5  # keys in one message
 

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
-from mlserver_torch_stream.cloud.backend import Endpoint, open_backend
+from mlserver_torch_stream.cloud.backend import open_backend
+from mlserver_torch_stream.cloud.endpoint import Endpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
 from mlserver_torch_stream.cloud.rows import Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics

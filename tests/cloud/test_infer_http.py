@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cloud.backend import Endpoint, only_model, open_backend
+from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
+from mlserver_torch_stream.cloud.endpoint import Endpoint, only_model
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.requests import RowRequest
 from mlserver_torch_stream.cloud.rows import (

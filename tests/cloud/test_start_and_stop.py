@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cli.progress import summary
-from mlserver_torch_stream.cloud.backend import Endpoint, open_backend
+from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import Endpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan
