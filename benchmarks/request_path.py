@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process, asks each
 kind of request twice, infers one object of a cloud run with each model twice, and profiles the second one in every
-thread. A module counts if one of its functions runs before the model's first forward, or before the handler is called; ``in all`` counts until the reply has ended. A shape is a
-class of ours whose new object holds the prompt itself, its text or its token ids, in a field or in a list or mapping
-there. The bytes of the request and what MLServer or our parser makes of them are shapes too.
+thread. A module counts if one of its functions runs before the model's first forward, or before the handler is called;
+``in all`` counts until the reply has ended. A shape is a class of ours whose new object holds the prompt itself, its
+text or its token ids, in a field or in a list or mapping there. The bytes of the request and what MLServer or our
+parser makes of them are shapes too.
 """
 
 from __future__ import annotations
