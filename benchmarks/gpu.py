@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--checks attention logits …] [--hidden 2048] [--layers 16] [--seconds 2] [--dry]
 
 The first checks drive forwards over pages, without engine or server; the last ones (``benchmarks.gpu_engines``) load
-whole engines. A check that finds wrong numbers ends the script with status 1. ``--dry`` runs what a CPU can, with a
-recorder in the place of CUDA graphs and tiny models: its figures mean nothing.
+whole engines. A check that finds wrong numbers ends the script with status 1. ``--dry`` runs what a CPU can, with tiny
+models: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -23,24 +23,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.attention.cuda_choice import (
-    Candidate,
-    CudaAttention,
-    GatheredAttention,
-    find_problem,
-)
-from mlserver_torch_stream.engine.attention.cuda_flex import FlexAttention
-from mlserver_torch_stream.engine.attention.cuda_gathered import gathered_attention
-from mlserver_torch_stream.engine.attention.cuda_varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, PagedAttention
+from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.cache_spec import CUDA_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.comparison import Comparison
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import CudaGraphCapture, GraphCapture
-from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import table_widths, verified
+from mlserver_torch_stream.engine.checks.attention import TOLERANCE
+from mlserver_torch_stream.engine.checks.attention_error import farthest
+from mlserver_torch_stream.engine.checks.logits import Comparison
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
@@ -94,16 +86,9 @@ class Bench:
         if not self.dry:
             torch.cuda.synchronize(self.device)
 
-    def capture(self) -> GraphCapture:
-        if not self.dry:
-            return CudaGraphCapture()
-        from tests.engine.tape import TapeRecorder
-
-        return TapeRecorder()
-
-    def attention(self) -> CudaAttention:
-        """Returns what the product takes; without a GPU what needs no compiler."""
-        return CudaAttention([("gathered keys", GatheredAttention())] if self.dry else None)
+    def attention(self) -> PagedAttention:
+        """Returns what the product takes."""
+        return GatheredAttention() if self.dry else VarlenAttention(find_varlen())
 
     def note(self, what: str, problem: str | None) -> None:
         print(f"    {what}: {problem or 'right'}", flush=True)
@@ -129,11 +114,8 @@ class Bench:
 
 
 def attention(bench: Bench) -> None:
-    """Each attention over pages against the reference, and which of them each kind of layer takes."""
-    candidates: dict[str, Candidate] = {
-        "varlen": VarlenAttention(find_varlen()),
-        "FlexAttention": FlexAttention(None if bench.dry else torch.compile),
-    }
+    """Each attention over pages against torch's in float32, and which kinds of layers varlen attention takes."""
+    candidates: tuple[PagedAttention, ...] = (VarlenAttention(find_varlen()), GatheredAttention())
     for dtype in bench.dtypes:
         for kind, given in KINDS.items():
             layer = LayerPages(0, 2, CUDA_PAGE_SIZE, tokens_first=True)
@@ -142,17 +124,18 @@ def attention(bench: Bench) -> None:
             query = torch.empty(1, 8, 64, dtype=dtype, device=bench.device)
             sinks = torch.linspace(-1, 1, 8, device=bench.device) if "sinks" in given else None
             options = AttentionOptions(0.125, **{**given, "sinks": sinks})
-            for name, candidate in candidates.items():
-                refusal = candidate.refusal(query, layer, options)
-                if refusal is None:
-                    bench.note(f"{name}, {kind}, {dtype}", find_problem(candidate, query, layer, options))
-                else:
-                    print(f"    {name}, {kind}, {dtype}: not taken: {refusal}")
-            bench.note(f"gathered keys, {kind}, {dtype}", find_problem(gathered_attention, query, layer, options))
+            shape = AttentionShape.of(query, layer, options)
+            for candidate in candidates:
+                what = f"{candidate.describe()}, {kind}, {dtype}"
+                if (refusal := candidate.refusal(query, layer, options)) is not None:
+                    print(f"    {what}: not taken: {refusal}")
+                    continue
+                error = farthest(candidate, shape, CUDA_PAGE_SIZE, bench.device)
+                bench.note(what, None if error <= TOLERANCE[dtype] else f"off by {error:.3g}")
 
 
 def logits(bench: Bench) -> None:
-    """Packed forwards and CUDA graphs against the models' own logits: a tiny one of each kind, and the embedded one."""
+    """Packed forwards against the models' own logits: a tiny one of each kind, and the embedded one."""
     for family, options in FAMILIES.items():
         for dtype in bench.dtypes:
             _check_logits(bench, f"{family}, {dtype}", _tiny(family, options).to(bench.device, dtype))
@@ -170,42 +153,33 @@ def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
     chosen = bench.attention()
     forward = ModelForward(model, attention=chosen)
     cache = _cache(model, pages=64)
-    graphs = _graphs(bench, forward, cache, chosen, 4, 1024)
-    print(f"    {name}: {chosen.summary}; graphs: {'yes' if graphs else 'NO, the log says why'}")
-    for what, each in (("packed", forward), ("graphs", graphs)):
-        if each is None:
-            continue
-        comparison = Comparison()
-        steps = [(ids, 0) for ids in prompts]
-        for step in range(4):
-            batch = _batch(cache, steps)
-            for row, found in enumerate(each(batch, cache).tensor):
-                comparison.add(own[row][len(prompts[row]) - 1 + step], found)
-            steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
-        by = comparison.difference
-        bench.note(f"{name}, {what}", None if by is None else f"off by {by}")
+    comparison = Comparison()
+    steps = [(ids, 0) for ids in prompts]
+    for step in range(4):
+        batch = _batch(cache, steps)
+        for row, found in enumerate(forward(batch, cache).tensor):
+            comparison.add(own[row][len(prompts[row]) - 1 + step], found)
+        steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
+    by = comparison.difference
+    print(f"    {name}: {chosen.describe()}")
+    bench.note(f"{name}, packed", None if by is None else f"off by {by}")
 
 
 # --- figures ---
 
 
 def steps(bench: Bench) -> None:
-    """Decode steps of mixed lengths, with CUDA graphs and without: milliseconds, and the host's share of them."""
+    """Decode steps of mixed lengths: milliseconds, and the host's share of them."""
     model = _llama(bench)
     chosen = bench.attention()
     forward = ModelForward(model, attention=chosen)
     most = max(bench.streams)
     pages = sum(_pages(LENGTHS[row % len(LENGTHS)] + 1) for row in range(most))
     cache = _cache(model, pages)
-    graphs = _graphs(bench, forward, cache, chosen, most, max(LENGTHS) + 1)
-    print(f"    attention: {chosen.summary}")
-    if graphs is None:
-        bench.wrong.append("steps: no CUDA graphs, the log says why")
     for streams in bench.streams:
         batch = _batch(cache, [([1], LENGTHS[row % len(LENGTHS)]) for row in range(streams)])
-        for name, each in (("plain", forward), ("graph", graphs)):
-            if each is not None:
-                _tell_step(bench, f"{streams} streams, {name}", each, batch, cache, streams)
+        _tell_step(bench, f"{streams} streams", forward, batch, cache, streams)
+    print(f"    attention: {chosen.describe()}")
 
 
 def _tell_step(bench: Bench, name: str, forward: Forward, batch: Batch, cache: PagedCache, streams: int) -> None:
@@ -327,15 +301,6 @@ def _cache(model: PreTrainedModel, pages: int) -> PagedCache:
     layout = CacheLayout(model.config)
     groups = layout.spec(CUDA_PAGE_SIZE).groups
     return PagedCache(layout, CUDA_PAGE_SIZE, [pages] * len(groups), 0)
-
-
-def _graphs(
-    bench: Bench, forward: ModelForward, cache: PagedCache, chosen: CudaAttention, sequences: int, longest: int
-) -> GraphForward | None:
-    first = Batch((BatchSequence((0,), 0, ((0,),) * len(cache.groups)),))
-    forward(first, cache)  # chooses the attention
-    widths = table_widths(_pages(longest), chosen.copies_keys)
-    return verified(forward, cache, bench.capture(), sequences, widths)
 
 
 def _batch(cache: PagedCache, parts: Sequence[tuple[Sequence[int], int]]) -> Batch:

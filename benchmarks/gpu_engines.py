@@ -55,12 +55,9 @@ class Bench:
     wrong: list[str] = field(default_factory=list)
 
     @contextmanager
-    def engine(self, graphs: bool = True, **extra: Any) -> Iterator[Engine]:
+    def engine(self, **extra: Any) -> Iterator[Engine]:
         given = {"max_num_seqs": max(STREAMS), "max_queued_requests": 1024, **extra}
-        resources = ProcessResources()
-        if not graphs:
-            resources.capture_on = lambda kind: None
-        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=resources)
+        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
         self.summary = built.summary
         print(f"    {self.summary}")
         try:
@@ -165,20 +162,17 @@ def several(bench: Bench) -> None:
 
 
 def ranks(bench: Bench) -> None:
-    """A model split over two GPUs, whose ranks replay their decode steps, with NCCL's collectives in the graphs."""
-    if bench.lacks_gpus("CUDA graphs of a split model's ranks"):
+    """A model split over two GPUs."""
+    if bench.lacks_gpus("a split model's ranks"):
         return
     with bench.engine(device_map=bench.gpu, dtype="float32") as engine:
         expected = asyncio.run(answers(engine))
-    for graphs, name in ((False, "plain"), (True, "graphs")):
-        with bench.engine(graphs, tensor_parallel_size=2, dtype="float32") as engine:
-            bench.compare(f"two ranks, {name}", asyncio.run(answers(engine)), expected)
-            if graphs and "CUDA graphs" not in bench.summary:
-                bench.wrong.append("two ranks: no CUDA graphs, the log says why")
-        with bench.engine(graphs, tensor_parallel_size=2, dtype="bfloat16") as engine:
-            for rows in STREAMS[:3]:
-                rate = asyncio.run(speed(engine, rows, bench.seconds))
-                print(f"    {name}, {rows} streams: {rate:.0f} tokens/s, {1000 * rows / rate:.1f} ms per step")
+    with bench.engine(tensor_parallel_size=2, dtype="float32") as engine:
+        bench.compare("two ranks", asyncio.run(answers(engine)), expected)
+    with bench.engine(tensor_parallel_size=2, dtype="bfloat16") as engine:
+        for rows in STREAMS[:3]:
+            rate = asyncio.run(speed(engine, rows, bench.seconds))
+            print(f"    {rows} streams: {rate:.0f} tokens/s, {1000 * rows / rate:.1f} ms per step")
 
 
 def streams(bench: Bench) -> None:

@@ -20,11 +20,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 
 HEADS = {"9 heads of 64, 3 of keys": (9, 3, 64), "32 heads of 128, 8 of keys": (32, 8, 128)}
 SECONDS = 1.0  # of each figure
@@ -107,8 +107,8 @@ def main() -> None:
     if (busy := warning(described)) is not None:
         print(busy)
     torch.set_num_threads(options.threads)
-    native = NativeAttention(options.kernels, torch_attention)
-    print(f"{native.variant}, {native.threads}: {options.threads}; {options.dtype}, pages of {options.page_size}")
+    native, gathered = NativeAttention(options.kernels), GatheredAttention()
+    print(f"{native.describe()}: {options.threads} threads; {options.dtype}, pages of {options.page_size}")
     print("us a layer: kernels, torch over gathered keys, torch over dense keys; writing: kernels, torch")
     with torch.inference_mode():
         for name, shape in HEADS.items():
@@ -118,7 +118,7 @@ def main() -> None:
                 layers = Layers(work, shape, getattr(torch, options.dtype), options.page_size, count)
                 figures = (
                     lambda layer, all=layers: all.by(native, layer),
-                    lambda layer, all=layers: all.by(torch_attention, layer),
+                    lambda layer, all=layers: all.by(gathered, layer),
                     lambda layer, all=layers: all.densely(layer),
                     lambda layer, all=layers: all.write(native.write, layer),
                     lambda layer, all=layers: all.write(LayerPages.write, layer),

@@ -68,7 +68,7 @@ def metrics() -> Rows:
 # answer is in docs/torchserve.md.
 _ERRORS = {
     "errors": True,
-    "server.rest.body": True,
+    "server.rest.connection": True,
     "handlers.pool.handler_request": True,
     "server.rest.batch_routes": False,
     "batches.pages": False,
@@ -150,7 +150,7 @@ def _rest_paths() -> dict[str, set[str]]:
     from mlserver_torch_stream.server.extension import add_routes
     from mlserver_torch_stream.server.host import ServerHost
     from mlserver_torch_stream.server.options import ServerOptions
-    from mlserver_torch_stream.server.rest import routes
+    from mlserver_torch_stream.server.rest import endpoints
     from mlserver_torch_stream.server.state import server_state
 
     settings, registry = Settings(parallel_workers=0), MultiModelRegistry()
@@ -158,7 +158,7 @@ def _rest_paths() -> dict[str, set[str]]:
     host = ServerHost(RESTServer(settings, DataPlane(settings, registry), repository))
     state, options = server_state(), ServerOptions(page=True)
     add_routes(host, state, options)
-    routes.add(host, state.lifecycle, options, REST_ROUTES)
+    endpoints.add_endpoints(host, state.lifecycle, options, REST_ROUTES)
     found: dict[str, set[str]] = {}
     for route in host.router.routes:
         path = re.sub(r"^/page/.*", "/page/{file}", re.sub(r":path\}", "}", route.path))

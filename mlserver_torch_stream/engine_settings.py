@@ -81,6 +81,24 @@ _ROUNDING_NEEDS: Mapping[str, tuple[Any, ...]] = {
     "fast_path": ("auto",),
 }
 
+# Beside ``vllm`` a key has a meaning there too, or is refused: its value would be ignored.
+_MEANINGLESS_TO_VLLM = (
+    *("device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation", "quantization_config"),
+    *("engine", "fast_path", "weights", "chunked_prefill_size", "prefix_cache_memory", "speculative", "replicas"),
+)
+# The keys of ours that vLLM has under the same name or another.
+VLLM_NAMES: Mapping[str, str] = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "dtype": "dtype",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "kv_cache_memory": "kv_cache_memory_bytes",
+    "revision": "revision",
+    "trust_remote_code": "trust_remote_code",
+    "tokenizer": "tokenizer",
+}
+_PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # of vLLM's ``load_format``
+
 
 class EngineSettings(BaseModel):
     """The keys of ``parameters.extra``.
@@ -129,8 +147,8 @@ class EngineSettings(BaseModel):
     engine: Literal["auto", "batched", "serial"] = "auto"
     """`batched` or `serial` (one request at a time) overrides the result of the check at load."""
     fast_path: Literal["auto", "off"] = "auto"
-    """`off` runs transformers' forward as it is: without our own kernels, without linear layers repacked for the CPU,
-    and without CUDA graphs."""
+    """`off` runs transformers' forward with torch's own operators: without our own kernels, without linear layers
+    repacked for the CPU, and without varlen attention on GPUs."""
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
     """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
     quantised ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. These three
@@ -182,6 +200,12 @@ class EngineSettings(BaseModel):
     """The folder for compiled kernels and converted GGUF files. A GGUF conversion is deleted when it has not been used
     for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
     Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    vllm_python: str | None = None
+    """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
+    `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""
+    vllm: dict[str, Any] | None = None
+    """An object, which may be empty: vLLM generates the tokens, in a process of its own, with these engine arguments
+    ([engines.md](engines.md)). Default: this package's own engine does."""
 
     @property
     def fits_cpu_kernels(self) -> bool:
@@ -195,6 +219,27 @@ class EngineSettings(BaseModel):
             and self.fast_path == "auto"
             and self.tensor_parallel_size == 1
         )
+
+    @field_validator("vllm")
+    @classmethod
+    def _goes_with_vllm(cls, vllm: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
+        if vllm is None:
+            return None
+        for key in _MEANINGLESS_TO_VLLM:
+            if key in info.data and info.data[key] != cls.model_fields[key].default:
+                raise ValueError(f"{key} has no meaning to vLLM")
+        if "model" in vllm:
+            raise ValueError("the model is that of parameters.uri")
+        load_format = vllm.get("load_format")
+        if load_format in _PICKLE_FORMATS and not info.data.get("allow_pickle"):
+            raise ValueError(
+                f"load_format {load_format!r} reads pickles, which can hold code; set allow_pickle to true"
+            )
+        for key, name in VLLM_NAMES.items():
+            ours, default = info.data.get(key), cls.model_fields[key].default
+            if name in vllm and ours != default and ours != vllm[name]:
+                raise ValueError(f"{name} is {vllm[name]!r}, and parameters.extra.{key} is {ours!r}")
+        return vllm
 
     @field_validator("weights")
     @classmethod

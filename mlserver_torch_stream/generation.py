@@ -146,9 +146,6 @@ class RequestObservers:
     def started(self, request: GenerationRequest) -> RequestObserver:
         return RequestObserver()
 
-    def refused(self, request_id: str, error: BaseException) -> None:
-        """A request could not be decoded, or met no engine."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generator:
@@ -241,15 +238,6 @@ class Generator:
             stream.extend(await known.grow(piece))
             piece = await arrivals.next()
         return _join(parts)
-
-    @contextmanager
-    def decoding(self, request_id: str) -> Iterator[None]:
-        """The block decodes a request. A request that cannot be decoded never starts, so it is reported here."""
-        try:
-            yield
-        except Exception as error:
-            self.observers.refused(request_id, error)
-            raise
 
     @contextmanager
     def _observed(self, request: GenerationRequest) -> Iterator[RequestObserver]:

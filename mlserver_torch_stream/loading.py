@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.child_process import started_ahead
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
-from mlserver_torch_stream.protocol.parameters import check_defaults
+from mlserver_torch_stream.protocol.request_options import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
-# The code of engines, and transformers' modeling code, which packed weights need in no server.
-_CODE = ("mlserver_torch_stream.engine.build", "mlserver_torch_stream.engine.loading.model_code")
+# The code of engines, and transformers' modeling code with torch's compiler and sympy (105 MB), which packed weights
+# need in no server.
+_CODE = ("mlserver_torch_stream.engine.build", "transformers.modeling_utils")
 _CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
 
 

@@ -1,4 +1,4 @@
-"""The MLServer runtime for language models: loads a model and connects its engine to the endpoints.
+"""The MLServer runtime for language models: loads a model and unloads it.
 
 MLServer may reload this module at any time, so it holds no state.
 """
@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 from mlserver import ModelSettings
 from mlserver.logging import logger
 
-from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.host import source_of
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.served_model import RestRequest, TokenModel
-from mlserver_torch_stream.server.streams.token_reply import TokenOpener, TokenReply
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
+from mlserver_torch_stream.server.token_model import TokenModel
 from mlserver_torch_stream.settings import KNOWN_KEYS
 from mlserver_torch_stream.work_threads import in_thread
 
@@ -64,17 +61,3 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
             del built
             await in_thread(reclaim_memory)
         return True
-
-    def generator(self, endpoint: EndpointKind) -> Generator:
-        built = self._slot.built
-        return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
-
-    def reply(self, request: RestRequest) -> TokenReply:
-        generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
-        streaming, request_id = request.streaming, request.request_id
-        decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
-        context = request.context(decoded.request_id)
-        return TokenReply(decoded, spelling, context, partial(generator.start, decoded), posted)
-
-    def opener(self, endpoint: EndpointKind) -> TokenOpener:
-        return TokenOpener(self.generator(endpoint), self.name, self.version)

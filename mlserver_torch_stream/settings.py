@@ -144,6 +144,14 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
             values["chat_template"] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"parameters.extra.chat_template: cannot read {path}: {error}") from None
+    python = values.get("vllm_python")
+    if isinstance(python, str):  # a link is not resolved: Python finds its virtual environment by the link's folder
+        candidates = [Path(python).expanduser().absolute()]
+        if source_folder is not None:
+            candidates.insert(0, Path(source_folder, python).absolute())
+        values["vllm_python"] = next((str(each) for each in candidates if each.is_file()), None)
+        if values["vllm_python"] is None:
+            raise SettingsError(f"parameters.extra.vllm_python: no such interpreter: {python}")
     tokenizer = values.get("tokenizer")
     if isinstance(tokenizer, str):
         path = find_path(tokenizer, source_folder)

@@ -14,7 +14,7 @@ import pytest
 from mlserver_torch_stream.generation import Generator
 from mlserver_torch_stream.protocol.generate import FlatGenerate
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.streams.token_reply import TokenReply
+from mlserver_torch_stream.server.token_model import TokenReply
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt
 
 

@@ -149,40 +149,49 @@ def _circular(graph: Mapping[str, set[str]]) -> set[str]:
         left = kept
 
 
-def test_no_folders_import_each_other() -> None:
-    """Inside rooms too. A folder and the one that it lies in may: the modules of a room use its folders."""
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Of any length, inside rooms too. A folder and the one that it lies in may: the modules of a room use its folders.
+
+    A module in no folder counts as one.
+    """
     graph = {module: _inner_imports(module) for module in _MODULES if not module.startswith(_SHIM)}
-    assert _mutual(graph, _folders) == {}
+    imports = _folder_imports(graph, _folders)
+    circular = _circular({folder: set(others) for folder, others in imports.items()})
+    assert [
+        (folder, *imports[folder][other]) for folder in circular for other in circular & imports[folder].keys()
+    ] == []
 
 
 def _folders(module: str) -> list[str]:
-    """The folders that a module lies in, from the innermost to that of its room."""
+    """The folders that a module lies in, from the innermost to that of its room; else the module."""
     room = _room(module) or ""
     parents = [str(parent) for parent in PurePosixPath(module, "x").parents[:-1]]
     folders = parents if _PATHS[module].name == "__init__.py" else parents[1:]
-    return [folder for folder in folders if f"{folder}/".startswith(f"{room}/")]
+    return [folder for folder in folders if f"{folder}/".startswith(f"{room}/")] or [module]
 
 
-def _mutual(
+def _folder_imports(
     graph: Mapping[str, set[str]], folders_of: Callable[[str], Sequence[str]]
-) -> dict[tuple[str, str], tuple[str, str]]:
-    """Two folders that import each other, neither of which lies in the other -> an import of the first folder."""
-    imports = {
-        (folder, other): (module, known)
-        for module, imported in graph.items()
-        for known in imported
-        for folder, other in product(folders_of(module), folders_of(known))
-        if not f"{folder}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{folder}/")
-    }
-    return {pair: found for pair, found in imports.items() if pair[::-1] in imports}
+) -> dict[str, dict[str, tuple[str, str]]]:
+    """For each folder the folders that it imports, neither of which lies in the other, with one import of each."""
+    imports: dict[str, dict[str, tuple[str, str]]] = {}
+    for module, imported in graph.items():
+        for known in imported:
+            for folder, other in product(folders_of(module), folders_of(known)):
+                if not f"{folder}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{folder}/"):
+                    imports.setdefault(folder, {})[other] = module, known
+    return imports
 
 
-def test_folders_that_import_each_other_are_found_and_nested_ones_are_not() -> None:
-    def folders_of(module: str) -> list[str]:
-        return [module.rpartition("/")[0]]
+def test_circles_of_folders_are_found_and_nested_ones_are_not() -> None:
+    def circular(graph: Mapping[str, set[str]]) -> set[str]:
+        imports = _folder_imports(graph, lambda module: [module.rpartition("/")[0]])
+        return _circular({folder: set(others) for folder, others in imports.items()})
 
-    mutual = {"r/a/x": {"r/b/y"}, "r/b/z": {"r/a/w"}, "r/c/v": {"r/a/x", "r/u"}, "r/u": {"r/c/v"}}
-    assert _mutual(mutual, folders_of).keys() == {("r/a", "r/b"), ("r/b", "r/a")}
+    nested = {"r/c/v": {"r/a/x", "r/u"}, "r/u": {"r/c/v"}}
+    assert circular({"r/a/x": {"r/b/y"}, "r/b/z": {"r/a/w"}, **nested}) == {"r/a", "r/b"}
+    assert circular({"r/a/x": {"r/b/y"}, "r/b/z": {"r/d/w"}, "r/d/v": {"r/a/u"}, **nested}) == {"r/a", "r/b", "r/d"}
+    assert circular({"r/a/x": {"r/b/y"}, **nested}) == set()
 
 
 def test_only_what_builds_an_engine_imports_the_checks_of_a_load() -> None:

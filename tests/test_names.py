@@ -59,3 +59,26 @@ def test_no_attribute_chooses_the_kind_of_a_model() -> None:
                 if name == "hasattr" or (name == "getattr" and about.rpartition(".")[2].strip("_") == "model"):
                     found.append(f"{relative}:{call.lineno}")
     assert found == []
+
+
+def test_no_code_asks_which_forward_or_attention_it_has() -> None:
+    """``LoadedForward`` and ``PagedAttention`` have what their callers ask of them."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in _MODULES}
+    bases = {
+        node.name: {ast.unparse(base).partition("[")[0] for base in node.bases}
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    kinds = {"Forward", "LoadedForward", "PagedAttention"}
+    while more := {name for name, above in bases.items() if above & kinds} - kinds:
+        kinds |= more
+    assert {"ModelForward", "NativeForward", "RankedForward", "GatheredAttention", "VarlenAttention"} <= kinds
+    asked = [
+        f"{path.relative_to(_PACKAGE)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        if {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)} & kinds
+    ]
+    assert asked == []

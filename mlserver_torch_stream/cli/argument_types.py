@@ -89,12 +89,12 @@ def key_in_file(path: str) -> str:
     return key
 
 
-def without_key(text: str) -> str:
-    """The text without the key, which a server may repeat in its error.
+def without_key(text: str, key: str | None = None) -> str:
+    """The text without the key, by default the environment's, which a server may repeat in its error.
 
     A key too short to be a secret, such as EMPTY, stays.
     """
-    key = os.environ.get(KEY_VARIABLE, "").strip()
+    key = key or os.environ.get(KEY_VARIABLE, "").strip()
     return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.cli.argument_types import KEY_VARIABLE, key_in_file, openai_key, positive, without_key
+from mlserver_torch_stream.cli.argument_types import key_in_file, positive, without_key
 from mlserver_torch_stream.client import Delta, ToolCallDelta
 from mlserver_torch_stream.client.address import without_credentials
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
@@ -111,7 +111,7 @@ def visible(text: str) -> str:
 
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-_MAX_TOKENS = 512  # of V2's answers; servers of OpenAI's API have limits of their own
+_MAX_TOKENS = 512
 _PROMPT = "you> "
 _COMMANDS = ("/clear", "/system", "/quit", "/exit")
 _MAX_ERROR_CHARACTERS = 500
@@ -125,13 +125,15 @@ def main(argv: Sequence[str]) -> int:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 ends no conversation
+    key = None
     try:
-        with _open_client(arguments) as server:
+        key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
+        with client.Client(arguments.url, api=arguments.api, api_key=key, ca_file=arguments.ca_file) as server:
             model = arguments.model or _only_model(server, arguments.url)
-            chat = Chat(server, model, _parameters(arguments), arguments.system)
+            chat = Chat(server, model, _parameters(arguments), arguments.system, key)
             return chat.run(sys.stdin, sys.stdout, log_text(f"{model} at {without_credentials(arguments.url)}"))
     except (client.ClientError, ValueError) as error:
-        _complain(error)
+        _complain(error, key)
     except BrokenPipeError:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
     except OSError as error:  # such as a full disk
@@ -148,6 +150,7 @@ class Chat:
     model: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
+    key: str | None = None  # kept out of what is printed
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, source: TextIO, sink: TextIO, title: str) -> int:
@@ -205,7 +208,7 @@ class Chat:
             sink.write(f"{DIM}{summary}{PLAIN}\n")
         sink.flush()
         if error:
-            _complain(error)
+            _complain(error, self.key)
         return error is None
 
     def _stream(self, said: list[str], meter: AnswerMeter, sink: TextIO, interactive: bool) -> None:
@@ -223,20 +226,9 @@ class Chat:
                 view.end()
 
 
-def _open_client(arguments: argparse.Namespace) -> client.Client:
-    """The key of the environment goes to servers of OpenAI's API alone, that of a file to any."""
-    key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
-    if key is None and arguments.api == "openai":
-        key = openai_key()
-    return client.Client(arguments.url, api=arguments.api, api_key=key, ca_file=arguments.ca_file)
-
-
 def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     said = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
-    if arguments.api == "openai":
-        return said
-    # The token ids are counted: the server sends no usage for an answer that the user stops.
-    return {**said, "max_tokens": arguments.max_tokens or _MAX_TOKENS, "return_token_ids": True}
+    return {**said, "return_token_ids": True}  # counted: an answer that the user stops has no usage
 
 
 def _only_model(server: client.Client, url: str) -> str:
@@ -260,9 +252,9 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
         return None
 
 
-def _complain(error: object) -> None:
+def _complain(error: object, key: str | None = None) -> None:
     """In one line, whatever the server said."""
-    text = " ".join(without_key(str(error)).split())[:_MAX_ERROR_CHARACTERS]
+    text = " ".join(without_key(str(error), key).split())[:_MAX_ERROR_CHARACTERS]
     print(f"error: {log_text(text)}", file=sys.stderr)
 
 
@@ -271,12 +263,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="mlserver-torch-stream chat",
         description="Chat in the terminal. Ctrl-C stops an answer; at the prompt it leaves. /clear forgets "
         "the conversation, /system TEXT sets a system message, /quit leaves.",
-        epilog=f"With --api openai the key in {KEY_VARIABLE} is sent, unless --api-key-file names a file.",
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
     )
-    parser.add_argument("--api", choices=["v2", "openai"], default="v2", help="the protocol of --url (default: v2)")
+    parser.add_argument("--api", default="v2", help="the protocol of --url: v2, which is the only one (default: v2)")
     parser.add_argument("--api-key-file", metavar="FILE", help="a file whose first line is the API key to send")
     parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities to trust")
     parser.add_argument("--model", help="model name (default: the server's only model)")
@@ -284,7 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-tokens",
         type=positive,
-        help=f"most tokens of an answer (default: {_MAX_TOKENS}; with --api openai the server's)",
+        default=_MAX_TOKENS,
+        help="most tokens of an answer (default: %(default)s)",
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")

@@ -1,4 +1,4 @@
-"""Streams generations from a server: in the V2 protocol over REST and gRPC, and in OpenAI's API."""
+"""Streams generations from a server: in the V2 protocol over REST and gRPC."""
 
 from mlserver_torch_stream.client.call import (
     ClientError,

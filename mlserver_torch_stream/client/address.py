@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
-Api = Literal["v2", "openai"]
+Api = Literal["v2"]
 _HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
 _TLS = ("https", "grpcs")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
@@ -27,15 +27,13 @@ _LONGEST_TIMEOUT_S = 1e9
 def is_grpc(url: str, api: Api) -> bool:
     """Whether the URL means gRPC; else it means HTTP."""
     if api not in get_args(Api):
-        raise ValueError(f"api: must be one of {', '.join(get_args(Api))}, got {api!r}")
+        raise ValueError(f"api: must be v2, got {api!r}; for OpenAI's API use the openai package")
     parts = _parts(url)
     if parts.scheme not in (*_HTTP, *_GRPC) or not parts.hostname:
         schemes = ", ".join(f"{scheme}://" for scheme in (*_HTTP, *_GRPC))
         raise ValueError(f"url: must begin with one of {schemes} and name a host, got {without_credentials(url)!r}")
     if parts.scheme in _HTTP:
         return False
-    if api == "openai":
-        raise ValueError("url: OpenAI's API is spoken over http:// or https://, not over gRPC")
     if parts.port is None or parts.path not in ("", "/") or parts.username is not None:
         raise ValueError(f"url: over gRPC it is a host and a port, got {without_credentials(url)!r}")
     return True
@@ -54,12 +52,6 @@ def _parts(url: str) -> SplitResult:
 
 def grpc_target(url: str) -> str:
     return urlsplit(url).netloc
-
-
-def http_base(url: str, api: Api) -> str:
-    """What stands before a path such as /v1/models; OpenAI's own clients write the /v1 into their base URL."""
-    base = url.rstrip("/")
-    return base.removesuffix("/v1") if api == "openai" else base
 
 
 def without_credentials(url: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 
 Messages = Sequence[Mapping[str, Any]]
-ModelsRequest = tuple[str, str, dict[str, Any] | None]  # method, path and body of the request for the models' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,10 @@ def generation_call(
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token. V2 names the token by its id, OpenAI's API by its text.
-
-    ``top``: the most likely tokens at this position, as far as they were asked for.
-    """
+    """The log-probability of one token. ``top``: the most likely ones at its position, as many as were asked for."""
 
     logprob: float
     token_id: int | None = None
-    token: str | None = None
     top: tuple[Logprob, ...] = ()
 
 
@@ -58,7 +53,7 @@ class RequestUsage:
 class Delta:
     """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
 
-    A sequence's last delta has its finish reason and, in V2, its counts. The last delta of the request is ``final``
+    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``
     and has the usage, where the server tells it.
     """
 

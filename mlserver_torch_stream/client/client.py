@@ -14,17 +14,13 @@ from mlserver_torch_stream.client.address import (
     Api,
     checked_headers,
     checked_timeout,
-    http_base,
     is_grpc,
     read_authorities,
 )
 from mlserver_torch_stream.client.call import Delta, GenerationCall, Messages, generation_call
-from mlserver_torch_stream.client.http_transport import AsyncHttpTransport, HttpApi, HttpTransport
-from mlserver_torch_stream.client.openai_json import OpenAIJson
-from mlserver_torch_stream.client.v2_json import V2Json
+from mlserver_torch_stream.client.http_transport import AsyncHttpTransport, HttpTransport
 
 DEFAULT_TIMEOUT_S = 300.0
-_HTTP_APIS: dict[Api, HttpApi] = {"v2": V2Json(), "openai": OpenAIJson()}
 
 
 class Transport(Protocol):
@@ -51,10 +47,10 @@ class Client:
     """Streams generations from one server. Connections are kept for the next call.
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
-    TLS). ``api`` is ``v2`` or, over HTTP, ``openai``. ``headers`` go along with every request, over gRPC as metadata,
-    and so does ``api_key``, as ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
+    TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
+    ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
     ``ca_file``: PEM certificates of the authorities that are trusted, instead of those that httpx and gRPC trust.
-    Raises ValueError for a URL, a header, a key, a timeout or a file that cannot be.
+    Raises ValueError for a URL, another ``api``, a header, a key, a timeout or a file that cannot be.
     """
 
     def __init__(
@@ -185,4 +181,4 @@ def _open_transport(
 
         return (AsyncGrpcTransport if asynchronous else GrpcTransport)(url, *given)
     make = AsyncHttpTransport if asynchronous else HttpTransport
-    return make(http_base(url, api), _HTTP_APIS[api], *given)
+    return make(url.rstrip("/"), *given)

@@ -1,4 +1,4 @@
-"""Carries calls over HTTP and parses the server-sent events of their streams, synchronously and for asyncio."""
+"""Carries calls in the V2 protocol over HTTP: synchronously and for asyncio; parses the events of their streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import ssl
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -19,12 +19,11 @@ from mlserver_torch_stream.client.call import (
     ConnectionFailed,
     Delta,
     GenerationCall,
-    ModelsRequest,
     RequestRefused,
     StreamEnding,
     unreadable,
 )
-from mlserver_torch_stream.client.openai_json import error_message
+from mlserver_torch_stream.client.v2_json import MODELS_BODY, MODELS_PATH, http_request, model_names, read_event
 
 # A whole answer in one event, with log-probabilities and alternatives for every token, has some 30 MB.
 MAX_EVENT_BYTES = 64 * 2**20
@@ -78,41 +77,16 @@ _Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
 _MAX_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
 
 
-class EventReader(Protocol):
-    """Turns the data of one event into deltas. Raises GenerationError, or one of ``UNREADABLE``."""
-
-    def read(self, data: str) -> Sequence[Delta]: ...
-
-    def end(self) -> Sequence[Delta]:
-        """The deltas that the reader has kept, at the end of a body that is complete."""
-
-
-class HttpApi(Protocol):
-    """How a protocol is spelled over HTTP."""
-
-    models_request: ModelsRequest
-
-    def request(self, call: GenerationCall) -> tuple[str, dict[str, Any]]:
-        """The path and the body."""
-
-    def reader(self) -> EventReader: ...
-
-    def model_names(self, body: Any) -> list[str]: ...
-
-
 class HttpTransport:
     """Calls that block. Closing the generator of a stream closes its connection."""
 
-    def __init__(
-        self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float, authorities: bytes | None
-    ) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
-        self._api = api
         self._http = _opened(httpx.Client, url, headers, timeout, authorities)
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
-        path, body = self._api.request(call)
-        reading = _StreamReading(self._api.reader())
+        path, body = http_request(call)
+        reading = _StreamReading()
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -121,15 +95,14 @@ class HttpTransport:
                     yield from reading.feed(chunk)
         except httpx.HTTPError as error:
             raise reading.failure(self._url, error) from error
-        yield from reading.end()
+        reading.check()
 
     def models(self) -> list[str]:
-        method, path, body = self._api.models_request
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._http.post(MODELS_PATH, json=MODELS_BODY)
         except httpx.HTTPError as error:
             raise _no_answer(self._url, error) from error
-        return _model_names(self._api, response)
+        return _model_names(response)
 
     def close(self) -> None:
         self._http.close()
@@ -138,16 +111,13 @@ class HttpTransport:
 class AsyncHttpTransport:
     """The same for asyncio."""
 
-    def __init__(
-        self, url: str, api: HttpApi, headers: Mapping[str, str], timeout: float, authorities: bytes | None
-    ) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
-        self._api = api
         self._http = _opened(httpx.AsyncClient, url, headers, timeout, authorities)
 
     async def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
-        path, body = self._api.request(call)
-        reading = _StreamReading(self._api.reader())
+        path, body = http_request(call)
+        reading = _StreamReading()
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -157,16 +127,14 @@ class AsyncHttpTransport:
                         yield delta
         except httpx.HTTPError as error:
             raise reading.failure(self._url, error) from error
-        for delta in reading.end():
-            yield delta
+        reading.check()
 
     async def models(self) -> list[str]:
-        method, path, body = self._api.models_request
         try:
-            response = await self._http.request(method, path, json=body)
+            response = await self._http.post(MODELS_PATH, json=MODELS_BODY)
         except httpx.HTTPError as error:
             raise _no_answer(self._url, error) from error
-        return _model_names(self._api, response)
+        return _model_names(response)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -175,9 +143,8 @@ class AsyncHttpTransport:
 class _StreamReading:
     """Turns chunks into deltas."""
 
-    def __init__(self, reader: EventReader) -> None:
+    def __init__(self) -> None:
         self._parser = EventParser()
-        self._reader = reader
         self._ending = StreamEnding()
 
     def feed(self, chunk: bytes) -> Iterator[Delta]:
@@ -187,13 +154,11 @@ class _StreamReading:
     def _read(self, chunk: bytes) -> Iterator[Sequence[Delta]]:
         try:
             for event in self._parser.feed(chunk):
-                yield self._reader.read(event)
+                yield read_event(event)
         except UNREADABLE as error:
             raise unreadable(error) from error
 
-    def end(self) -> Iterator[Delta]:
-        if kept := self._reader.end():
-            yield from self._ending.note(kept)
+    def check(self) -> None:
         self._ending.check()
 
     def failure(self, url: str, error: httpx.HTTPError) -> ClientError:
@@ -234,11 +199,11 @@ def _no_answer(url: str, error: httpx.HTTPError) -> ConnectionFailed:
     return ConnectionFailed(f"no server at {without_credentials(url)}: {_reason(error)}")
 
 
-def _model_names(api: HttpApi, response: httpx.Response) -> list[str]:
+def _model_names(response: httpx.Response) -> list[str]:
     if response.status_code != httpx.codes.OK:
         raise _refusal(response, response.content)
     try:
-        return api.model_names(response.json())
+        return model_names(response.json())
     except UNREADABLE as error:
         raise unreadable(error) from error
 
@@ -253,6 +218,11 @@ def _refusal(response: httpx.Response, body: bytes) -> RequestRefused:
         reason = f"it redirects to {without_credentials(location)}"
     reason = reason or response.reason_phrase
     return RequestRefused(f"the server answered {status}: {reason}", status, retry_after_s(response.headers))
+
+
+def error_message(error: Any) -> str:
+    """The message of an error object, in V2's form or in OpenAI's."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from mlserver_torch_stream.client.call import (
-    Delta,
-    GenerationCall,
-    GenerationError,
-    Logprob,
-    ModelsRequest,
-    RequestUsage,
-)
+from mlserver_torch_stream.client.call import Delta, GenerationCall, GenerationError, Logprob, RequestUsage
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import ServerReply, read_reply
 
 _TOOLS = "tools"
+MODELS_PATH = "/v2/repository/index"
+MODELS_BODY = {"ready": True}
 
 
 def input_tensors(call: GenerationCall) -> dict[str, list[str]]:
@@ -71,33 +65,22 @@ def _logprob(entry: TokenLogprob) -> Logprob:
     return Logprob(entry.logprob, entry.token_id, top=top)
 
 
-class V2Json:
-    """The V2 protocol over HTTP."""
-
-    models_request: ModelsRequest = "POST", "/v2/repository/index", {"ready": True}
-
-    def request(self, call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
-        """``stream`` false: the request asks for one whole reply."""
-        tensors = [
-            {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
-            for name, texts in input_tensors(call).items()
-        ]
-        endpoint = "generate_stream" if stream else "infer"
-        path = f"/v2/models/{quote(call.model, safe='')}/{endpoint}"
-        return path, {"inputs": tensors, "parameters": plain_parameters(call)}
-
-    def reader(self) -> V2EventReader:
-        return V2EventReader()
-
-    def model_names(self, body: Any) -> list[str]:
-        return sorted({item["name"] for item in body})
+def http_request(call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a call over HTTP. ``stream`` false: the request asks for one whole reply."""
+    tensors = [
+        {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+        for name, texts in input_tensors(call).items()
+    ]
+    endpoint = "generate_stream" if stream else "infer"
+    path = f"/v2/models/{quote(call.model, safe='')}/{endpoint}"
+    return path, {"inputs": tensors, "parameters": plain_parameters(call)}
 
 
-class V2EventReader:
-    """Reads the events of a stream in the V2 protocol, each by itself."""
+def read_event(data: str) -> list[Delta]:
+    """The deltas of one server-sent event. Raises GenerationError, or one of ``UNREADABLE``."""
+    return deltas_of(read_reply(json.loads(data)))
 
-    def read(self, data: str) -> Sequence[Delta]:
-        return deltas_of(read_reply(json.loads(data)))
 
-    def end(self) -> Sequence[Delta]:
-        return []
+def model_names(index: Any) -> list[str]:
+    """The names in an answer to ``MODELS_PATH``."""
+    return sorted({item["name"] for item in index})

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from mlserver_torch_stream.client.http_transport import error_message
 from mlserver_torch_stream.cloud.parse import MAX_ANSWER_BYTES, PREDICTIONS
 from mlserver_torch_stream.cloud.rows import Failure, Outcome
 from mlserver_torch_stream.protocol.openai_batch import ChunkFold
@@ -56,11 +57,6 @@ def _within_levels(value: Any) -> bool:
         if not level:
             return True
     return False
-
-
-def error_message(error: Any) -> str:
-    """The message of an error object, in OpenAI's form or in V2's."""
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 class HttpAnswer(Protocol):

@@ -19,8 +19,8 @@ from yarl import URL
 
 from mlserver_torch_stream.client import EventParser
 from mlserver_torch_stream.client.call import GenerationCall
-from mlserver_torch_stream.client.http_transport import retry_after_s
-from mlserver_torch_stream.client.v2_json import V2Json
+from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
+from mlserver_torch_stream.client.v2_json import http_request
 from mlserver_torch_stream.cloud.answers import (
     AnswerTooLarge,
     GenerationBroke,
@@ -29,7 +29,6 @@ from mlserver_torch_stream.cloud.answers import (
     PieceCollector,
     V2ServerAnswer,
     answer_too_large,
-    error_message,
     parse,
     predicted,
 )
@@ -111,7 +110,7 @@ class GenerationBackend(Backend):
         parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         # The prompt is None in a chat, which has messages, and in a row without a prompt, which the server refuses.
         prompts: Any = (ask.prompt,)
-        return V2Json().request(GenerationCall(self.model, prompts, ask.messages, parameters), self.endpoint.stream)
+        return http_request(GenerationCall(self.model, prompts, ask.messages, parameters), self.endpoint.stream)
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         name = self.endpoint.name or self.model

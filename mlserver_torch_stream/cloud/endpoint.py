@@ -12,8 +12,8 @@ from typing import Any, Literal
 import aiohttp
 from yarl import URL
 
-from mlserver_torch_stream.client.http_transport import retry_after_s
-from mlserver_torch_stream.cloud.answers import error_message, parse
+from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
+from mlserver_torch_stream.cloud.answers import parse
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.rows import (

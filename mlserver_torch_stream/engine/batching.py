@@ -1,4 +1,4 @@
-"""Chooses the batcher of a loaded model: its KV cache, the bounds of its scheduler, and the forward of each cache."""
+"""Chooses the batcher of a loaded model: its KV cache and the bounds of its scheduler."""
 
 from __future__ import annotations
 
@@ -9,41 +9,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-import transformers
-
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.attention.cuda_choice import copies_keys
 from mlserver_torch_stream.engine.cache.budget import HOST, cache_budget, free_bytes, prefix_bytes
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
-from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline
 from mlserver_torch_stream.engine.config_fields import steady_positions
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
-from mlserver_torch_stream.engine.cuda_graphs.graph_forward import GraphForward
-from mlserver_torch_stream.engine.cuda_graphs.verify_graphs import take_graphs
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
-from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.forward.model_step import Way
+from mlserver_torch_stream.engine.forward.interface import LoadedForward
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.machine import Host, read_host
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
-from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
-from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
-from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
-from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedForward
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
@@ -101,24 +87,18 @@ def choose_batcher(
         raise LoadFailed(f"parameters.extra.{key}: {why}")
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
-    if isinstance(choice.forward, NativeForward):
-        _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
+    _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
     faults = _faults()
-    forwards = CapturedForwards(
-        loaded.model, choice.forward, limits.max_num_seqs, context, prepared.pipeline, resources
-    )
 
     def make() -> ContinuousBatcher:
         cache = (PagedCache if ranks is None else ranks.cache)(layout, spec.page_size, limits.pages, slots)
-        forward = forwards.over(cache) if settings.fast_path == "auto" else choice.forward
         return ContinuousBatcher(
-            forward,
+            choice.forward,
             cache,
             samplers,
             limits,
             spec,
             lookup=_prompt_lookup(settings, spec, limits),
-            drafts_forced=forward is choice.forward,
             pipeline=prepared.pipeline,
             flights=InlineForwards(overlap=prepared.overlaps) if prepared.pipeline is None else None,
             faults=faults,
@@ -131,7 +111,7 @@ def choose_batcher(
     origin = resolved.origins["kv_cache_memory"] if settings.kv_cache_memory else None
     batcher = make()
     description = (
-        f"{_describe_forward(settings, prepared, choice)}{forwards.description}"
+        f"{_describe_forward(settings, prepared, choice)}, "
         f"up to {settings.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
         f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
     )
@@ -168,8 +148,8 @@ def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
     """``chunk``: the most tokens of prompts in a step; None for a model that takes them whole."""
-    findings, budget = prepared.findings, size.bytes_of(spec)
-    packed, on_host_alone = findings.way is Way.PACKED, set(findings.specs) == {HOST}
+    findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
+    packs = prepared.choice is not None and prepared.choice.forward.packs
     # A prefix is of no use to a model that takes whole prompts, or that keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
     return SchedulerLimits(
@@ -180,12 +160,12 @@ def _limits(
         prefix_bytes(budget, settings.prefix_cache_memory, HOST in findings.specs) if keeps_prefixes else 0,
         stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
         whole_prompts=not findings.chunked,
-        prefill_floor=1 if packed or prepared.on_our_kernels else _ROWS_FLOOR,
-        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packed and on_host_alone else None,
+        prefill_floor=1 if packs else _ROWS_FLOOR,
+        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packs and on_host_alone else None,
     )
 
 
-def _try_to_reserve(forward: NativeForward, cache: PagedCache, host: Host) -> None:
+def _try_to_reserve(forward: LoadedForward, cache: PagedCache, host: Host) -> None:
     """Refuses a KV cache that the system does not map. Only this attempt needs ``cache``. Raises LoadFailed."""
     try:
         forward.reserve(cache)
@@ -195,19 +175,16 @@ def _try_to_reserve(forward: NativeForward, cache: PagedCache, host: Host) -> No
 
 
 def _describe_forward(settings: EngineSettings, prepared: PreparedModel, choice: ForwardChoice) -> str:
-    if isinstance(choice.forward, NativeForward):
-        rounded = f"{settings.weights} weights, " if settings.weights in ROUNDED else ""
-        return f"our own kernels ({choice.forward.variant}), {rounded}"
-    ways = [] if prepared.ranks is None else [f"{prepared.ranks.leader.size} ranks, "]
+    parts = [choice.forward.describe()]
+    if settings.weights in ROUNDED:
+        parts.append(f"{settings.weights} weights")
     if choice.no_kernels is not None and prepared.device.type == "cpu":
-        ways.append(f"transformers' forward ({choice.no_kernels}), ")
-    attention = "" if choice.attention is None else f" with {choice.attention}"
-    ways.append(f"steps {prepared.findings.way.value}{attention}, ")
+        parts.insert(0, f"transformers' forward ({choice.no_kernels})")
     if prepared.pipeline is not None:
-        ways.append(f"{prepared.pipeline.depth} devices with a batch each, ")
+        parts.append(f"{prepared.pipeline.depth} devices with a batch each")
     if choice.packed:
-        ways.append(f"{choice.packed} linear layers laid out for this CPU, ")
-    return "".join(ways)
+        parts.append(f"{choice.packed} linear layers laid out for this CPU")
+    return ", ".join(parts)
 
 
 def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerLimits) -> PromptLookup | None:
@@ -225,70 +202,3 @@ def _faults() -> tuple[InjectedFault, ...]:
     if faults:
         logger.warning("%s is set: this engine injects faults", VARIABLE)
     return faults
-
-
-class CapturedForwards:
-    """The forwards of one engine, for up to ``max_sequences`` sequences of up to ``longest`` tokens."""
-
-    def __init__(
-        self,
-        model: transformers.PreTrainedModel,
-        forward: Forward,
-        max_sequences: int,
-        longest: int,
-        pipeline: Pipeline | None,
-        resources: ProcessResources,
-    ) -> None:
-        self._model = model
-        self._forward = forward
-        self._max_sequences = max_sequences
-        self._longest = longest
-        self._pipeline = pipeline
-        self._resources = resources
-        self.description = ""  # of the newest one, for the summary of a load
-
-    def over(self, cache: PagedCache) -> Forward:
-        """Returns the forward for a cache that holds no sequences yet: the check of graphs writes to all its pages."""
-        forward = self._forward
-        own = forward.own if isinstance(forward, RankedForward) else forward
-        if not isinstance(own, ModelForward):
-            return forward
-        with self._resources.capture_lock, torch.inference_mode():
-            reserved = _reserved_bytes(own)
-            graphs = self._take(own, cache)
-            reserved = _reserved_bytes(own) - reserved - (0 if graphs is None else _pool_bytes(cache))
-        self.description = "" if graphs is None else _describe_graphs(graphs, reserved)
-        if graphs is None:
-            return forward
-        return forward.replaying(graphs) if isinstance(forward, RankedForward) else graphs
-
-    def _take(self, own: ModelForward, cache: PagedCache) -> GraphForward | None:
-        """Captures decode steps over a cache; with tensor parallelism every rank captures them. None: not captured."""
-        capture, pipeline = self._resources.capture_on or capture_on, self._pipeline
-        if isinstance(self._forward, RankedForward):
-            return self._forward.capture(cache, self._max_sequences, self._longest, capture)
-        return take_graphs(
-            own,
-            cache,
-            self._max_sequences,
-            self._longest,
-            capture,
-            copies_keys=copies_keys(own.attention),
-            pipeline=pipeline,
-            check=None if pipeline is None else lambda graphs: check_pipeline(self._model, pipeline, graphs, cache),
-        )
-
-
-def _describe_graphs(graphs: GraphForward, reserved: int) -> str:
-    size = f" in {format_bytes(reserved)}" if reserved > 0 else ""
-    return f"CUDA graphs of up to {graphs.max_sequences} sequences{size}, "
-
-
-def _reserved_bytes(forward: ModelForward) -> int:
-    """Returns the memory that torch holds on the forward's CUDA devices, that of captured steps included."""
-    return sum(torch.cuda.memory_reserved(device) for device in forward.devices if device.type == "cuda")
-
-
-def _pool_bytes(cache: PagedCache) -> int:
-    pools = (pool for layer in cache.layers.values() for pool in (layer.keys, layer.values) if pool is not None)
-    return sum(pool.untyped_storage().nbytes() for pool in pools if pool.is_cuda)

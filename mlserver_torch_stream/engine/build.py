@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
 from mlserver_torch_stream.engine.shared_pool import PROCESS, Lease, ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.vllm.vllm_engine import load_vllm
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
@@ -45,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine with its codec and the lease on its weights.
+    """An engine with its codec and the lease on its weights; vLLM holds the weights of its models itself.
 
     The replicas of a ``ReplicatedEngine`` are its ``parts``; the codec and the weights are those of the first replica.
     """
@@ -53,7 +55,7 @@ class RunningEngine:
     engine: Engine
     codec: TextCodec
     summary: str  # one line for the log: the model, its devices and the size of the cache
-    weights: Lease[PreparedModel]
+    weights: Lease[PreparedModel] | None
     parts: tuple[RunningEngine, ...] = ()
 
     def stop(self, resources: ProcessResources) -> None:
@@ -61,7 +63,8 @@ class RunningEngine:
         self.engine.shutdown()
         for part in self.parts or (self,):
             resources.release(part.codec)
-            give_back_weights(part.weights)
+            if part.weights is not None:
+                give_back_weights(part.weights)
 
 
 class BuiltEngine:
@@ -98,7 +101,8 @@ def build_engine(
 
 
 def _load(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
-    run = _run if load.resolved.settings.replicas == 1 else _run_replicas
+    settings = load.resolved.settings
+    run = _run_vllm if settings.vllm is not None else _run if settings.replicas == 1 else _run_replicas
     running = None
     try:
         running = run(load, on_death)
@@ -125,9 +129,8 @@ def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
     """Frees what loads and engines leave after their end: modules in cycles, free blocks of the heap and of CUDA."""
     gc.collect()
     if torch.cuda.is_initialized():
-        with resources.capture_lock:
-            torch.cuda.empty_cache()
-            release_pinned()
+        torch.cuda.empty_cache()
+        release_pinned()
     trim_heap()
 
 
@@ -174,6 +177,30 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         raise
 
 
+def _run_vllm(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    resolved = load.resolved
+    model = load_vllm(resolved, load.threads, load.resources)
+    info = _info(
+        model.codec,
+        model.ready.vocab_size,
+        model.ready.max_model_len,
+        model.ready.max_num_seqs,
+        model.default_sampling,
+    )
+    engine = EngineCore(
+        model.batcher,
+        model.codec,
+        info,
+        model.eos_token_ids,
+        queue_limits=_queue_limits(resolved.settings),
+        rebuild=model.rebuild,
+        on_death=on_death,
+        name=resolved.source.name,
+    )
+    summary = f"{model.description}; context {model.ready.max_model_len} tokens"
+    return RunningEngine(engine, model.codec, summary, None)
+
+
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
     """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
 
@@ -206,31 +233,15 @@ def _start(
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
     choice = choose_batcher(load, prepared, loaded, samplers, codec)
     codec.limit_prompts(choice.context)
-    info = ModelInfo(
-        vocab_size=vocab_size,
-        max_model_len=choice.context,
-        max_num_seqs=settings.max_num_seqs,
-        has_chat_template=codec.has_chat_template,
-        default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **loaded.default_sampling},
-        tool_parser=codec.chat_format.tools,
-        reasons=codec.chat_format.reasons,
-        template_arguments=codec.chat_format.arguments,
-    )
+    info = _info(codec, vocab_size, choice.context, settings.max_num_seqs, loaded.default_sampling)
     engine = EngineCore(
         choice.batcher,
         codec,
         info,
         loaded.eos_token_ids,
-        queue_limits=QueueLimits(
-            settings.max_queued_requests,
-            settings.max_queued_tokens,
-            settings.queue_timeout,
-            settings.request_timeout,
-            settings.step_timeout,
-            settings.chunked_prefill_size,
-        ),
+        queue_limits=_queue_limits(settings),
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
-        threads=1 if prepared.on_our_kernels else load.threads,
+        threads=1 if prepared.has_threads else load.threads,
         fair_lock=prepared.fair_lock,
         rebuild=partial(_rebuild, choice.make, prepared),
         on_death=on_death,
@@ -242,6 +253,32 @@ def _start(
     how = f"{choice.description}; context {choice.context} tokens; {load.threads} threads ({origin})"
     summary = f"{loaded.description}; {how}"
     return RunningEngine(engine, codec, summary, lease)
+
+
+def _info(
+    codec: TextCodec, vocab_size: int, context: int, max_num_seqs: int, default_sampling: Mapping[str, Any]
+) -> ModelInfo:
+    return ModelInfo(
+        vocab_size=min(vocab_size, codec.vocab_size),
+        max_model_len=context,
+        max_num_seqs=max_num_seqs,
+        has_chat_template=codec.has_chat_template,
+        default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **default_sampling},
+        tool_parser=codec.chat_format.tools,
+        reasons=codec.chat_format.reasons,
+        template_arguments=codec.chat_format.arguments,
+    )
+
+
+def _queue_limits(settings: EngineSettings) -> QueueLimits:
+    return QueueLimits(
+        settings.max_queued_requests,
+        settings.max_queued_tokens,
+        settings.queue_timeout,
+        settings.request_timeout,
+        settings.step_timeout,
+        settings.chunked_prefill_size,
+    )
 
 
 def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:

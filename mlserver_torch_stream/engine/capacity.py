@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.attention.registered import CannotPage
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
@@ -182,7 +183,7 @@ def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
         cache = PagedCache(layout, page_size, [1] * groups, state_slots=1)
         try:
             with torch.inference_mode(), _META:
-                forward = ModelForward(model, way, _shapes_only)
+                forward = ModelForward(model, way, _ShapesOnly())
                 forward.device = _META
                 forward(batch, cache)
             return in_all(cache.specs.values())
@@ -192,11 +193,12 @@ def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
     raise _hidden(model, problem) from problem
 
 
-def _shapes_only(
-    query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-) -> torch.Tensor:
-    assert layer.values is not None
-    return query.new_empty((*query.shape[:2], layer.values.shape[-1]))
+class _ShapesOnly(GatheredAttention):
+    def __call__(
+        self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+    ) -> torch.Tensor:
+        assert layer.values is not None
+        return query.new_empty((*query.shape[:2], layer.values.shape[-1]))
 
 
 def _hidden(model: PreTrainedModel, error: Exception) -> LoadFailed:

@@ -72,6 +72,7 @@ class EngineCore:
         self._dead: BaseException | None = None
         self.pending_death: PendingDeath | None = None
         self._watchdog = Watchdog(self, self._queue_limits, name)
+        batcher.attach(self._wake)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -83,6 +84,8 @@ class EngineCore:
     def trouble(self) -> str | None:
         if not self.alive:
             return "its engine died"
+        if (trouble_of_batcher := self._batcher.trouble) is not None:
+            return trouble_of_batcher
         holder = None if self._fair_lock is None else self._fair_lock.progress  # of the engine with the device
         before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
         return self.overdue or (None if before is None else f"it waits for its device: {before}")
@@ -98,6 +101,10 @@ class EngineCore:
             raise NotServing("the engine is not running" if dead is None else f"the engine died: {in_short(dead)}")
         if self._draining is not None:
             raise NotServing(self._draining)
+        if (trouble_of_batcher := self._batcher.trouble) is not None:
+            raise NotServing(trouble_of_batcher)
+        for request in requests:
+            self._batcher.check(request)
         self._admission.check(requests, self._batcher.refusal)
         self._admission.check_queue(requests, self._batcher.stats())
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
@@ -173,6 +180,9 @@ class EngineCore:
         # This object and its watchdog refer to each other. The weights and the KV cache do not wait for a collection.
         self._batcher, self._replacement = DeadBatcher(self._batcher.stats()), BatcherReplacement(None)
 
+    def _wake(self) -> None:
+        self._inbox.post(lambda: None)
+
     def _closed(self, mailbox: Mailbox) -> None:
         self._inbox.post(lambda: self._cancel(mailbox))
 
@@ -184,12 +194,15 @@ class EngineCore:
     def ask(self, end: EndRequest) -> None:
         self._inbox.post(lambda: self._time_out(end))
 
-    def give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> bool:
+        if self._batcher.end_step(error):
+            return False
         if self._mark_dead(error):
             logger.error("The engine's thread does not return, so its streams end without it: %s", error)
             failure = GenerationFailed(f"the engine died: {in_short(error)}")
             end_for_readers(self._all_requests(), FinishReason.ERROR, failure)
             self._report_death(error)
+        return True
 
     def _all_requests(self) -> list[RequestState]:
         return [request for requests in list(self._open.values()) for request in requests]
@@ -287,6 +300,7 @@ class EngineCore:
 
     def _replace_batcher(self, batcher: Batcher, error: BaseException, *, last: bool = False) -> None:
         self._batcher = batcher
+        batcher.attach(self._wake)
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 

@@ -1,18 +1,13 @@
-"""Handles devices with memory of their own: health, copies, placement, and operations that wait for them."""
+"""Handles devices with memory of their own: health, copies and placement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch._C import DispatchKey
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
@@ -21,7 +16,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     Allocates nothing, as a full device is not lost.
     """
     for device in devices:
-        if device.type == "cuda":  # not the whole device: that would break CUDA graph captures of other models
+        if device.type == "cuda":  # not the whole device, on which other models compute
             torch.cuda.current_stream(device).synchronize()
         elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
@@ -105,128 +100,3 @@ def plain_forward(model: transformers.PreTrainedModel) -> Callable[..., Any]:
     fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
     forward: Callable[..., Any] = model if hook is None or fetches else model._old_forward
     return forward
-
-
-_aten = torch.ops.aten
-_WAITING = {
-    _aten.item.default,
-    _aten._local_scalar_dense.default,
-    _aten.is_nonzero.default,
-    _aten.nonzero.default,
-    _aten.equal.default,
-    _aten.masked_select.default,
-    _aten._unique2.default,
-    _aten.repeat_interleave.Tensor,
-    _aten.bincount.default,
-    _aten.allclose.default,
-}
-_COPIES = {_aten._to_copy.default, _aten.copy_.default}
-
-
-class DeviceSyncs(Exception):
-    """An operation waits for its device in a place where none may."""
-
-
-Saw = Callable[[Any, tuple[Any, ...], Any], None]
-"""Gets an operation, its arguments and its result."""
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Sees the basic operations of composite ones, also in inference mode, where torch passes them on whole."""
-
-    def __init__(self, saw: Saw) -> None:
-        super().__init__()
-        self._saw = saw
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_split(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        parts = None if types else _parts(operation, args)  # tensors of other types have code of their own
-        if parts is not None:
-            with self:
-                return parts(*args, **kwargs)
-        result = operation(*args, **kwargs)
-        self._saw(operation, args, result)
-        return result
-
-
-def is_split(types: Iterable[type]) -> bool:
-    """Whether a ``TorchDispatchMode`` sees an operation on tensors that are split over ranks, or wait for a collective.
-
-    If it returns NotImplemented, it sees the operations on this rank's part, and the collectives.
-    """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor import DTensor
-
-    return any(issubclass(each, DTensor | AsyncCollectiveTensor) for each in types)
-
-
-def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns the implementation of a composite operation: of torch's own, or of a package's in Python."""
-    keys = [DispatchKey.CompositeImplicitAutograd]
-    if operation.namespace != "aten":
-        device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
-        keys += [getattr(DispatchKey, device.upper(), DispatchKey.Undefined), DispatchKey.CompositeExplicitAutograd]
-    for key in keys:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
-            return partial(operation._op_dk, key)
-    return None
-
-
-def no_waits() -> AbstractContextManager[object]:
-    """Inside it, on this thread, an operation that no device can replay by itself raises DeviceSyncs.
-
-    Such an operation waits for the device, or copies from the host's memory.
-    """
-    return _Operations(_refuse)
-
-
-def _refuse(operation: Any, args: tuple[Any, ...], result: Any) -> None:
-    if is_wait(operation, args, result) or _comes_from_host(operation, args, result):
-        raise DeviceSyncs(f"{operation} cannot be recorded")
-
-
-def count_waits(forward: Callable[[], object]) -> int:
-    """Counts the waits of one call, on this thread."""
-    seen: list[bool] = []
-    with _Operations(lambda *operation: seen.append(is_wait(*operation))):
-        forward()
-    return sum(seen)
-
-
-def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an operation, as a ``TorchDispatchMode`` sees it, waits for its device."""
-    return (
-        operation in _WAITING
-        or _selects_by_mask(operation, args)
-        or _leaves_device(args, result)
-        or _waits_inside(operation, args)
-    )
-
-
-def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
-    return operation is _aten.index.Tensor and any(
-        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-    )
-
-
-def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a product of experts waits: the host reads the rows of each, unless torch has a kernel that does."""
-    if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
-        return False
-    return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)
-
-
-def _leaves_device(args: tuple[Any, ...], result: Any) -> bool:
-    return "cpu" in _places(result) and bool(_places(args) - {"cpu"})
-
-
-def _comes_from_host(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
-    return operation in _COPIES and "cpu" in _places(args) and bool(_places(result) - {"cpu"})
-
-
-def _places(values: Any) -> set[str]:
-    return {value.device.type for value in tree_leaves(values) if isinstance(value, torch.Tensor)}

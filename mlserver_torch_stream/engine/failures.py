@@ -16,11 +16,18 @@ class StepTimeout(RuntimeError):
     """A step did not return in time. Its thread cannot be stopped, so the process has to end."""
 
 
+class WorkerLost(RuntimeError):
+    """The process that generates the tokens has ended. The message is for clients."""
+
+
 def in_short(error: BaseException) -> str:
-    """Returns the end of a sentence such as ``decode failed: …``. A ``StepTimeout`` keeps its full text."""
+    """Returns the end of a sentence such as ``decode failed: …``.
+
+    A ``StepTimeout`` and a ``WorkerLost`` keep their full text.
+    """
     import torch  # here: the scheduler does without
 
-    if isinstance(error, StepTimeout):
+    if isinstance(error, StepTimeout | WorkerLost):
         return str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
@@ -52,6 +59,14 @@ def drop_tracebacks(error: BaseException) -> None:
         chain += [cause for cause in (each.__cause__, each.__context__) if cause is not None and cause not in chain]
 
 
+class Unsuitable(Exception):
+    """A model, a file or a machine does not have what something asks for; the message says in one line what."""
+
+
+class UnsupportedLayout(Unsuitable):
+    """The model is no decoder of the Llama layout, which our own kernels run."""
+
+
 def in_a_line(error: Exception) -> str:
     """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}".splitlines()[0]

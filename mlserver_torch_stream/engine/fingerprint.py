@@ -25,8 +25,8 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    Our own kernels are prepared for a number of threads. The serial engine has no kernels. CUDA graphs are captured for
-    the cache of each engine, so that engines of any ``max_num_seqs`` share weights.
+    Our own kernels are prepared for a number of threads. The serial engine has no kernels. Each engine has a cache of
+    its own, so that engines of any ``max_num_seqs`` share weights.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"

@@ -14,16 +14,16 @@ import torch
 from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.overlap import take_pipeline
 from mlserver_torch_stream.engine.checks.packed_check import check_packed
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
-from mlserver_torch_stream.engine.checks.verify_concurrency import take_pipeline
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fair_lock import FairLock
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, read_tensors
+from mlserver_torch_stream.engine.loading.gguf_packed import read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
 from mlserver_torch_stream.engine.loading.placement import (
@@ -34,15 +34,12 @@ from mlserver_torch_stream.engine.loading.placement import (
     seconds_per_step,
 )
 from mlserver_torch_stream.engine.machine import launched, trim_heap
-from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
-from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.settings import ResolvedSettings
 
@@ -80,9 +77,9 @@ class PreparedModel:
     pipeline: Pipeline | None = None
 
     @property
-    def on_our_kernels(self) -> bool:
-        """Whether our own decoder runs, and not transformers' forward."""
-        return self.choice is not None and isinstance(self.choice.forward, NativeForward)
+    def has_threads(self) -> bool:
+        """Whether the forward computes on threads of its own."""
+        return self.choice is not None and self.choice.forward.has_threads
 
     @property
     def overlaps(self) -> bool:
@@ -115,16 +112,14 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
         expected = ExpectedLogits(weights.model)
         findings = SelfCheckResult(problem="set by engine: serial")
         if settings.engine != "serial":
-            with stage(logger, f"Checking that {resolved.source.name} gives a batch the logits of each sequence alone"):
-                findings = check_batching(
-                    weights.model, expected=expected, page_size=page_size_of(device_types(weights.model))
-                )
+            page_size = page_size_of(device_types(weights.model))
+            findings = check_batching(weights.model, expected=expected, page_size=page_size)
         choice, pipeline = None, None
         if findings.problem is not None:
             check_generate(weights.model)
         else:
             choice = choose_forward(expected, findings, settings, load.kernels)
-            if settings.pipeline == "auto" and isinstance(choice.forward, ModelForward):
+            if settings.pipeline == "auto" and not choice.forward.has_threads:
                 pipeline = take_pipeline(weights.model, load.threads, choice.forward)
         del expected  # its logits and caches take memory
     device = input_device(weights.model)
@@ -142,7 +137,7 @@ def _prepare_packed(files: ModelFiles, load: ModelLoad) -> PreparedModel:
         with torch.inference_mode():
             decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
             forward = NativeForward(decoder, load.kernels)
-    except (NotPacked, NoKernels, UnsupportedLayout, OSError, SafetensorError) as error:
+    except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if forward.variant != checked.variant:
         raise no_packed_weights(f"the kernels ({checked.variant}) were checked, these run here: {forward.variant}")
@@ -159,8 +154,7 @@ def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     ranks = prepare_ranks(files, load.resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
-    choice = ForwardChoice(ranks.forward, ranks.shard.attention)
-    return PreparedModel(weights, findings, choice, device, load.lock_on(device), ranks=ranks)
+    return PreparedModel(weights, findings, ForwardChoice(ranks.forward), device, load.lock_on(device), ranks=ranks)
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:

@@ -19,11 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import with_attention
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.config_fields import read_config
-from mlserver_torch_stream.engine.cuda_graphs.graph_capture import capture_on
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, set_threads
@@ -32,14 +31,10 @@ from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels
 from mlserver_torch_stream.engine.native.library import open_library
-from mlserver_torch_stream.engine.shared_pool import PROCESS
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, decode_operations
-from mlserver_torch_stream.engine.tensor_parallel.rank_graphs import capture_together
+from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operation, decode_operations
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import MODULE
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import FollowerCaches, RankedCache, RankedForward
-from mlserver_torch_stream.engine.tensor_parallel.rendezvous import form
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import MODULE, form
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY, check_model, check_settings
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
@@ -53,14 +48,12 @@ logger = logging.getLogger(__name__)
 class Shard:
     """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded.
 
-    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time. ``attention``
-    is that of ``ForwardChoice``.
+    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time.
     """
 
     weights: LoadedWeights
     findings: SelfCheckResult
     forward: ModelForward
-    attention: str | None
     room: int
 
 
@@ -91,20 +84,20 @@ def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
                 raise LoadFailed(f"{KEY}: this model cannot be batched: {findings.problem}")
         if not group.agrees(f"{findings.way}, {findings.chunked}, {findings.page_size}"):
             raise LoadFailed(f"{KEY}: the checks of the ranks differ")
-        forward, attention = _choose_forward(expected, findings, resolved, group, room)
+        forward = _choose_forward(expected, findings, resolved, group, room)
         del expected  # its logits and caches take memory
     left = group.smallest(_room(input_device(weights.model), group.size))
-    return Shard(weights, findings, forward, attention, left)
+    return Shard(weights, findings, forward, left)
 
 
 def _choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, resolved: ResolvedSettings, group: RankGroup, room: int
-) -> tuple[ModelForward, str | None]:
+) -> ModelForward:
     """All ranks take the fast attention, or none: its checks run the model, which the ranks can only do together."""
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
     if not group.smallest(fast):
-        return ModelForward(expected.model, findings.way), None
+        return ModelForward(expected.model, findings.way)
     with group.all_or_none():
         return with_attention(
             expected,
@@ -164,7 +157,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
             raise LoadFailed(f"{KEY}: the ranks lost their connection while loading: {fate or error}") from error
         raise
     leader = Leader(group, other_ranks)
-    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader, group))
+    return LaunchedModel(shard, leader, partial(RankedCache, leader), RankedForward(shard.forward, leader))
 
 
 def follow(find: Callable[[], RankGroup]) -> int:
@@ -190,15 +183,14 @@ def _serve(group: RankGroup) -> None:
     set_threads(resolved.settings, read_host())
     shard = load_shard(resolved, group)
     forward = shard.forward
-    capture = partial(capture_together, forward, group=group, capture_on=PROCESS.capture_on or capture_on)
-    caches = FollowerCaches(CacheLayout(shard.weights.model.config), forward, group.all_raised, capture)
+    caches = FollowerCaches(CacheLayout(shard.weights.model.config), forward, group.all_raised)
     with torch.inference_mode():
         while True:
             for operation, numbers in decode_operations(group.receive_operations()):
                 if operation is Operation.STOP:
                     return
                 if operation is Operation.PULSE:
-                    check_devices({forward.device})  # NCCL watches no collectives of CUDA graphs: a device may hang
+                    check_devices({forward.device})  # a rank whose device hangs does not answer
                     group.pulse()
                 else:
                     caches.run(operation, *numbers)

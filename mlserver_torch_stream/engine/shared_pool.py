@@ -6,15 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.machine import default_kv_budget
 from mlserver_torch_stream.engine.text.text_process import TextProcesses
 from mlserver_torch_stream.work_threads import WorkCancelled, raise_if_cancelled
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.cuda_graphs.graph_capture import GraphCapture
 
 V = TypeVar("V")
 
@@ -96,9 +93,6 @@ class ProcessResources:
         self._lock = threading.Lock()
         self._promised: dict[object, int] = {}
         self.cpu_lock = FairLock()
-        # torch captures one CUDA graph at a time, and no memory may be given back during a capture.
-        self.capture_lock = FairLock()
-        self.capture_on: Callable[[str], GraphCapture | None] | None = None  # None: that of ``graph_capture``
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
         self.templates = TextProcesses()  # render the chat templates of all models

@@ -165,8 +165,8 @@ class Watched(Protocol):
     def ask(self, end: EndRequest) -> None:
         """Asks the engine's thread to end these requests when its step returns."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Gives the engine's thread up: nothing waits for it any more."""
+    def give_up(self, error: BaseException) -> bool:
+        """Gives the engine's thread up: nothing waits for it any more. False: its work was ended, and it goes on."""
 
 
 class Watchdog:
@@ -231,20 +231,19 @@ class Watchdog:
                 now = time.monotonic()
                 decision = self._state.decide(now, self._engine.works(), self._engine.pending_death)
                 self._wakes_at = now + decision.seconds
-            self._do(decision)
-            if decision.lost is not None:
+            if self._do(decision):
                 return
             del decision  # it holds requests, which may end before the next one
             with self._changed:
                 if not self._news:
                     self._changed.wait(self._wakes_at - time.monotonic())
 
-    def _do(self, decision: Decision) -> None:
+    def _do(self, decision: Decision) -> bool:
+        """Returns whether the engine's thread was given up."""
         for work in decision.overdue:
             logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
         for end in decision.ask:
             self._engine.ask(end)
         for end in decision.unanswered:
             end_for_readers(end.requests, end.reason, end.error)
-        if decision.lost is not None:
-            self._engine.give_up(decision.lost)
+        return decision.lost is not None and self._engine.give_up(decision.lost)

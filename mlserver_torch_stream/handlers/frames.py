@@ -65,15 +65,16 @@ class FrameBuffer:
 class FrameReader:
     """Reads frames from a socket that blocks, with one system call for many small ones. A body is held once."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
         self._file = connection.makefile("rb", buffering=1 << 16)
+        self._max_bytes = max_bytes
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
         """None at the end. Raises BrokenFrame or OSError."""
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
-        header_bytes, body_bytes = _lengths(lengths)
+        header_bytes, body_bytes = _lengths(lengths, self._max_bytes)
         encoded = self._file.read(header_bytes)
         body = self._file.read(body_bytes)
         if len(encoded) < header_bytes or len(body) < body_bytes:
@@ -84,9 +85,9 @@ class FrameReader:
         self._file.close()
 
 
-def _lengths(data: bytes | bytearray) -> tuple[int, int]:
+def _lengths(data: bytes | bytearray, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
     header_bytes, body_bytes = _LENGTHS.unpack_from(data)
-    if max(header_bytes, body_bytes) > MAX_BYTES:
+    if max(header_bytes, body_bytes) > max_bytes:
         raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
     return header_bytes, body_bytes
 

@@ -24,8 +24,7 @@ from mlserver_torch_stream.protocol.bodies import (
     validate,
 )
 from mlserver_torch_stream.protocol.constraints import check_finite
-from mlserver_torch_stream.protocol.parameters import Merged
-from mlserver_torch_stream.protocol.values import is_text, parse_json, shown
+from mlserver_torch_stream.protocol.values import Merged, is_text, parse_json, shown
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ModelInfo
 

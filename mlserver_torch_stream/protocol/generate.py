@@ -15,26 +15,30 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.openai_objects import finite, token_name
-from mlserver_torch_stream.protocol.parameters import SILENT, merge_parameters
-from mlserver_torch_stream.protocol.reply_values import (
-    CollectedSequence,
-    StreamProgress,
-    WholeReply,
-    event_values,
-    shown_values,
-    totals,
+from mlserver_torch_stream.protocol.parameters import SILENT
+from mlserver_torch_stream.protocol.request_options import (
+    build_request,
+    check_id,
+    merge_parameters,
+    read_client,
+    refuse_chat_options,
 )
-from mlserver_torch_stream.protocol.request_options import build_request, check_id, read_client, refuse_chat_options
 from mlserver_torch_stream.protocol.spelling import (
+    CollectedSequence,
     JsonObject,
     PostedBody,
     ReplyContext,
     Spelling,
     StreamEncoder,
+    StreamProgress,
     WholeEncoder,
+    WholeReply,
+    event_values,
+    head,
+    shown_values,
+    totals,
 )
-from mlserver_torch_stream.protocol.v2_reply import head
-from mlserver_torch_stream.protocol.v2_tensors import ALL_BINARY, refuse_left_over
+from mlserver_torch_stream.protocol.v2_tensors import ALL_BINARY
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, ModelInfo, TextPrompt, TokenEvent, TokenLogprob
 
 
@@ -89,7 +93,7 @@ class FlatGenerate(Spelling):
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         body = posted.json
-        refuse_left_over(len(posted.raw))
+        values.refuse_left_over(len(posted.raw))
         _check_id(body.get(_ID))
         if names.TEXT_INPUT not in body:
             raise _no_text(body)

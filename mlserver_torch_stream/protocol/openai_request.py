@@ -12,14 +12,15 @@ from typing import Any
 from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import values
 from mlserver_torch_stream.protocol.chat import check_messages, check_tools
-from mlserver_torch_stream.protocol.parameters import Merged, merge_parameters
 from mlserver_torch_stream.protocol.request_options import (
     build_request,
     chat_prompt,
+    merge_parameters,
     refuse_chat_options,
     require_template,
     with_usage,
 )
+from mlserver_torch_stream.protocol.values import Merged
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"

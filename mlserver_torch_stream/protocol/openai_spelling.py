@@ -40,8 +40,7 @@ from mlserver_torch_stream.protocol.spelling import (
     StreamEncoder,
     WholeEncoder,
 )
-from mlserver_torch_stream.protocol.v2_tensors import refuse_left_over
-from mlserver_torch_stream.protocol.values import most_checked
+from mlserver_torch_stream.protocol.values import most_checked, refuse_left_over
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 REQUEST_ID = "x-request-id"

@@ -12,8 +12,14 @@ from typing import Any
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, RequestError, as_request_error
 from mlserver_torch_stream.protocol.openai_objects import ChatChoice, ChatCompletion, TextCompletion, shown_length
-from mlserver_torch_stream.protocol.reply_values import CollectedReply, RunningUsage, UsageCounter, shortened
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.spelling import (
+    CollectedReply,
+    JsonObject,
+    ReplyContext,
+    RunningUsage,
+    UsageCounter,
+    shortened,
+)
 from mlserver_torch_stream.types import FAILURES, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
 
 BAD_REQUEST = 400

@@ -1,4 +1,4 @@
-"""Reads the options of a request that every spelling shares, once its parameters are merged.
+"""Merges the levels of a request's parameters, and reads the options that every spelling shares.
 
 Every function raises InvalidInput, which names the field.
 """
@@ -17,7 +17,14 @@ from mlserver_torch_stream.protocol.bodies import validate
 from mlserver_torch_stream.protocol.chat import check_template_arguments, chosen_tools
 from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, of_guide
 from mlserver_torch_stream.protocol.openai_models import StreamOptions
-from mlserver_torch_stream.protocol.parameters import OPENAI_BODIES, Merged, object_pairs, resolve_sampling
+from mlserver_torch_stream.protocol.parameters import (
+    BY_SPELLING,
+    OPENAI_BODIES,
+    PARAMETERS,
+    SILENT,
+    SILENT_IN_BODY,
+)
+from mlserver_torch_stream.protocol.values import Given, Merged, json_object, named, refuse
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -25,6 +32,7 @@ from mlserver_torch_stream.types import (
     ModelInfo,
     Prompt,
     ReplyOptions,
+    SamplingParameters,
     StreamMode,
     TextPrompt,
 )
@@ -37,7 +45,141 @@ _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
 _CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
 
+_SAMPLING = "sampling_parameters"
+_DEFAULTS = "default_sampling"
+_MEANS_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")
+
 Objects = tuple[Mapping[str, Any], ...]
+
+
+def merge_parameters(
+    request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
+) -> Merged:
+    """The parameters of a request by canonical name. If several levels have one, the most specific level counts.
+
+    ``request`` are its parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of the tensor
+    ``sampling_parameters``. Every level is validated, also where a higher one has the same parameter.
+    """
+    sampling = [
+        *object_pairs(_SAMPLING, sampling_tensor, info),
+        *object_pairs(_SAMPLING, request.get(_SAMPLING), info),
+    ]
+    bodies = [pair for name in OPENAI_BODIES for pair in object_pairs(name, request.get(name), info)]
+    body = [(key, _as_in_openai(key, value)) for key, value in bodies if key not in SILENT_IN_BODY]
+    own = [(key, value) for key, value in request.items() if key not in (_SAMPLING, *OPENAI_BODIES, *SILENT)]
+    _refuse_null(own)
+    merged: dict[str, Given] = {}
+    for level in (body, own, tensors, sampling):
+        merged.update(_read_level(level, info))
+    return merged
+
+
+def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = False) -> SamplingParameters:
+    """The sampling parameters of a request, or the model's defaults where it gives none. ``need_logprobs``: the reply
+    shows log-probabilities."""
+    default = read_defaults(info)
+    effective = {**default, **given}
+    fields = {
+        parameter.field: effective[parameter.name].value
+        for parameter in PARAMETERS
+        if parameter.field is not None and parameter.name in effective
+    }
+    fields["temperature"] = _temperature(given, default, info)
+    fields["logprobs"], fields["top_logprobs"] = _logprobs(given, default, need_logprobs)
+    sampling = SamplingParameters(**fields)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        if "min_tokens" not in given:
+            return replace(sampling, min_tokens=sampling.max_tokens)
+        raise InvalidInput(effective["min_tokens"].spelling, f"must be at most max_tokens ({sampling.max_tokens})")
+    return sampling
+
+
+def check_defaults(info: ModelInfo) -> None:
+    """Raises InvalidInput if a request without parameters would be refused. ``load`` calls it before any client can."""
+    try:
+        resolve_sampling({}, info)
+    except InvalidInput as error:
+        raise error if error.field == _DEFAULTS else InvalidInput(_DEFAULTS, error.message) from None
+
+
+def read_defaults(info: ModelInfo) -> Merged:
+    """The model's default sampling, validated."""
+    pairs = [(key, value) for key, value in info.default_sampling.items() if key != "do_sample"]
+    try:
+        return _read_level(pairs, info)
+    except InvalidInput as err:
+        raise InvalidInput(_DEFAULTS, err.message) from None
+
+
+def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
+    return [] if value is None else list(named(name, json_object, value, info).items())
+
+
+def _as_in_openai(key: str, value: Any) -> Any:
+    """A string of an OpenAI body as a list of one where lists are read: elsewhere it may be a list, written as JSON."""
+    parameter = BY_SPELLING.get(key)
+    return [value] if isinstance(value, str) and parameter is not None and parameter.several else value
+
+
+def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
+    """MLServer turns every gRPC parameter it cannot represent, such as a double, into null."""
+    for key, value in pairs:
+        if value is None:
+            if key not in BY_SPELLING:
+                refuse(key, ..., BY_SPELLING)
+            raise InvalidInput(key, "has no value; over gRPC a fractional number must be sent as a string")
+
+
+def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, Given]:
+    """One level by canonical name; null means not given, as in OpenAI's API."""
+    level: dict[str, Given] = {}
+    for spelling, value in pairs:
+        if value is None:
+            continue
+        parameter = BY_SPELLING.get(spelling)
+        if parameter is None:
+            refuse(spelling, value, BY_SPELLING)
+            continue
+        result = named(spelling, parameter.read, value, info)
+        earlier = level.setdefault(parameter.name, Given(spelling, result))
+        if earlier.value != result:
+            raise InvalidInput(spelling, _differing(earlier.spelling, spelling))
+    return level
+
+
+def _differing(one: str, other: str) -> str:
+    return "given twice with different values" if one == other else f"contradicts {one}, which is the same parameter"
+
+
+def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
+    """0, which is greedy, unless the request or the model's defaults have a parameter of sampling.
+
+    If the defaults have ``do_sample``, as a generation config has it, that decides for them.
+    """
+    if "temperature" in given:
+        return float(given["temperature"].value)
+    usual = float(default["temperature"].value) if "temperature" in default else 1.0
+    if any(name in given for name in _MEANS_SAMPLING):
+        return usual if usual > 0 else 1.0
+    named = any(name in default for name in ("temperature", *_MEANS_SAMPLING))
+    return usual if info.default_sampling.get("do_sample", named) else 0.0
+
+
+def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
+    """Whether log-probabilities are given, and of how many alternatives. A request that says no, or that gives a number
+    as its ``logprobs``, overrides a default ``top_logprobs``."""
+    both = {**default, **given}
+    wanted, counted = both["logprobs"].value if "logprobs" in both else (False, None)
+    said_all = "logprobs" in given and "top_logprobs" not in given and (not wanted or counted is not None)
+    if said_all or "top_logprobs" not in both:
+        return wanted or needed, counted or 0
+    top = both["top_logprobs"]
+    of_one_level = ("logprobs" in given) == ("top_logprobs" in given)
+    if counted is not None and counted != top.value and of_one_level:
+        raise InvalidInput(top.spelling, f"contradicts {both['logprobs'].spelling}")
+    if top.value and not (wanted or needed):
+        raise InvalidInput(top.spelling, "needs logprobs")
+    return wanted or needed, int(top.value)
 
 
 def build_request(

@@ -11,7 +11,6 @@ from typing import TypeVar
 from mlserver_torch_stream.errors import as_request_error
 from mlserver_torch_stream.protocol.openai_objects import logprob_entries
 from mlserver_torch_stream.protocol.openai_stream import describe, raise_failure
-from mlserver_torch_stream.protocol.reply_values import UsageCounter, shortened
 from mlserver_torch_stream.protocol.responses_objects import (
     COMPLETED,
     IN_PROGRESS,
@@ -22,7 +21,7 @@ from mlserver_torch_stream.protocol.responses_objects import (
     ReasoningItem,
     ResponseObject,
 )
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, UsageCounter, shortened
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, TokenEvent
 

@@ -17,8 +17,7 @@ from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.openai_objects import ChatCompletion
 from mlserver_torch_stream.protocol.openai_stream import error_object, event_choice, failure_message
-from mlserver_torch_stream.protocol.reply_values import RunningUsage
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, StreamEncoder, WholeEncoder
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, RunningUsage, StreamEncoder, WholeEncoder
 from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.v2_reply import V2, StreamReply, UnaryReply, V2Tensors, output
 from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOptions, TokenEvent

@@ -16,14 +16,19 @@ from mlserver.utils import insert_headers
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
-from mlserver_torch_stream.protocol.reply_values import StreamProgress, WholeReply, event_values, shown_values, totals
 from mlserver_torch_stream.protocol.spelling import (
     JsonObject,
     PostedBody,
     ReplyContext,
     Spelling,
     StreamEncoder,
+    StreamProgress,
     WholeEncoder,
+    WholeReply,
+    event_values,
+    head,
+    shown_values,
+    totals,
 )
 from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS
 from mlserver_torch_stream.protocol.v2_request import decode_request, validated
@@ -44,12 +49,6 @@ _DATATYPES = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
 def output(name: str, data: list[Any], shape: list[int] | None = None) -> JsonObject:
     """One tensor; the elements of BYTES are str."""
     return {"name": name, "shape": shape or [len(data)], "datatype": _DATATYPES[name], "data": data}
-
-
-def head(context: ReplyContext, request_id: str) -> JsonObject:
-    """The beginning of every response to one request."""
-    version = {} if context.model_version is None else {"model_version": context.model_version}
-    return {"model_name": context.model_name, **version, "id": request_id}
 
 
 def as_response(body: JsonObject) -> InferenceResponse:

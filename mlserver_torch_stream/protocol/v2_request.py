@@ -16,11 +16,12 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat import check_tools
-from mlserver_torch_stream.protocol.parameters import SILENT, TENSORS, Merged, merge_parameters
+from mlserver_torch_stream.protocol.parameters import SILENT, TENSORS
 from mlserver_torch_stream.protocol.request_options import (
     build_request,
     chat_prompt,
     check_id,
+    merge_parameters,
     read_client,
     read_stream_options,
     refuse_chat_options,
@@ -29,7 +30,7 @@ from mlserver_torch_stream.protocol.request_options import (
 )
 from mlserver_torch_stream.protocol.v2_names import MESSAGE_TENSORS, read_messages
 from mlserver_torch_stream.protocol.v2_tensors import INTEGERS, NUMBERS, Tensor, parameters_of, read_tensors
-from mlserver_torch_stream.protocol.values import refuse
+from mlserver_torch_stream.protocol.values import Merged, refuse
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 

@@ -18,9 +18,8 @@ from mlserver.types import Parameters, RequestInput
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.protocol import values
-from mlserver_torch_stream.protocol.values import refuse
+from mlserver_torch_stream.protocol.values import SIZE, refuse, refuse_left_over
 
-SIZE = "binary_data_size"
 _DATA = "data"
 ALL_BINARY = "binary_data_output"
 _ONE_BINARY = "binary_data"
@@ -74,12 +73,6 @@ def check_strings(name: str, part: bytes, most: int) -> None:
     """Raises InvalidInput if the raw contents of a tensor of BYTES have more than ``most`` elements."""
     if len(part) > most * _LENGTH_BYTES and next(islice(_texts(name, part), most, None), None) is not None:
         raise InvalidInput(name, f"must have at most {most} elements")
-
-
-def refuse_left_over(count: int) -> None:
-    """Raises InvalidInput if ``count`` bytes after the JSON object are no input's elements."""
-    if count:
-        raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,6 +78,17 @@ def _is_text(raw: bytes) -> bool:
 
 T = TypeVar("T")
 Reader = Callable[[Any, ModelInfo], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that was read, and the name by which the request gave it."""
+
+    spelling: str
+    value: Any
+
+
+Merged = Mapping[str, Given]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
@@ -352,3 +364,12 @@ def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter"
         return
     name = printable(key)
     raise InvalidInput(name, f"unknown {what}{did_you_mean(name, known, str)}")
+
+
+SIZE = "binary_data_size"  # the parameter of a tensor whose elements follow the JSON object
+
+
+def refuse_left_over(count: int) -> None:
+    """Raises InvalidInput if ``count`` bytes after the JSON object are no input's elements."""
+    if count:
+        raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")

@@ -1,12 +1,11 @@
-"""The base of our runtimes: patches MLServer, gives readiness a reason, and answers gRPC calls through an opener."""
+"""The base of our runtimes: patches MLServer, loads with errors of one line, and answers gRPC calls."""
 
 from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -20,16 +19,13 @@ from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server import patches
+from mlserver_torch_stream.server.grpc.streams import StreamSession
 from mlserver_torch_stream.server.host import source_of
-from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.observability.request_observer import ModelRequestObservers
-from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.served_model import ServedModel
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 from mlserver_torch_stream.server.state import server_state
 from mlserver_torch_stream.server.status import ModelNotLoaded, as_server_error
-from mlserver_torch_stream.server.streams.stream_session import GrpcReply, ReplyOpener, StreamSession
 from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_keys
 
 if TYPE_CHECKING:
@@ -51,7 +47,7 @@ _PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
 
 
 class BaseRuntime(ServedModel, MLModel):
-    """A runtime derives from it, declares the type of ``_slot`` and has an opener. MLServer reloads their modules only.
+    """A runtime derives from it and declares the type of ``_slot``. MLServer reloads their modules only.
 
     ``rest_routes``: the rows of the table of paths that a server with this model has. ``extra_keys``: the keys of its
     ``parameters.extra``.
@@ -59,74 +55,30 @@ class BaseRuntime(ServedModel, MLModel):
 
     rest_routes: Sequence[RestRoute] = REST_ROUTES
     extra_keys: Collection[str] = ()
-    _slot: ModelSlot[Any]
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         self._state = server_state()
+        self._reports = self._state.reports
         patches.install(self._state)
         patches.keep_out_of_workers(settings)
         patches.keep_out_of_the_cache(settings)
         self.created = int(time.time())  # seconds since the epoch
         self._slot = ModelSlot(settings.name, self._state.lifecycle)
 
-    @property
-    def ready(self) -> bool:
-        """The value that MLServer sets after the load, as long as the model has no trouble."""
-        return self._loaded and self.trouble is None
-
-    @ready.setter
-    def ready(self, loaded: bool) -> None:
-        self._loaded = loaded
-
-    @property
-    def trouble(self) -> str | None:
-        return self._slot.trouble or (None if self._loaded else "it is loading")
-
-    @property
-    def inflight(self) -> InflightRequests:
-        return self._slot.inflight
-
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        reply: GrpcReply | None = None
-        try:
-            opener = self.recorded_opener(EndpointKind.GRPC_UNARY, payload.id or "")
-            reply, _ = opener.open(payload, payload.id or str(uuid4()))
-            return as_response(await reply.whole())
-        except RequestError as error:
-            raise as_server_error(error, streaming=False) from None
-        finally:
-            if reply is not None:
-                reply.close()
+        request_id = payload.id or str(uuid4())
+        request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_UNARY, request_id, self)
+        with _answering(request):
+            request.reply = self.message_reply(MessageRequest(payload, request_id, request.kind))
+            return as_response(await request.reply.whole())
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
-        session: StreamSession | None = None
-        try:
-            opener = self.recorded_opener(EndpointKind.GRPC_STREAM)
-            session = StreamSession(self.name, opener, payloads, self.inflight, read_options().stalled_reader_timeout)
+        request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_STREAM, model=self)
+        session = StreamSession(request, self, payloads, self._state.options.stalled_reader_timeout)
+        with closing(session), _answering(request):
             async for response in await session.open():
                 yield response
-        except RequestError as error:
-            raise as_server_error(error, streaming=True) from None
-        finally:
-            # Synchronous: this block may run in a task that cannot wait, when the client has disconnected.
-            if session is not None:
-                session.close()
-
-    @abstractmethod
-    def opener(self, endpoint: EndpointKind) -> ReplyOpener:
-        """Opens the replies to gRPC messages. Raises NotServing."""
-
-    def observers(self, endpoint: EndpointKind) -> ModelRequestObservers:
-        return ModelRequestObservers(self._state.reports, self.name, self.version, endpoint)
-
-    def recorded_opener(self, endpoint: EndpointKind, request_id: str = "") -> ReplyOpener:
-        """Records a request that the opener refuses, which our REST endpoints do themselves."""
-        try:
-            return self.opener(endpoint)
-        except NotServing as error:
-            self.observers(endpoint).refused(request_id, error)
-            raise
 
     def _refuse_stray_settings(self) -> None:
         """Raises SettingsError for a key of model-settings.json that MLServer ignores where it stands."""
@@ -150,3 +102,18 @@ class BaseRuntime(ServedModel, MLModel):
         except Exception as error:  # a defect of ours: the log gets its traceback
             logger.exception(f"Cannot load model '{self.name}'")
             raise ModelNotLoaded(f"{type(error).__name__}: {error}") from None
+
+
+@contextmanager
+def _answering(request: Request[Reply]) -> Iterator[None]:
+    """Raises an error of the block as MLServer's, and closes the reply. Synchronous: when the client has disconnected,
+    it may run in a task that cannot wait."""
+    try:
+        yield
+    except Exception as error:
+        request.record(error)
+        if isinstance(error, RequestError):
+            raise as_server_error(error, streaming=request.kind.streams) from None
+        raise
+    finally:
+        request.close()

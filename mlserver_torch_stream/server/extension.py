@@ -9,33 +9,76 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import grpc
+from mlserver.grpc.interceptors import LoggingInterceptor
 from mlserver.logging import logger
 from mlserver.settings import Settings
+from mlserver.tracing import get_tracer_provider
+from opentelemetry.instrumentation.grpc import aio_server_interceptor
 
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.server.access.access_control import AccessControl
+from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
-from mlserver_torch_stream.server.grpc_port import open_port
+from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management import management_app
-from mlserver_torch_stream.server.observability import telemetry
+from mlserver_torch_stream.server.observability import metrics
 from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.page import page_routes
 from mlserver_torch_stream.server.rest import (
     batch_routes,
+    connection,
     health,
-    http1,
     item_batch,
     model_routes,
     openai_routes,
-    routes,
-    torchserve_routes,
+    predictions,
 )
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
-from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
+
+
+async def open_port(
+    host: ServerHost,
+    lifecycle: Lifecycle,
+    access: AccessControl,
+    port: int,
+    setting: str,
+    service: str,
+    handler: grpc.GenericRpcHandler,
+) -> None:
+    """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
+
+    Raises ModelNotLoaded if the port cannot be had.
+    """
+    settings = host.settings
+    address = settings.host
+    listener = GuardedAio(access).server(
+        interceptors=_interceptors(settings),
+        # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
+        options=[*host.grpc_options(), ("grpc.so_reuseport", 0)],
+    )
+    listener.add_generic_rpc_handlers((handler,))
+    try:
+        listener.add_insecure_port(f"{address}:{port}")
+    except RuntimeError as error:
+        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {address}: {error}") from None
+    await listener.start()
+    lifecycle.listeners.append(listener.stop)
+    logger.info(f"{service} is on {address}:{port}")
+
+
+def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
+    """The interceptors of MLServer's own port without that of its metrics, which can exist only once in a process."""
+    access_log = [LoggingInterceptor()] if settings.debug else []
+    if not settings.tracing_server:
+        return access_log
+    return [*access_log, aio_server_interceptor(tracer_provider=get_tracer_provider(settings))]  # type: ignore[no-untyped-call]
 
 
 def extend_at_start(host: ServerHost, state: ServerState) -> None:
@@ -53,7 +96,7 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
     try:
-        options = read_options()
+        options = state.options = read_options()
         state.access.check(options)
         if host.extend_once():
             await _extend(host, state, options)
@@ -66,8 +109,7 @@ async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
 async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
-    routes.install(host)
-    http1.install(host, options)
+    connection.install(host, options)
     add_routes(host, state, options)
     shutdown.take_signals()
     _warn_of_server_settings(host.settings)
@@ -93,13 +135,13 @@ async def _open_grpc_services(host: ServerHost, state: ServerState, options: Ser
 
 def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     """Adds all routes of this package that need no model. Called once for a server."""
-    telemetry.install(host, options, state.token_metrics, state.weights_metrics, state.sinks)
+    metrics.install(host, options, state.token_metrics, state.weights_metrics, state.sinks)
     openai_routes.add_fallback_routes(host)
     health.add_routes(host, state.lifecycle)
     model_routes.add_routes(host, state)
     openai_routes.add_model_routes(host)
     page_routes.add_routes(host, options)
-    torchserve_routes.add_routes(host, state.lifecycle, options)
+    predictions.add_routes(host, state.lifecycle, options)
     item_batch.add_routes(host, state.lifecycle)
     models = ServedRows(host.registry, state.clients, state.lifecycle)
     service = BatchService(options.batch_store, models, state.lifecycle)

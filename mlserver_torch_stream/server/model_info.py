@@ -15,7 +15,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.observability.request_metrics import Duration
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.state import ServerState
 
 

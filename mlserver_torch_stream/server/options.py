@@ -91,6 +91,8 @@ class ServerOptions(BaseModel):
     model_roots: str = ""
     """Folders, separated as in `PATH`, in one of which every local model, tokenizer, template and archive must lie;
     empty: any folder."""
+    vllm_python: str = ""
+    """Interpreter of the models that vLLM runs ([engines.md](engines.md)), where their settings name none."""
     tls_cert_file: str = ""
     """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); empty: no TLS."""
     tls_key_file: str = ""

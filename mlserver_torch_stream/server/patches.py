@@ -14,11 +14,12 @@ from mlserver import MLModel, ModelSettings
 from mlserver.rest.server import RESTServer
 
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.server import extension, grpc_messages, grpc_refusals
+from mlserver_torch_stream.server import extension, request
+from mlserver_torch_stream.server.grpc import messages
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
-from mlserver_torch_stream.server.lifecycle import default_version, readiness, registry_lock, shutdown
-from mlserver_torch_stream.server.rest import routes
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.lifecycle import default_version, registry_lock, shutdown
+from mlserver_torch_stream.server.request import is_ours
+from mlserver_torch_stream.server.rest import endpoints, health
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -29,9 +30,9 @@ def install(state: ServerState) -> None:
         return
     extend_grpc_codes()
     shutdown.install(state.lifecycle)
-    readiness.install(state.lifecycle)
-    grpc_messages.install()
-    grpc_refusals.install()
+    request.install()
+    health.install(state.lifecycle)
+    messages.install()
     registry_lock.install(state.registry_lock)
     default_version.install()
     use_looped_workers()
@@ -50,7 +51,7 @@ def _adding(state: ServerState, original: Callable[..., Awaitable[MLModel]]) -> 
         if is_ours(model):
             host = ServerHost(server)
             options = await extension.extend(host, state)
-            routes.add(host, state.lifecycle, options, model.rest_routes)
+            endpoints.add_endpoints(host, state.lifecycle, options, model.rest_routes)
         return await original(server, model)
 
     return add_custom_handlers
@@ -59,11 +60,11 @@ def _adding(state: ServerState, original: Callable[..., Awaitable[MLModel]]) -> 
 def _starting(
     repository: type, state: ServerState, original: Callable[..., Awaitable[None]]
 ) -> Callable[..., Awaitable[None]]:
-    async def start(server: RESTServer) -> None:
+    def start(server: RESTServer) -> Awaitable[None]:
         host = ServerHost(server)
         if isinstance(host.repository, repository):
             extension.extend_at_start(host, state)
-        await original(server)
+        return original(server)
 
     return start
 

@@ -15,17 +15,17 @@ from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.host import process_object
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.registry_lock import RegistryLock
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
 from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_log import RequestSinks
-from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
-from mlserver_torch_stream.server.observability.request_observer import RequestReports
+from mlserver_torch_stream.server.observability.request_metrics import ClientLoad, EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestReports, RequestSinks
+from mlserver_torch_stream.server.options import read_options
 
 
 class ServerState:
     """Made once in a process, as are signals, prometheus_client's registry and MLServer's registry of models."""
 
     def __init__(self) -> None:
+        self.options = read_options({})  # read when a REST server is extended
         self.lifecycle = Lifecycle()
         self.access = AccessControl()
         self.registry_lock = RegistryLock(self.lifecycle)

@@ -19,7 +19,7 @@ from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
 from mlserver_torch_stream.protocol.values import printable
-from mlserver_torch_stream.server.rest.body import FormReader, PartBegan, PartEnded, PartPiece
+from mlserver_torch_stream.server.rest.forms import FormReader, PartBegan, PartEnded, PartPiece
 from mlserver_torch_stream.types import ModelInfo
 
 _TYPE = "multipart/form-data; boundary=b"

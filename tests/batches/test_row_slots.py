@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mlserver_torch_stream.server.batches.row_slots import RowSlots, RowTurn
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
+from mlserver_torch_stream.server.observability.request_metrics import ClientLoad
 from mlserver_torch_stream.types import TokenEvent
 
 _FIRST = TokenEvent(0, "a", (1,))

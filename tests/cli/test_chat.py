@@ -81,32 +81,21 @@ def test_a_mistyped_command_is_no_question_and_a_path_is_one() -> None:
     assert len(server.asked) == 1
 
 
-def test_an_openai_server_is_asked_in_its_own_way_with_the_key() -> None:
-    chunks = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
-              {"choices": [{"index": 0, "delta": {"content": "Hi"}}]},
-              {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]  # fmt: skip
-    script = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
-    with scripted_server([*script, b"data: [DONE]\n\n"]) as server:
-        assert _chat(server, "Hello\n", "--api", "openai", key="sk-secret") == (0, "Hi\n")
-    (asked,) = server.asked
-    assert asked["path"] == "/v1/chat/completions"
-    assert asked["messages"] == [{"role": "user", "content": "Hello"}]
-    assert "max_tokens" not in asked
-    assert server.headers[-1]["Authorization"] == "Bearer sk-secret"
+def test_another_protocol_is_refused_with_what_speaks_it() -> None:
+    with scripted_server() as server:
+        status, printed = _chat(server, "Hi\n", "--api", "openai")
+    assert (status, printed) == (1, "error: api: must be v2, got 'openai'; for OpenAI's API use the openai package\n")
 
 
-def test_the_key_is_for_openai_servers_alone_and_is_never_printed() -> None:
+def test_the_key_of_the_environment_is_not_sent_and_that_of_a_file_is_never_printed(tmp_path: Path) -> None:
     with scripted_server(_answer("a")) as server:
         _chat(server, "Hi\n", key="sk-secret")
         assert "Authorization" not in server.headers[-1]
-        status, printed = _chat(server, "Hi\n", "--api", "openai", key="sk-sécret")
-    assert (status, printed) == (1, "error: OPENAI_API_KEY: has characters that a header cannot carry\n")
-
-
-def test_a_key_that_the_server_repeats_is_not_printed() -> None:
-    body = b'{"error": {"message": "sk-secret is no key"}}'
+    (tmp_path / "key").write_text("sk-of-a-file\n")
+    body = b'{"error": "sk-of-a-file is no key"}'
     with scripted_server([body], status=401) as server:
-        status, printed = _chat(server, "Hi\n", "--api", "openai", "--model", "m", key="sk-secret")
+        status, printed = _chat(server, "Hi\n", "--model", "m", "--api-key-file", str(tmp_path / "key"))
+        assert server.headers[-1]["Authorization"] == "Bearer sk-of-a-file"
     assert (status, printed) == (1, "\nerror: the server answered 401: *** is no key\n")
 
 

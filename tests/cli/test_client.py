@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -175,3 +177,78 @@ def test_no_server_is_a_clear_error() -> None:
 def test_exactly_one_prompt_source(prompts: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="exactly one"):
         list(client.stream("http://127.0.0.1:1", "m", **prompts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"url": "localhost:8080"}, "url: must begin with"),
+        ({"url": "http://"}, "url: must begin with"),
+        ({"url": "grpc://h:1/v2"}, "url: over gRPC it is a host and a port"),
+        ({"url": "grpc://me:secret@h:1"}, "url: over gRPC it is a host and a port"),
+        ({"url": "http://h:port"}, "url: is a scheme, a host, a port"),
+        ({"url": "http://me:secret@h:99999"}, "url: is a scheme, a host, a port"),
+        ({"url": "grpc://h:99999"}, "url: is a scheme, a host, a port"),
+        ({"url": "http://[::1"}, "url: is a scheme, a host, a port"),
+        ({"url": " http://h"}, "url: is a scheme, a host, a port"),
+        ({"url": "http://h\n"}, "url: is a scheme, a host, a port"),
+        ({"url": "http://h?a=b"}, "url: is a scheme, a host, a port"),
+        ({"url": "http://xn--ü"}, "url: "),
+        ({"url": "http://h", "api": "v3"}, "api: must be v2"),
+        ({"url": "http://h", "api": "openai"}, "for OpenAI's API use the openai package"),
+        ({"url": "http://h", "headers": {"a b": "x"}}, "is not a valid name of a header"),
+        ({"url": "http://h", "headers": {"a": "secret\n"}}, "the value of a has characters"),
+        ({"url": "http://h", "headers": {"a": "secret "}}, "the value of a has characters"),
+        ({"url": "http://h", "headers": {"Content-Length": "5"}}, "headers: Content-Length cannot be chosen"),
+        ({"url": "grpc://h:1", "headers": {"x-bin": "5"}}, "headers: x-bin cannot be chosen"),
+        *(
+            ({"url": url, "timeout": seconds}, "timeout: must be above 0")
+            for url in ("http://h", "grpc://h:1")
+            for seconds in (0, -1, math.nan, math.inf)
+        ),
+    ],
+)
+def test_what_a_client_cannot_be_made_of_is_a_value_error(arguments: dict[str, Any], said: str) -> None:
+    for made in (client.Client, client.AsyncClient):
+        with pytest.raises(ValueError, match=said) as refused:
+            made(**arguments)
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HTTP_PROXY", "http://[::1"), ("ALL_PROXY", "nonsense://h"), ("SSL_CERT_FILE", "/nowhere/at.all")],
+)
+def test_a_proxy_or_certificate_of_the_environment_that_cannot_be_is_a_value_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for made in (client.Client, client.AsyncClient):
+        with pytest.raises(ValueError, match="of the environment cannot be used"):
+            made("http://127.0.0.1:1")
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with scripted_server() as server:
+        url = server.url.replace("//", "//me:secret@")
+    with client.Client(url) as asked, pytest.raises(client.ClientError, match="no server at http://127") as failed:
+        asked.models()
+    assert "secret" not in str(failed.value)
+
+
+@pytest.mark.parametrize("data", ["not JSON", "[]", '{"outputs": [{}]}'])
+def test_an_event_that_is_no_response_is_an_error_of_the_stream(data: str) -> None:
+    with scripted_server([f"data: {data}\n\n".encode()]) as server, client.Client(server.url) as asked:
+        deltas = asked.stream("m", "Hello")
+        with pytest.raises(client.StreamBroken, match="cannot be read"):
+            list(deltas)
+
+
+def test_a_list_of_models_that_is_none_is_an_error() -> None:
+    names: Any = [["m"]]
+    with (
+        scripted_server(models=names) as server,
+        client.Client(server.url) as asked,
+        pytest.raises(client.ClientError, match="cannot be read"),
+    ):
+        asked.models()

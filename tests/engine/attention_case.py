@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
-from mlserver_torch_stream.engine.attention.reference import (
-    AttentionShape,
-    fill_randomly,
-    random_batch,
-    reference_attention,
-)
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, batch_tensors
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.checks.attention_error import fill_randomly, random_batch
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
+from tests.engine.reference_attention import reference_attention
 
 CPU = torch.device("cpu")
 # (tokens in the cache, new ones): lengths around pages, windows and blocks of 64 queries, 256 keys or 12 rows.
@@ -61,5 +58,12 @@ class Case:
         return float(((ours.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 
-def never(*_: object) -> torch.Tensor:
-    raise AssertionError("the kernels were to attend")
+def kernels_alone(folder: Path) -> NativeAttention:
+    """The kernels, which fail where they would leave a layer to torch."""
+
+    def never(*_: object) -> torch.Tensor:
+        raise AssertionError("the kernels were to attend")
+
+    native = NativeAttention(folder)
+    native._gathered = never  # type: ignore[assignment]
+    return native

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.forward_choice import take_fast_path
+from mlserver_torch_stream.engine.checks.forward_choice import take_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
@@ -16,4 +16,5 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 def kernels_of(model: PreTrainedModel, folder: Path) -> NativeForward | str:
     """Returns the verified forward, or why there is none."""
     expected = ExpectedLogits(model)
-    return take_fast_path(expected, check_batching(model, expected=expected), KernelOptions(1, folder))
+    verdict = take_kernels(expected, check_batching(model, expected=expected), KernelOptions(1, folder))
+    return verdict.candidate or verdict.reason

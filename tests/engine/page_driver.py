@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -40,7 +39,7 @@ class PageDriver:
         model: PreTrainedModel,
         way: Way,
         page_size: int,
-        attention: PagedAttention = torch_attention,
+        attention: PagedAttention | None = None,
         *,
         chunked: bool = True,
     ) -> None:

@@ -13,12 +13,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.forward_choice import take_fast_path
+from mlserver_torch_stream.engine.checks.forward_choice import take_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.config_fields import declared_fields
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
-from mlserver_torch_stream.engine.native.structure import UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
 
@@ -82,11 +83,11 @@ def stays_sound(family: str, change: dict[str, Any], folder: Path) -> bool:
             return False
         model, expected = sound
         expected_logits = ExpectedLogits(model)
-        forward = take_fast_path(
+        forward = take_kernels(
             expected_logits, check_batching(model, expected=expected_logits), KernelOptions(1, folder)
         )
-        if not isinstance(forward, str):
-            logits, _ = prefilled(forward, model, list(ids), 50)
+        if forward.candidate is not None:
+            logits, _ = prefilled(forward.candidate, model, list(ids), 50)
             assert (logits - expected).abs().max() <= 1e-3 * expected.std(), change
     return True
 
@@ -117,7 +118,7 @@ def test_ministral_3_gets_the_tokens_of_generate_beyond_its_original_length(
     with torch.inference_mode(), caplog.at_level(logging.INFO):
         findings = check_batching(model)
         assert "llama_4_scaling_beta 0.1" in str(
-            take_fast_path(ExpectedLogits(model), findings, KernelOptions(1, folder))
+            take_kernels(ExpectedLogits(model), findings, KernelOptions(1, folder))
         )
     assert findings.problem is None
     with running(model, findings=findings) as engine:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
 from mlserver_torch_stream.engine.native.rotary import angles_of
-from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
+from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 from tests.engine.page_book import prefilled
 from tests.engine.test_gguf_packed import FILES
 from tests.engine.test_native import KNOWN, known_model

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
-from mlserver_torch_stream.engine.attention.reference import reference_attention
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.config_fields import named_lengths
 from mlserver_torch_stream.engine.forward.interface import Logits
@@ -76,17 +76,28 @@ def test_a_sound_model_passes(family: str, changes: dict[str, Any], dtype: torch
         assert check_batching(tiny_model(family, **changes).to(dtype)).problem is None
 
 
+class Changed(GatheredAttention):
+    """An attention with other options than it is called with."""
+
+    def __init__(self, change: Callable[[AttentionOptions], AttentionOptions]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __call__(
+        self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+    ) -> torch.Tensor:
+        return super().__call__(query, layer, batch, self._change(options))
+
+
 def attending(off: int) -> PagedAttention:
     """An attention whose window is off by some columns."""
 
-    def attend(query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions) -> torch.Tensor:
+    def change(options: AttentionOptions) -> AttentionOptions:
         if options.window is not None:
             options = replace(options, window=options.window + off)
-        if options.chunk is not None:
-            options = replace(options, chunk=options.chunk + off)
-        return reference_attention(query, layer, batch, options)
+        return options if options.chunk is None else replace(options, chunk=options.chunk + off)
 
-    return attend
+    return Changed(change)
 
 
 FAR_CHUNK = {"attention_chunk_size": LENGTH, "floor_scale": 64}
@@ -137,13 +148,9 @@ def test_kernels_with_a_far_window_that_is_off_by_one_are_found_out(
 
 def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:
     """As of a kernel that works in blocks of 256 keys."""
-
-    def attend(query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions) -> torch.Tensor:
-        return reference_attention(query, layer, batch, replace(options, window=256))
-
-    model = tiny_model(max_position_embeddings=512)
+    model, narrow = tiny_model(max_position_embeddings=512), Changed(lambda options: replace(options, window=256))
     with torch.inference_mode():
-        problem = check_forward(model, ModelForward(model, attention=attend))
+        problem = check_forward(model, ModelForward(model, attention=narrow))
     assert problem is not None and re.search(r"at position 2(57|58|60)$", problem)
 
 

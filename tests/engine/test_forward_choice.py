@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention.cuda_choice import CudaAttention
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.forward_choice import choose_attention, with_attention
+from mlserver_torch_stream.engine.checks.attention import choose_attention
+from mlserver_torch_stream.engine.checks.forward_choice import with_attention
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
@@ -26,22 +24,28 @@ def _inference() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, where its compiler is loaded
-def test_layers_on_several_gpus_attend_as_those_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["cuda:0"], ["cuda:0", "cuda:1"]])
+def test_layers_on_several_gpus_attend_as_those_on_one(names: list[str], tmp_path: Path) -> None:
+    """The layers of this model are on a CPU, in float32: varlen attention refuses them by name."""
     model = tiny_model("llama")
     findings = check_batching(model)
     spec = findings.specs[torch.device("cpu")]
-    for names in (["cuda:0"], ["cuda:0", "cuda:1"]):
-        specs = {torch.device(name): spec for name in names}
-        choice = choose_attention(model, replace(findings, specs=specs), tmp_path)
-        assert isinstance(choice.attention, CudaAttention)
+    verdict = choose_attention(model, replace(findings, specs={torch.device(name): spec for name in names}), tmp_path)
+    assert verdict.candidate is None and "varlen attention" in verdict.reason
+
+
+def test_pages_on_a_cpu_and_a_gpu_are_for_torch(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    findings = check_batching(model)
+    spec = findings.specs[torch.device("cpu")]
+    both = replace(findings, specs={torch.device(name): spec for name in ("cpu", "cuda:0")})
+    assert choose_attention(model, both, tmp_path).reason == "pages are on cpu and cuda"
 
 
 def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(kernel_cache: Path) -> None:
     model = tiny_model("llama")
     findings, expected = check_batching(model), ExpectedLogits(model)
-    forward, name = with_attention(expected, findings, kernel_cache)
-    assert isinstance(forward.attention, NativeAttention) and "attention kernels" in str(name)
+    assert "with attention kernels" in with_attention(expected, findings, kernel_cache).describe()
     asked: list[bool] = []
 
     def other_fails_at(question: int) -> None:
@@ -51,8 +55,8 @@ def test_ranks_whose_others_cannot_take_the_kernels_do_not_take_them_either(kern
             asked.append(holds)
             return holds and len(asked) <= question
 
-        forward, name = with_attention(expected, findings, kernel_cache, together=together)
-        assert forward.attention is torch_attention and name == "torch's attention"
+        forward = with_attention(expected, findings, kernel_cache, together=together)
+        assert forward.describe() == "steps packed with torch's attention (another rank cannot use the kernels)"
 
     for question in (0, 1):
         other_fails_at(question)

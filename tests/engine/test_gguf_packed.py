@@ -195,7 +195,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
         prepared = prepare(files, ModelLoad(resolved, 2, ProcessResources()))
     assert prepared.choice is not None and prepared.findings.problem is None and prepared.findings.chunked
     logged = " | ".join(record.getMessage() for record in caplog.records)
-    converted, compared = "Converting tiny.gguf once", "Comparing the logits of the kernels with those of transformers"
+    converted, compared = "Converting tiny.gguf once", "Checking the logits of our kernels"
     assert logged.index(converted) < logged.index(compared) < logged.index("Loaded the weights of tiny")
     model = load_packed(Path(files.location)).model
     with torch.inference_mode():

@@ -15,24 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, batch_tensors
-from mlserver_torch_stream.engine.attention.reference import (
-    reference_attention,
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import (
+    AttentionOptions,
+    AttentionShape,
+    BatchTensors,
+    PagedAttention,
+    batch_tensors,
 )
 from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.checks import verify_attention
-from mlserver_torch_stream.engine.checks.verify_attention import (
-    AttentionChoice,
-    attention_shapes,
-    take_attention_kernels,
-)
+from mlserver_torch_stream.engine.checks import attention as attention_check
+from mlserver_torch_stream.engine.checks.attention import attention_kinds, choose_attention
+from mlserver_torch_stream.engine.checks.harness import Verdict
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from tests.engine.attention_case import CPU, MIXED, Case, never
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
+from tests.engine.attention_case import CPU, MIXED, Case, kernels_alone
 from tests.engine.page_book import answers, expected_answers
+from tests.engine.reference_attention import reference_attention
 from tests.engine.tiny_models import tiny_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -59,7 +64,7 @@ SIGHTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def native(folder: Path) -> NativeAttention:
-    return NativeAttention(folder, never)
+    return kernels_alone(folder)
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -159,7 +164,7 @@ def test_long_work_runs_on_as_many_threads_of_the_pool_as_torch_has_and_short_wo
         for thread in crew:
             thread.join()
 
-    native, pool = NativeAttention(folder, never), _POOL(run)
+    native, pool = kernels_alone(folder), _POOL(run)
     native._pool = ctypes.cast(pool, ctypes.c_void_p).value
     long, short = Case(), Case([(3, 1), (4, 1)])
     for threads, expected in ((1, []), (3, [3])):
@@ -174,14 +179,13 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[2])
-from tests.engine.attention_case import Case, never
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
+from tests.engine.attention_case import Case, kernels_alone
 
 def count():
     return len(os.listdir("/proc/self/task"))
 
-native = NativeAttention(Path(sys.argv[1]), never)
-assert native._pool is not None, native.threads
+native = kernels_alone(Path(sys.argv[1]))
+assert native._pool is not None, native.describe()
 case = Case()
 case.run(native)
 alone = count()
@@ -223,14 +227,14 @@ def test_keys_and_values_are_written_where_the_layer_writes_them(
 
 
 def test_types_that_the_kernels_do_not_know_are_attended_to_otherwise(folder: Path) -> None:
-    case, native = Case(dtype=torch.float64), NativeAttention(folder, reference_attention)
-    assert torch.equal(case.run(native), case.run(reference_attention))
+    case, native = Case(dtype=torch.float64), NativeAttention(folder)
+    assert torch.equal(case.run(native), case.run(GatheredAttention()))
 
 
 def test_pages_between_which_other_layers_have_theirs_are_used_otherwise(folder: Path) -> None:
     """As ``PagedCache.reserve`` makes them."""
-    case, native = Case(), NativeAttention(folder, reference_attention)
-    expected, key = case.run(reference_attention), torch.randn(2, 2, 64)
+    case, native = Case(), NativeAttention(folder)
+    expected, key = case.run(GatheredAttention()), torch.randn(2, 2, 64)
     assert case.layer.keys is not None and case.layer.values is not None
     pool = torch.stack([case.layer.keys, case.layer.values], dim=1)
     case.layer = replace(case.layer, keys=pool[:, 0], values=pool[:, 1])
@@ -266,15 +270,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REQUESTS = [(5, 9), (17, 6), (30, 8)]  # lengths of prompts and answers; the second begins beside the first one's answer
 
 
+def chosen(model: PreTrainedModel, folder: Path, way: Way = Way.PACKED) -> Verdict[PagedAttention]:
+    return choose_attention(model, SelfCheckResult(None, way=way, specs={CPU: CacheSpec(16, ())}), folder)
+
+
+def attention_shapes(model: PreTrainedModel) -> list[AttentionShape]:
+    return [shape for shape, _ in attention_kinds(model, GatheredAttention())]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None:
     model = tiny_model(family, **FAMILIES[family])
     expected = expected_answers(model, REQUESTS)
-    choice = take_attention_kernels(model, never, folder)
-    assert isinstance(choice.attention, NativeAttention), choice.name
-    assert "attention kernels" in choice.name and "OpenMP" in choice.name
+    attention = chosen(model, folder).candidate
+    assert attention is not None
+    assert "attention kernels" in attention.describe() and "OpenMP" in attention.describe()
     with torch.inference_mode():
-        forward = ModelForward(model, attention=choice.attention, write=choice.write)
+        forward = ModelForward(model, attention=attention)
         assert answers(model, forward, REQUESTS, chunk=7) == expected
 
 
@@ -296,11 +308,6 @@ def test_the_shapes_that_are_compared_are_those_of_the_models_own_attentions() -
     }
 
 
-def plainly(choice: AttentionChoice) -> bool:
-    plain = choice.attention is reference_attention and choice.write is LayerPages.write
-    return plain and "torch's attention" in choice.name
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("change", [{"window": 5}, {"softcap": 2.9}, {"sinks": None}, {"scale": 0.34}])
 def test_kernels_that_attend_to_something_else_are_found_out(
@@ -312,7 +319,7 @@ def test_kernels_that_attend_to_something_else_are_found_out(
 ) -> None:
     """A neglected option stands for any mistake."""
     model = tiny_model("gpt_oss" if "sinks" in change else "gemma2").to(dtype)
-    assert not plainly(take_attention_kernels(model, reference_attention, folder))
+    assert chosen(model, folder).candidate is not None
 
     class Wrong(NativeAttention):
         def __call__(
@@ -320,9 +327,9 @@ def test_kernels_that_attend_to_something_else_are_found_out(
         ) -> torch.Tensor:
             return super().__call__(query, layer, batch, replace(options, **change))
 
-    monkeypatch.setattr(verify_attention, "NativeAttention", Wrong)
-    choice = take_attention_kernels(model, reference_attention, folder)
-    assert plainly(choice) and "differ" in choice.name
+    monkeypatch.setattr(attention_check, "NativeAttention", Wrong)
+    verdict = chosen(model, folder)
+    assert verdict.candidate is None and "differ" in verdict.reason
     assert "the attention kernels are not used" in caplog.text and "differ" in caplog.text
 
 
@@ -331,20 +338,20 @@ def test_kernels_that_write_elsewhere_are_found_out(folder: Path, monkeypatch: p
         def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
             super().write(layer, key, value, slots.roll(1))
 
-    monkeypatch.setattr(verify_attention, "NativeAttention", Wrong)
-    choice = take_attention_kernels(tiny_model(), reference_attention, folder)
-    assert plainly(choice) and "elsewhere" in choice.name
+    monkeypatch.setattr(attention_check, "NativeAttention", Wrong)
+    verdict = chosen(tiny_model(), folder)
+    assert verdict.candidate is None and "elsewhere" in verdict.reason
 
 
 def test_a_model_whose_attention_cannot_be_replaced_keeps_its_own(folder: Path) -> None:
     for way in (Way.PACKED, Way.MASKED_ROWS):
-        assert plainly(take_attention_kernels(tiny_model("bloom"), reference_attention, folder, way))
+        assert chosen(tiny_model("bloom"), folder, way).candidate is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_models_with_states_take_the_kernels_in_their_attention_layers(family: str, folder: Path) -> None:
-    choice = take_attention_kernels(tiny_model(family), reference_attention, folder, Way.ROWS)
-    assert isinstance(choice.attention, NativeAttention), choice.name
+    verdict = chosen(tiny_model(family), folder, Way.ROWS)
+    assert verdict.candidate is not None, verdict.reason
 
 
 def test_without_a_compiler_torch_attends_and_the_summary_says_why(
@@ -353,6 +360,6 @@ def test_without_a_compiler_torch_attends_and_the_summary_says_why(
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    choice = take_attention_kernels(tiny_model(), reference_attention, tmp_path)
-    assert plainly(choice) and "no C++ compiler" in choice.name
+    verdict = chosen(tiny_model(), tmp_path)
+    assert verdict.candidate is None and "no C++ compiler" in verdict.reason
     assert "the attention kernels are not used" in caplog.text and "no C++ compiler" in caplog.text

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native import weights
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups, pack_groups
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
-from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
 from mlserver_torch_stream.engine.native.weights import GroupedMatrix

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import forward_choice
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.forward_choice import take_rounded
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions

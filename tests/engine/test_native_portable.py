@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention.native_attention import NativeAttention
-from mlserver_torch_stream.engine.attention.reference import AttentionShape, farthest, reference_attention
+from mlserver_torch_stream.engine.attention.paged_attention import AttentionShape
+from mlserver_torch_stream.engine.checks.attention import TOLERANCE
+from mlserver_torch_stream.engine.checks.attention_error import farthest
 from mlserver_torch_stream.engine.checks.selfcheck import check_forward
-from mlserver_torch_stream.engine.checks.verify_attention import TOLERANCE
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
+from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
@@ -73,7 +74,7 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
         forward = NativeForward(model, KernelOptions(2, tmp_path), ROUNDED["int8"])
         round_weights(read_decoder(model), ROUNDED["int8"])
         assert check_forward(model, forward) is None
-    native = NativeAttention(tmp_path, reference_attention)
+    native = NativeAttention(tmp_path)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in (AttentionShape(4, 2, 20, 12, dtype, 0.2, 40), AttentionShape(8, 1, 5, 7, dtype, 0.2)):
             assert farthest(native, shape) < TOLERANCE[dtype]

@@ -1,25 +1,41 @@
 """Attention over pages: torch's own gives what the reference gives, whatever the pages hold beyond."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
-from mlserver_torch_stream.engine.attention.reference import reference_attention
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import (
+    AttentionOptions,
+    AttentionShape,
+    BatchTensors,
+    batch_tensors,
+)
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.checks.attention_error import farthest
+from mlserver_torch_stream.engine.checks.overlap import count_waits
+from tests.engine.reference_attention import reference_attention
 
 CPU = torch.device("cpu")
 # (tokens in the cache, new tokens): decode of unlike lengths, beginnings and middles of prompts, drafts.
 PARTS = [(0, 1), (1, 1), (40, 1), (200, 1), (0, 9), (7, 5), (63, 4), (100, 1), (30, 3)]
 
 
-def pool(batch: Batch, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype) -> LayerPages:
+def pool(
+    batch: Batch,
+    page_size: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    tokens_first: bool | None = None,
+) -> LayerPages:
     """NaN everywhere but at the tokens of the batch's sequences."""
-    layer = LayerPages(0, 400 // page_size * 2 + 40, page_size)
+    layer = LayerPages(0, 400 // page_size * 2 + 40, page_size, tokens_first=tokens_first)
     layer.reserve(*(torch.empty(kv_heads, 1, dim, dtype=dtype) for dim in dims))
     assert layer.keys is not None and layer.values is not None
     layer.keys.fill_(torch.nan)
@@ -44,14 +60,21 @@ def batch_of(page_size: int, group: LayerGroup) -> Batch:
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize(
-    "kind", [{}, {"window": 6}, {"chunk": 8}, {"softcap": 5.0}, {"sinks": True}, {"window": 20, "sinks": True}], ids=str
+    "kind",
+    [
+        *({}, {"window": 6}, {"chunk": 8}, {"softcap": 5.0}, {"sinks": True}, {"window": 20, "sinks": True}),
+        *({"softcap": 3.0, "sinks": True, "window": 6}, {"softcap": 3.0, "chunk": 21}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("page_size", [1, 16, 256])
-def test_rows_together_are_as_each_alone(page_size: int, kind: dict[str, int], heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("page_size", "tokens_first"), [(1, False), (16, False), (16, True), (256, True)])
+def test_rows_together_are_as_each_alone(
+    page_size: int, tokens_first: bool, kind: dict[str, int], heads: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     group = LayerGroup((0,), kind.get("window"), kind.get("chunk"))
     batch = batch_of(page_size, group)
-    layer = pool(batch, page_size, heads[1], (8, 6), torch.float32)
+    layer = pool(batch, page_size, heads[1], (8, 6), torch.float32, tokens_first)
     sinks = torch.randn(heads[0]) if kind.get("sinks") else None
     options = AttentionOptions(0.3, group.window, group.chunk, kind.get("softcap"), sinks)
     query = torch.randn(batch.tokens, heads[0], 8)
@@ -59,7 +82,29 @@ def test_rows_together_are_as_each_alone(page_size: int, kind: dict[str, int], h
     expected = reference_attention(query, layer, tensors, options)
     assert expected.isfinite().all()
     for _ in range(2):  # as two layers of one forward
-        torch.testing.assert_close(torch_attention(query, layer, tensors, options), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(GatheredAttention()(query, layer, tensors, options), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 6}, {"chunk": 6}, {"softcap": 5.0}, {"sinks": True}], ids=str)
+def test_attention_waits_for_no_device(kind: dict[str, int]) -> None:
+    batch = batch_of(16, LayerGroup((0,)))
+    layer, tensors = pool(batch, 16, 2, (8, 8), torch.float32, True), batch_tensors(batch, 16, 1, CPU)
+    sinks = torch.randn(4) if kind.get("sinks") else None
+    options = AttentionOptions(0.3, kind.get("window"), kind.get("chunk"), kind.get("softcap"), sinks)
+    assert count_waits(lambda: GatheredAttention()(torch.randn(batch.tokens, 4, 8), layer, tensors, options)) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 37}, {"softcap": 2.0}, {"chunk": 48}], ids=str)
+def test_the_check_finds_a_key_too_many(options: dict[str, Any]) -> None:
+    class OneMore(GatheredAttention):
+        def __call__(
+            self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
+        ) -> torch.Tensor:
+            longer = (replace(each, start=max(0, each.start - 1)) for each in batch.batch.sequences)
+            return super().__call__(query, layer, batch_tensors(Batch(tuple(longer)), 16, 1, CPU), options)
+
+    shape = AttentionShape(4, 2, 8, 8, torch.float32, 0.3, **options)
+    assert farthest(OneMore(), shape) > 0.01 and farthest(GatheredAttention(), shape) == 0
 
 
 @pytest.mark.parametrize("kind", [{}, {"softcap": 5.0}, {"sinks": True}], ids=str)
@@ -73,7 +118,7 @@ def test_half_precision_keeps_its_dtype(dtype: torch.dtype, kind: dict[str, floa
     tensors = batch_tensors(batch, 16, 1, CPU)
     sinks = torch.randn(4).to(dtype) if kind.get("sinks") else None
     options = AttentionOptions(0.3, softcap=kind.get("softcap"), sinks=sinks)
-    got = torch_attention(query, layer, tensors, options)
+    got = GatheredAttention()(query, layer, tensors, options)
     assert got.dtype == dtype
     expected = reference_attention(query.float(), layer, tensors, options)
     torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)

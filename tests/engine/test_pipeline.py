@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.checks.overlap import Overlap, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.checks.verify_concurrency import check_pipeline, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -576,13 +576,15 @@ def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> No
         return output + kept[0].mean()
 
     with torch.inference_mode():
-        assert check_pipeline(model, pipeline, ModelForward(model)) is None
+        check = Overlap(model, ModelForward(model))
+        assert check.problem(pipeline) is None
         model.model.layers[0].register_forward_hook(keep)  # what a model's code might do: it keeps a state between
         model.model.layers[2].register_forward_hook(give)
-        problem = check_pipeline(model, pipeline, ModelForward(model))
+        problem = check.problem(pipeline)
     assert problem is not None and "standard deviations" in problem
     model.model.layers[1].register_forward_pre_hook(_fail)
-    assert "cannot" in (check_pipeline(model, pipeline, ModelForward(model)) or "")
+    with pytest.raises(RuntimeError, match="cannot"):
+        check.problem(pipeline)
     assert waits_midway(model, ModelForward(model)), "what cannot be seen may be"
 
 

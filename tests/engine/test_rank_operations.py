@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.tensor_parallel.operations import (
+from mlserver_torch_stream.engine.tensor_parallel.leader import (
     Operation,
     batch_numbers,
     batch_of,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.fingerprint import weights_key
 from mlserver_torch_stream.engine.shared_pool import ProcessResources, SharedPool
 from mlserver_torch_stream.errors import LoadFailed
@@ -114,26 +112,11 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
 def test_the_number_of_sequences_does_not_tell_weights_apart_on_a_gpu_either(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode steps are captured for the cache of each engine, so that engines of any size share the weights."""
+    """Each engine has a cache of its own, so that engines of any size share the weights."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options: list[dict[str, Any]] = [{}, {"fast_path": "off"}, {"tensor_parallel_size": 2}]
     for extra in options:
         assert len({weights_key(settings(tiny_model, max_num_seqs=each, **extra), 2) for each in (3, 4, 5, 64)}) == 1
-
-
-def test_models_are_recorded_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_choice, "take_fast_path", lambda *_: "not wanted")
-    resources, loaded = ProcessResources(), []
-    loading = threading.Thread(
-        target=lambda: loaded.append(build_engine(settings(tiny_model), "m", resources=resources))
-    )
-    with resources.capture_lock:
-        loading.start()
-        while not resources.capture_lock._waiting:
-            assert loading.is_alive()
-            time.sleep(0.001)
-    loading.join()
-    loaded[0].shutdown()
 
 
 def sequence(built: BuiltEngine) -> list[int]:

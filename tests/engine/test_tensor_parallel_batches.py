@@ -15,7 +15,7 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation, batch_numbers
+from mlserver_torch_stream.engine.tensor_parallel.leader import Operation, batch_numbers
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import FollowerCaches, RankedCache
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny_models import prompt_of
@@ -88,7 +88,7 @@ def test_what_every_rank_fails_at_ends_none_and_can_be_tried_again(
 
 
 def test_a_follower_makes_runs_and_drops_caches(model: PreTrainedModel) -> None:
-    follower = FollowerCaches(CacheLayout(model.config), ModelForward(model), lambda: False, lambda *_: None)
+    follower = FollowerCaches(CacheLayout(model.config), ModelForward(model), lambda: False)
     forward = (Operation.FORWARD, 3, *batch_numbers(Batch((part(ONE, 0, 0, 1, 2),))))
     with torch.inference_mode():
         follower.run(Operation.CACHE, 3, PAGE, 2, 16)

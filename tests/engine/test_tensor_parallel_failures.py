@@ -22,12 +22,11 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.ranks import prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
-from mlserver_torch_stream.engine.tensor_parallel import rank_processes, rendezvous
-from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, RanksLost
-from mlserver_torch_stream.engine.tensor_parallel.operations import Operation
+from mlserver_torch_stream.engine.tensor_parallel import rendezvous
+from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operation, RanksLost
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
 from mlserver_torch_stream.engine.tensor_parallel.ranked_cache import RankedCache
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny import Watch, collect, greedy, prompt_of, run, until, watched
@@ -72,9 +71,7 @@ def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other() -> 
     first = threading.Thread(target=form)
     first.start()
     end = time.monotonic() + 30
-    while not (
-        child := [each for each in threading.enumerate() if isinstance(each, rank_processes._Child) and each.ident]
-    ):
+    while not (child := [each for each in threading.enumerate() if isinstance(each, rendezvous._Child) and each.ident]):
         assert time.monotonic() < end, "no child was started"
         time.sleep(0.01)
     form()

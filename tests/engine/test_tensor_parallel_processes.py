@@ -11,7 +11,7 @@ import pytest
 
 from mlserver_torch_stream.engine import machine
 from mlserver_torch_stream.engine.tensor_parallel import rendezvous
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import RankProcesses
 from mlserver_torch_stream.errors import LoadFailed
 from tests.waiting import alive, wait_until
 
@@ -20,7 +20,7 @@ _QUICK = "keyword"  # a module whose process ends at once, by itself
 _ROOT = Path(__file__).parents[2]
 _LEADER = """
 import sys, time
-from mlserver_torch_stream.engine.tensor_parallel.rank_processes import RankProcesses
+from mlserver_torch_stream.engine.tensor_parallel.rendezvous import RankProcesses
 other_ranks = RankProcesses(3, 1, "tests.engine.tied")
 print(*(child.process.pid for child in other_ranks._children), flush=True)
 """

@@ -66,10 +66,7 @@ def batcher_over(
     vocab_size: int = VOCAB,
     **more: Any,
 ) -> ContinuousBatcher:
-    """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``.
-
-    ``forward_over`` makes its forward over its cache.
-    """
+    """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
     with torch.inference_mode():
         findings = findings or check_batching(model)
     assert findings.spec is not None, findings.problem
@@ -87,8 +84,6 @@ def batcher_over(
     cache = PagedCache(CacheLayout(model.config), page_size, pages, max_num_seqs)
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), vocab_size, rules)
     forward = more.pop("forward", None) or Shown(ModelForward(model, findings.way), model)
-    over = more.pop("forward_over", None)
-    forward = forward if over is None else over(cache)
     return ContinuousBatcher(forward, cache, samplers, limits, spec, **more)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.values import MAX_CONTAINERS, MAX_KEYS, MAX_STRINGS, parse_bounded, parse_json
-from mlserver_torch_stream.server.rest.body import parse_object
+from mlserver_torch_stream.server.rest.connection import parse_object
 
 _MANY = MAX_CONTAINERS + 1
 

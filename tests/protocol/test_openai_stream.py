@@ -10,8 +10,7 @@ import pytest
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.protocol.openai_objects import ChatChoice, completion
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_COMPLETIONS, OpenAISpelling
-from mlserver_torch_stream.protocol.reply_values import UsageCounter
-from mlserver_torch_stream.protocol.spelling import ReplyContext
+from mlserver_torch_stream.protocol.spelling import ReplyContext, UsageCounter
 from mlserver_torch_stream.types import (
     MAX_PER_EVENT,
     FinishReason,

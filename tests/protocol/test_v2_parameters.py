@@ -11,7 +11,8 @@ import pytest
 from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.parameters import PARAMETERS, check_defaults, read_defaults
+from mlserver_torch_stream.protocol.parameters import PARAMETERS
+from mlserver_torch_stream.protocol.request_options import check_defaults, read_defaults
 from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text

@@ -29,10 +29,10 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from mlserver_torch_stream import client
 from mlserver_torch_stream.cli.serve import Announcement
+from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
 from mlserver_torch_stream.server.state import ServerState
-from mlserver_torch_stream.server.triton.triton_servicer import TritonServicer
 from tests import plain_http
 from tests.certificates import Authority
 from tests.server import foreign, openai, route_lister, triton_wire, v2

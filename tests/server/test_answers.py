@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
-from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
+from mlserver_torch_stream.server.grpc.streams import ConcurrentReplies
 
 _BOUND_S = 10
 

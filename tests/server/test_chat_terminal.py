@@ -28,8 +28,7 @@ def _chat(*arguments: str) -> Iterator[Terminal]:
 
 def _transport(server: Server, name: str) -> list[str]:
     """The chat's options for it."""
-    url = f"grpc://{server.grpc_target}" if name == "grpc" else server.url
-    return ["--url", url, "--api", "openai" if name == "openai" else "v2"]
+    return ["--url", f"grpc://{server.grpc_target}" if name == "grpc" else server.url]
 
 
 def _answer(shown: Terminal, question: str) -> tuple[str, int]:
@@ -44,7 +43,7 @@ def _answer(shown: Terminal, question: str) -> tuple[str, int]:
     return shown.shown[begin : summary.start()].removesuffix("\n"), int(summary[1])
 
 
-@pytest.mark.parametrize("transport", ["rest", "grpc", "openai"])
+@pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_the_second_answer_knows_the_first_and_the_line_below_tells_its_tokens(server: Server, transport: str) -> None:
     with _chat(*_transport(server, transport), "--max-tokens", "12") as shown:
         first, tokens = _answer(shown, "Hello")
@@ -61,7 +60,7 @@ def test_the_second_answer_knows_the_first_and_the_line_below_tells_its_tokens(s
     assert visible("".join(map(str, forgotten))) != second
 
 
-@pytest.mark.parametrize("transport", ["rest", "grpc", "openai"])
+@pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_ctrl_c_stops_the_answer_and_frees_its_row_and_the_chat_goes_on(slow: Server, transport: str) -> None:
     before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     with _chat(*_transport(slow, transport), "--max-tokens", "900") as shown:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.client.address import Api
 from tests.server.harness import HOST, Server
 
 _LONG: dict[str, Any] = {"max_tokens": 1000, "ignore_eos": True}
@@ -37,14 +36,14 @@ Collect = Callable[..., list[client.Delta]]
 Leave = Callable[..., None]
 
 
-def _blocking(url: str, model: str, prompt: Any = None, api: Api = "v2", **call: Any) -> list[client.Delta]:
-    with client.Client(url, api=api, timeout=call.pop("timeout", 60)) as asked:
+def _blocking(url: str, model: str, prompt: Any = None, **call: Any) -> list[client.Delta]:
+    with client.Client(url, timeout=call.pop("timeout", 60)) as asked:
         return list(asked.stream(model, prompt, **call))
 
 
-def _in_asyncio(url: str, model: str, prompt: Any = None, api: Api = "v2", **call: Any) -> list[client.Delta]:
+def _in_asyncio(url: str, model: str, prompt: Any = None, **call: Any) -> list[client.Delta]:
     async def collect() -> list[client.Delta]:
-        async with client.AsyncClient(url, api=api, timeout=call.pop("timeout", 60)) as asked:
+        async with client.AsyncClient(url, timeout=call.pop("timeout", 60)) as asked:
             return [delta async for delta in asked.stream(model, prompt, **call)]
 
     return asyncio.run(collect())
@@ -57,7 +56,7 @@ def _urls(server: Server) -> tuple[str, str]:
 def _transport(server: Server, name: str) -> dict[str, Any]:
     """What a Client is given for it."""
     rest, grpc = _urls(server)
-    return {"rest": {"url": rest}, "grpc": {"url": grpc}, "openai": {"url": rest, "api": "openai"}}[name]
+    return {"rest": {"url": rest}, "grpc": {"url": grpc}}[name]
 
 
 def _sequences(deltas: Sequence[client.Delta]) -> dict[int, tuple[Any, ...]]:
@@ -95,27 +94,6 @@ def test_rest_and_grpc_blocking_and_in_asyncio_give_the_same_events(server: Serv
     assert {answer[-1].usage for answer in answers} == {usage}
 
 
-@pytest.mark.parametrize("name", ["prompt", "chat", "several prompts"])
-@pytest.mark.parametrize("collect", [_blocking, _in_asyncio])
-def test_openais_api_gives_the_same_texts_and_usage(server: Server, collect: Collect, name: str) -> None:
-    v2 = _blocking(server.url, "tiny", **_CALLS[name])
-    openai = collect(server.url, "tiny", api="openai", **_CALLS[name])
-    texts = [{index: (end[0], end[3]) for index, end in _sequences(deltas).items()} for deltas in (v2, openai)]
-    assert texts[0] == texts[1]
-    assert openai[-1].usage == v2[-1].usage is not None
-
-
-def test_openais_log_probabilities_name_tokens_by_their_text(server: Server) -> None:
-    asked = {"max_tokens": 8, "seed": 1}
-    ids = _sequences(_blocking(server.url, "tiny", messages=_MESSAGES, top_logprobs=2, return_logprobs=True, **asked))
-    chat = _blocking(server.url, "tiny", api="openai", messages=_MESSAGES, logprobs=True, top_logprobs=2, **asked)
-    plain = _blocking(server.url, "tiny", "Hello", api="openai", logprobs=2, **asked)
-    for deltas in (chat, plain):
-        entries = _sequences(deltas)[0][2]
-        assert len(entries) == 8 and all(entry.token and len(entry.top) == 2 for entry in entries)
-    assert [entry.logprob for entry in _sequences(chat)[0][2]] == [entry.logprob for entry in ids[0][2]]
-
-
 def test_log_probabilities_and_ids_belong_to_the_same_tokens(server: Server) -> None:
     for url in _urls(server):
         ((_, ids, logprobs, _, cumulative, _, count),) = _sequences(
@@ -138,13 +116,6 @@ def test_a_refusal_is_the_same_over_rest_and_grpc(
         with pytest.raises(client.RequestRefused, match=said) as refused:
             collect(url, model, "Hello", **parameters)
         assert refused.value.status == status
-
-
-def test_openais_api_refuses_with_its_own_statuses(server: Server) -> None:
-    for model, parameters, status in (("tiny", {"max_tokens": 0}, 400), ("nobody", {}, 404)):
-        with pytest.raises(client.RequestRefused, match=next(iter(parameters), model)) as refused:
-            _blocking(server.url, model, "Hello", api="openai", **parameters)
-        assert refused.value.status == status and "{" not in str(refused.value)
 
 
 def test_a_full_queue_is_429_and_over_rest_says_when_to_come_back(slow: Server) -> None:
@@ -211,7 +182,7 @@ def _leave_by_cancelling(check: Callable[[], None], **transport: Any) -> None:
     asyncio.run(leave())
 
 
-@pytest.mark.parametrize("transport", ["rest", "grpc", "openai"])
+@pytest.mark.parametrize("transport", ["rest", "grpc"])
 @pytest.mark.parametrize("leave", [_leave_blocking, _leave_in_asyncio, _leave_by_cancelling])
 def test_leaving_the_iterator_frees_the_row_while_the_client_stays(slow: Server, leave: Leave, transport: str) -> None:
     before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
@@ -240,13 +211,10 @@ def test_the_ready_models_are_named_over_every_transport(server: Server) -> None
         async with client.AsyncClient(**transport) as asked:
             return await asked.models()
 
-    ours = ["narrow", "other", "tight", "tiny"]
-    for transport in ("rest", "grpc", "openai"):
-        expected = (
-            ours if transport == "openai" else ["foreign", *ours]
-        )  # generates no tokens, so it is none of OpenAI's
+    names = ["foreign", "narrow", "other", "tight", "tiny"]
+    for transport in ("rest", "grpc"):
         with client.Client(**_transport(server, transport)) as asked:
-            assert asked.models() == asyncio.run(in_asyncio(**_transport(server, transport))) == expected
+            assert asked.models() == asyncio.run(in_asyncio(**_transport(server, transport))) == names
 
 
 def test_a_connection_is_kept_for_the_next_call(server: Server) -> None:

@@ -13,8 +13,8 @@ from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut
 from mlserver_torch_stream.generation import Opened
 from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES
-from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.streams.token_reply import TokenReply
+from mlserver_torch_stream.server.request import as_refusal
+from mlserver_torch_stream.server.token_model import TokenReply
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.protocol.asked import asked
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.errors import TimedOut
+from mlserver_torch_stream.server.grpc.streams import ReadTimeout
 from mlserver_torch_stream.server.rest.sse import ChunkStream
-from mlserver_torch_stream.server.streams.stream_session import ReadTimeout
 
 _PATIENCE_S = 0.05
 

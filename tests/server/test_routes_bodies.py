@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mlserver_torch_stream.errors import RequestError
-from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object, read_body
+from mlserver_torch_stream.server.rest.connection import ClientLeft, parse_object, read_body
 from tests import plain_http
 from tests.server import raw, v2
 from tests.server.conftest import SMALL_BODY

@@ -7,7 +7,7 @@ from mlserver.errors import MLServerError, ModelNotFound, ModelNotReady
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, TimedOut
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.request import as_refusal
 
 
 @pytest.mark.parametrize(

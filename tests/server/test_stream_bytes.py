@@ -20,9 +20,9 @@ from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.endpoints import Endpoint, _EndpointRequest
+from mlserver_torch_stream.server.rest.endpoints import Endpoint, EndpointRequest
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.streams.token_reply import TokenReply
+from mlserver_torch_stream.server.token_model import TokenReply
 from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import (
     FinishReason,
@@ -108,7 +108,7 @@ async def _sent(spelling: Spelling, case: str) -> bytes:
     context = ReplyContext("m", "v1", 17, headers={"Ce-Id": "r"})
     reply = TokenReply(request, spelling, context, start)
     endpoint = Endpoint(cast(Any, None), Lifecycle(), ServerOptions(), RestRoute("/", True, (spelling,)))
-    posted = _EndpointRequest(endpoint, {"type": "http", "path_params": {}, "headers": []}, cast(Any, None), send)
+    posted = EndpointRequest(endpoint, {"type": "http", "path_params": {}, "headers": []}, cast(Any, None), send)
     async with EventStream(send, keep_alive=0, stalled_after=0, stalled=lambda: None, headers=[]) as stream:
         await posted._send_all(reply, stream)
     await asyncio.gather(*delivering)

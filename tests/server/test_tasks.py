@@ -7,8 +7,8 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent, until
-from mlserver_torch_stream.server.streams.concurrent_replies import ConcurrentReplies
+from mlserver_torch_stream.server.grpc.streams import ConcurrentReplies
+from mlserver_torch_stream.server.lifecycle.lifecycle import OneTimeEvent, until
 
 
 def complaints_of(scenario: Callable[[], Awaitable[None]]) -> list[str]:

@@ -13,11 +13,11 @@ from starlette.applications import Starlette
 
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.host import ServerHost
-from mlserver_torch_stream.server.observability import telemetry
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_log import RequestSinks
+from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics, install
 from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
+from mlserver_torch_stream.server.state import server_state
 
 
 def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: Any) -> Callable[[str], httpx.Response]:
@@ -26,13 +26,12 @@ def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: A
     async def is_ready() -> bool:
         return ready
 
+    server_state()  # registers the metrics of the process
     settings = Settings(parallel_workers=0, metrics_endpoint=options.pop("metrics_endpoint", "/metrics"))
     app = Starlette()
     server = SimpleNamespace(_settings=settings, _app=app, _data_plane=SimpleNamespace(ready=is_ready))
-    metrics = TokenMetrics(EngineMetrics(), RequestMetrics())
-    telemetry.install(
-        ServerHost(server), ServerOptions(**options), metrics, WeightsMetrics(PROCESS), sinks or RequestSinks()
-    )
+    metrics, weights = TokenMetrics(EngineMetrics(), RequestMetrics()), WeightsMetrics(PROCESS)
+    install(ServerHost(server), ServerOptions(**options), metrics, weights, sinks or RequestSinks())
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from mlserver.grpc import dataplane_pb2 as pb
 
-from mlserver_torch_stream.server.triton.triton_messages import ModelConfigResponse, ModelStatisticsResponse
+from mlserver_torch_stream.server.grpc.triton_messages import ModelConfigResponse, ModelStatisticsResponse
 from tests import plain_http
 from tests.server import v2
 from tests.server.harness import Server
@@ -211,7 +211,7 @@ def test_what_is_not_served_is_refused_by_name(channel: grpc.Channel, method: st
 _COMPARED = """
 import tritonclient.grpc.service_pb2 as theirs
 from tritonclient.grpc import model_config_pb2
-from mlserver_torch_stream.server.triton import triton_messages as ours
+from mlserver_torch_stream.server.grpc import triton_messages as ours
 
 def kind(field):
     return field.number, field.type, field.is_repeated

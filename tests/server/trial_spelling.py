@@ -6,8 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.protocol.reply_values import CollectedReply, StreamProgress
-from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
+from mlserver_torch_stream.protocol.spelling import (
+    CollectedReply,
+    JsonObject,
+    PostedBody,
+    ReplyContext,
+    Spelling,
+    StreamProgress,
+)
 from mlserver_torch_stream.protocol.spellings import REST_ROUTES, RestRoute
 from mlserver_torch_stream.runtime import TorchStreamRuntime
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, SamplingParameters, TextPrompt, TokenEvent

@@ -10,12 +10,15 @@ import pytest
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerRequest, RequestPart
 from mlserver_torch_stream.handlers.runtime.reply import HandlerReply, HandlerRequestObserver
-from mlserver_torch_stream.handlers.runtime.v2_messages import Reply
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord, RequestSinks
-from mlserver_torch_stream.server.observability.request_metrics import RequestMetrics
-from mlserver_torch_stream.server.observability.request_observer import RequestReports
+from mlserver_torch_stream.server.observability.request_metrics import ClientLoad, RequestMetrics
+from mlserver_torch_stream.server.observability.request_observer import (
+    EndpointKind,
+    RequestRecord,
+    RequestReports,
+    RequestSinks,
+)
 from tests.torchserve.workshop import COUNTER, HELLO, ask, outcome, request, run, running, texts, until, write_handler
 
 both = pytest.mark.parametrize("which", ["shim", "package"])
@@ -254,7 +257,7 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path
             record = RequestRecord("r", "model", "", EndpointKind.REST_UNARY)
             reports = RequestReports(RequestMetrics(), RequestSinks(), ClientLoad())
             observer = HandlerRequestObserver(record, reports, HandlerMetrics())
-            reply = Reply(ReplyContext("model"), asked, False)
+            reply = PieceEncoder(ReplyContext("model"), asked, False)
             whole = HandlerReply(asked, reply, pool.submit, observer, most_pieces=10)
             with pytest.raises(HandlerFailed, match="stream it") as failed:
                 await whole.whole()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -99,18 +99,58 @@ class AttentionOptions:
             return positions // self.chunk * self.chunk
         return torch.zeros_like(positions)
 
+    def first_seen(self, position: int) -> int:
+        """Returns the position of the oldest key that the query at this position sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an attention of a model is called with."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @classmethod
+    def of(cls, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> AttentionShape:
+        assert layer.keys is not None and layer.values is not None
+        dims = (query.shape[1], layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        sight = (options.window, options.chunk, options.softcap)
+        return cls(*dims, query.dtype, options.scale, *sight, options.sinks is not None)
+
 
 class PagedAttention(Protocol):
     """Attends the packed queries ``[tokens, heads, head_dim]`` of a batch to the pages of one layer, causally.
 
     The keys and values of the batch's tokens are in the pages already. All tensors are on one device. What the pages
-    hold beyond a sequence's tokens can be anything, NaN too. Returns ``[tokens, heads, value_dim]``.
+    hold beyond a sequence's tokens can be anything, NaN too. Returns ``[tokens, heads, value_dim]``. Several threads
+    may call it at once.
     """
+
+    page_multiple: ClassVar[int] = 1  # it needs pages of a multiple of so many tokens
 
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
     ) -> torch.Tensor: ...
 
+    def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Does what ``layer.write`` does."""
+        layer.write(key, value, slots)
 
-PageWriter = Callable[[LayerPages, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Does what ``LayerPages.write`` does."""
+    def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
+        """Returns why it leaves such a layer to torch's operators; None if it attends itself."""
+        return None
+
+    def describe(self) -> str:
+        """Returns its name for the summary of a load, with what a reader should know of it."""
+        ...

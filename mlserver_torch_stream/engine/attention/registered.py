@@ -17,12 +17,14 @@ import torch
 import transformers
 from torch import nn
 
+from mlserver_torch_stream.engine.failures import Unsuitable
+
 SDPA, EAGER = "sdpa", "eager"
 _NAMES = {SDPA: "mlserver_torch_stream_sdpa", EAGER: "mlserver_torch_stream_eager"}
 _OWN = {ours: own for own, ours in _NAMES.items()}
 
 
-class CannotPage(Exception):
+class CannotPage(Unsuitable):
     """The model's code does not call the attention functions that can be replaced."""
 
 

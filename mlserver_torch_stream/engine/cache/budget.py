@@ -13,9 +13,7 @@ from mlserver_torch_stream.engine.machine import Host
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 
-# Share of a GPU's free memory after loading. The rest is for activations, for the memory of CUDA graphs, and for the
-# fragments of torch's allocator. The graphs of a stage share the memory of their largest step, which has no more rows
-# than a prompt's chunk, unless keys are gathered. A step that finds too little memory is not captured.
+# Share of a GPU's free memory after loading. The rest is for activations and for the fragments of torch's allocator.
 GPU_CACHE_SHARE = 0.8
 # The most bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
 HOST_PREFIX_BYTES = 256 * 2**20

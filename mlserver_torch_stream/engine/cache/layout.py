@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.failures import Unsuitable
 
 # Layers with states and attention both. transformers has had the sliding ones since 5.20.
 _HYBRID = tuple(
@@ -25,7 +26,7 @@ _HYBRID = tuple(
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *_HYBRID)
 
 
-class UnsupportedCache(Exception):
+class UnsupportedCache(Unsuitable):
     """A layer keeps a state that cannot be batched here; the serial batcher serves such models."""
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,19 @@ from transformers import PreTrainedConfig
 
 from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_kernels
+from mlserver_torch_stream.engine.checks.harness import accepted
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import DeviceShare, read_placement
 from mlserver_torch_stream.engine.machine import trim_heap
-from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout, read_decoder
-from mlserver_torch_stream.engine.stage_log import stage
-
-logger = logging.getLogger(__name__)
+from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +79,18 @@ def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple
 
     Raises NotPacked, or LoadFailed as ``NativeForward`` does.
     """
-    try:
+
+    def make() -> NativeForward:
         forward = NativeForward(decoder, kernels)
         trim_heap()  # packing frees 13 MB
-        with stage(logger, "Comparing the logits of the kernels with those of transformers"):
-            # transformers computes in float32, so the difference is the rounding of activations to int8.
-            findings = check_kernels(ExpectedLogits(model, torch.int8), forward)
-    except (NoKernels, UnsupportedLayout) as error:
-        raise NotPacked(str(error)) from None
-    if findings.problem is not None:
-        raise NotPacked(findings.problem)
-    return forward, findings
+        return forward
+
+    # transformers computes in float32, so the difference is the rounding of activations to int8.
+    check = SameLogits[NativeForward](ExpectedLogits(model, torch.int8))
+    verdict = accepted("the logits of our kernels", make, check)
+    if verdict.candidate is None:
+        raise NotPacked(verdict.reason)
+    return verdict.candidate, check.result()
 
 
 def _cache_groups(model: Any) -> object:

@@ -1,180 +1,42 @@
 """Checks at load that a batch gets the logits that each sequence gets alone, at near and far positions.
 
-The near check compares a batch over pages with each sequence alone. The far check computes no long sequence: it fills
-transformers' own cache, and a few pages that a long block table names over and over, with the keys and values of a
-short sequence. The next tokens must get the same logits over both.
+The near check (``Trial``) compares a batch over pages with each sequence alone, the far check (``compare_far``) tokens
+after a long cache.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import transformers
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.attention.registered import CannotPage
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.budget import free_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, LayerGroup, in_all
+from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.layout import CacheLayout, UnsupportedCache
-from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits, far_columns
-from mlserver_torch_stream.engine.checks.trial import SPARE_SLOT, Trial, TrialSequence
-from mlserver_torch_stream.engine.comparison import Comparison
-from mlserver_torch_stream.engine.config_fields import comparable_context, named_lengths
+from mlserver_torch_stream.engine.checks.far import compare_far, far_lengths
+from mlserver_torch_stream.engine.checks.harness import Check, accepted
+from mlserver_torch_stream.engine.checks.logits import Comparison, ExpectedLogits
+from mlserver_torch_stream.engine.checks.trial import SPARE_SLOT, Trial
+from mlserver_torch_stream.engine.config_fields import comparable_context
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.failures import in_a_line
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.errors import LoadFailed
 
-logger = logging.getLogger(__name__)
-
-_COLUMNS = 5  # of the short sequence, whose keys and values are repeated
-_MIDDLE = 2  # pages that a long table names over and over
-# transformers' own cache of one sequence may take half of the weights' bytes and of the free memory: each layer is
-# copied once when it gets the new tokens.
-_PART = 2
-
-
-def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
-    """Returns the lengths that the trial does not reach, within the context, whose caches are small enough to compare.
-
-    ``room`` bytes are free for caches; None: as many as the devices have now. ``more``: short ones that are taken too.
-    """
-    model, specs = trial.expected.model, trial.cache.specs
-    config = model.config.get_text_config(decoder=True)
-    named = named_lengths(config) | {window for window in trial.layout.windows if window is not None} | set(more)
-    wanted = [length for length in sorted(named) if trial.longest < length < comparable_context(model)]
-    if not wanted or not specs:
-        return []
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    room = min(free_bytes(specs, read_host()).values(), default=0) if room is None else room
-    spec, most = in_all(specs.values()), min(weights, room) // _PART
-    lengths = [length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most]
-    if left := sorted(set(wanted) - set(lengths)):
-        logger.info("positions from %d on are not compared at load: their cache would be too large", left[0])
-    return lengths
-
-
-def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
-    """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
-
-    ``short`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
-    cache. Returns by how much logits differ and where; None if they do not.
-    """
-    counts = [2, 1, 2] if trial.chunked else [1, 1]
-    if length + 3 > comparable_context(trial.expected.model):
-        counts = counts[:2]
-    first = length - counts[0]
-    far = _FarCache(trial, short, first, page_size, sum(counts))
-    tokens = [trial.token(first + number) for number in range(sum(counts))]
-    sample = short.ids[: short.computed]
-    expected = trial.expected.far(sample, far.columns, far.indices(0, first), tokens, trial.chunked)
-    alone = trial.expected.near(short.ids)
-    compared = {}
-    for end, count in zip(accumulate(counts), counts, strict=True):
-        near_end = short.computed + end
-        batch = Batch(
-            (far.long_part(tokens[end - count : end], end), far.short_part(short.ids[near_end - count : near_end], end))
-        )
-        got = trial.forward(batch, far.cache).tensor
-        compared[first + end - 1] = comparison = trial.new_comparison()
-        comparison.add(expected[end - 1], got[0])
-    comparison.add(alone[near_end - 1], got[1])
-    for position, each in compared.items():
-        if (difference := each.difference) is not None:
-            return f"{difference} at position {position}"
-    return None
-
-
-class _FarCache:
-    """A few pages that make a sequence of ``first`` tokens and a short one, each with room for ``more``."""
-
-    def __init__(self, trial: Trial, short: TrialSequence, first: int, page_size: int, more: int) -> None:
-        layout = trial.layout
-        self._first = first
-        self._size = page_size
-        self._short = short
-        self.columns = max(1, min([_COLUMNS, *(span - 1 for span in layout.windows if span is not None)]))
-        tail = range(first // page_size, -(-(first + more) // page_size))
-        self._own = {0: 0, **{entry: 1 + _MIDDLE + number for number, entry in enumerate(tail)}}
-        used = 1 + _MIDDLE + len(tail)
-        near = -(-(short.computed + more) // page_size)
-        self._near = list(range(used, used + near))
-        self._entries = tail.stop
-        groups = layout.spec(page_size).groups
-        self.cache = PagedCache(layout, page_size, [used + near] * len(groups), state_slots=2)
-        for index, pages in self.cache.layers.items():
-            if trial.cache.layers[index].keys is not None:
-                self._fill(pages, trial.cache.layers[index], trial.cache.groups[pages.group])
-        if self.cache.states is not None and trial.cache.states is not None:
-            for slot in (0, 1):
-                self.cache.states.put([slot], trial.cache.states.take([short.slot]))
-
-    def long_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
-        """Returns the part of the long sequence that has ``end`` tokens more afterwards."""
-        start = self._first + end - len(tokens)
-        tables = (self._passed(group, start) for group in self.cache.groups)
-        return BatchSequence(tokens, start, tuple(tables), state_slot=self._slot(0))
-
-    def short_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
-        start = self._short.computed + end - len(tokens)
-        return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
-
-    def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns which of the repeated keys and values are at these positions; all pages in the middle are alike."""
-        return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
-
-    def _slot(self, slot: int) -> int:
-        return -1 if self.cache.states is None else slot
-
-    def _page(self, entry: int) -> int:
-        return self._own.get(entry, 1 + entry % _MIDDLE)
-
-    def _passed(self, group: LayerGroup, start: int) -> tuple[int, ...]:
-        """Returns the long table of a group, without the pages that its window has passed."""
-        passed = group.oldest_seen(start) // self._size
-        return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
-
-    def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
-        """Writes a layer's keys and values: the short sequence's own, and copies of them as the long sequence's."""
-        computed, table = self._short.computed, self._short.tables[near.group]
-        oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
-        keys, values = near.read(table, oldest, computed)
-        self._write(pages, self._near, oldest, keys, values)
-        keys, values = keys[:, -self.columns :], values[:, -self.columns :]
-        for entry in sorted({0, *range(1, 1 + _MIDDLE), *self._own}):
-            start, stop = entry * self._size, min(self._first, (entry + 1) * self._size)
-            if start < stop:
-                part = far_columns(keys, values, self.indices(start, stop), start, self._first)
-                self._write(pages, {entry: self._page(entry)}, start, *part)
-
-    def _write(
-        self,
-        pages: LayerPages,
-        table: Mapping[int, int] | Sequence[int],
-        start: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Stores ``[kv_heads, positions, head_dim]`` from the position ``start`` on."""
-        positions = range(start, start + keys.shape[1])
-        slots = [table[position // self._size] * self._size + position % self._size for position in positions]
-        pages.write(keys.transpose(0, 1), values.transpose(0, 1), torch.tensor(slots, device=keys.device))
-
-
-_SMALL_PAGE = 4  # so that a few tokens cross pages
+SMALL_PAGE = 4  # so that a few tokens cross pages
 # Kernels work in blocks of up to 256 keys.
 _KERNEL_LENGTHS = (258,)
 # Of states, so that weak ones show too.
 _LARGE = -1000.0
+
+F = TypeVar("F", bound=Forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +58,66 @@ class SelfCheckResult:
         return in_all(self.specs.values()) if self.problem is None else None
 
 
+@dataclass(eq=False)
+class SameLogits(Check[F]):
+    """The logits of a forward over pages are the model's.
+
+    ``small_page``: the size of the pages near the beginning; far pages have ``page_size`` tokens. ``room`` is that of
+    ``far_lengths``. ``dtype`` is that of ``ExpectedLogits``. ``trial`` is the newest one.
+    """
+
+    name: ClassVar[str] = "same logits"
+    expected: ExpectedLogits
+    page_size: int = CPU_PAGE_SIZE
+    small_page: int = SMALL_PAGE
+    chunked: bool = True
+    room: int | None = None
+    way: Way = Way.PACKED
+    rounding: str | None = None  # of the weights
+    dtype: str = field(init=False)
+    trial: Trial = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = str(self.expected.dtype)
+
+    def problem(self, candidate: F) -> str | None:
+        differing = self._differing(candidate, _KERNEL_LENGTHS)
+        return None if differing is None else f"its logits differ from the model's by {differing}"
+
+    def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
+        """Returns by how much logits differ and where. ``lengths`` are compared beside those that the config names."""
+        layout = CacheLayout(self.expected.model.config)
+        trial = self.trial = Trial(
+            self.expected, layout, forward, self.small_page, self.chunked, same_operations=same_operations
+        )
+        difference, short = trial.run()
+        far = iter(far_lengths(trial, self.room, lengths) if difference is None else ())
+        while difference is None and (length := next(far, None)) is not None:
+            difference = compare_far(trial, short, length, self.page_size)
+        return difference
+
+    def result(self) -> SelfCheckResult:
+        """Returns what an engine has to know of a forward that has passed."""
+        specs = {device: replace(spec, page_size=self.page_size) for device, spec in self.trial.cache.specs.items()}
+        return SelfCheckResult(None, self.chunked, self.way, self.page_size, specs)
+
+
+class BatchedLogits(SameLogits[ModelForward]):
+    """A model gives a batch, in one way of taking it, the logits that it gives each sequence alone."""
+
+    name = "batched logits"
+
+    def problem(self, candidate: ModelForward) -> str | None:
+        """Raises LoadFailed if a device has no memory left or is lost, which says nothing of the model."""
+        try:
+            differing = self._differing(candidate, same_operations=self.way is Way.MASKED_ROWS)
+            if differing is not None:
+                return f"batched logits differ from single ones by {differing}"
+            return _moved(self.trial, candidate) or _forgotten(self.trial, candidate)
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise LoadFailed(f"the check of the model at load failed: {in_a_line(error)}") from error
+
+
 def check_batching(
     model: transformers.PreTrainedModel,
     room: int | None = None,
@@ -205,31 +127,21 @@ def check_batching(
 ) -> SelfCheckResult:
     """Returns the first way of taking a batch that gives the model's logits, in chunks or else with whole prompts.
 
-    ``room`` is that of ``far_lengths``. Raises LoadFailed if a device has no memory left or is lost, which says nothing
-    of the model.
+    ``room`` is that of ``far_lengths``. Raises LoadFailed as ``BatchedLogits`` does.
     """
     try:
-        layout = CacheLayout(model.config)
+        CacheLayout(model.config)
     except UnsupportedCache as error:
         return SelfCheckResult(problem=str(error))
-    expected = expected or ExpectedLogits(model)
-    problem: str | None = None
+    expected, reason = expected or ExpectedLogits(model), ""
     for way, chunked in ((way, chunked) for way in Way for chunked in (True, False)):
-        try:
-            forward = ModelForward(model, way)
-            trial = Trial(expected, layout, forward, _SMALL_PAGE, chunked, way is Way.MASKED_ROWS)
-            problem = _problem(trial, forward, page_size, room)
-        except CannotPage as error:
-            problem = str(error)
-            continue
-        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise LoadFailed(f"the check of the model at load failed: {in_a_line(error)}") from error
-        except Exception as error:  # a model's code can raise any error for a cache that it does not know
-            problem = in_a_line(error)
-            continue
-        if problem is None:
-            return _passed(trial, page_size, way)
-    return SelfCheckResult(problem=problem)
+        check = BatchedLogits(expected, page_size, chunked=chunked, room=room, way=way)
+        parts = "chunks of prompts" if chunked else "whole prompts"
+        verdict = accepted(f"the logits of batches: {way.value}, {parts}", partial(ModelForward, model, way), check)
+        if verdict.candidate is not None:
+            return check.result()
+        reason = verdict.reason
+    return SelfCheckResult(problem=reason)
 
 
 def check_generate(model: transformers.PreTrainedModel) -> None:
@@ -251,43 +163,13 @@ def check_generate(model: transformers.PreTrainedModel) -> None:
 
 
 def check_forward(
-    model: transformers.PreTrainedModel,
-    forward: Forward,
-    *,
-    expected: ExpectedLogits | None = None,
-    room: int | None = None,
-    page_size: int = CPU_PAGE_SIZE,
-    small_page: int = _SMALL_PAGE,
-    chunked: bool = True,
+    model: transformers.PreTrainedModel, forward: Forward, *, expected: ExpectedLogits | None = None, **inputs: Any
 ) -> str | None:
-    """Returns why ``forward`` must not replace the model's own; None if its logits are the model's.
+    """Returns why ``forward`` must not replace the model's own; None if it has the model's logits.
 
-    ``room`` is that of ``far_lengths``.
-    ``small_page`` is the size of pages near the beginning, for forwards that cannot have them as small.
+    ``inputs`` are fields of ``SameLogits``.
     """
-    trial = Trial(expected or ExpectedLogits(model), CacheLayout(model.config), forward, small_page, chunked)
-    differing = _differing(trial, page_size, room, _KERNEL_LENGTHS)
-    return None if differing is None else f"its logits differ from the model's by {differing}"
-
-
-def check_kernels(expected: ExpectedLogits, forward: Forward) -> SelfCheckResult:
-    """Checks a forward that is the only fast one of its model, and so need not agree with any other in batches."""
-    trial = Trial(expected, CacheLayout(expected.model.config), forward, _SMALL_PAGE, chunked=True)
-    differing = _differing(trial, CPU_PAGE_SIZE, None, _KERNEL_LENGTHS)
-    if differing is not None:
-        return SelfCheckResult(f"its logits differ from the model's by {differing}")
-    return _passed(trial, CPU_PAGE_SIZE, Way.PACKED)
-
-
-def _passed(trial: Trial, page_size: int, way: Way) -> SelfCheckResult:
-    specs = {device: replace(spec, page_size=page_size) for device, spec in trial.cache.specs.items()}
-    return SelfCheckResult(None, trial.chunked, way, page_size, specs)
-
-
-def _problem(trial: Trial, forward: ModelForward, page_size: int, room: int | None) -> str | None:
-    if (differing := _differing(trial, page_size, room)) is not None:
-        return f"batched logits differ from single ones by {differing}"
-    return _moved(trial, forward) or _forgotten(trial, forward)
+    return SameLogits[Forward](expected or ExpectedLogits(model), **inputs).problem(forward)
 
 
 def _moved(trial: Trial, forward: ModelForward) -> str | None:
@@ -329,13 +211,3 @@ def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
         if torch.equal(expected, forward.tried(Batch((chunk,)), trial.cache)[0]):
             return f"a chunk of a prompt does not go on from its {kind[0].replace('_', ' ')}"
     return None
-
-
-def _differing(trial: Trial, page_size: int, room: int | None, lengths: Sequence[int] = ()) -> str | None:
-    """Returns by how much logits differ and where."""
-    difference, short = trial.run()
-    if difference is None:
-        for length in far_lengths(trial, room, lengths):
-            if (difference := compare_far(trial, short, length, page_size)) is not None:
-                break
-    return difference

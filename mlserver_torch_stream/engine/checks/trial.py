@@ -6,8 +6,7 @@ neighbours, and a new page holds stale values.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +14,7 @@ import torch
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.checks.expected_logits import ExpectedLogits
-from mlserver_torch_stream.engine.comparison import Comparison
+from mlserver_torch_stream.engine.checks.logits import Comparison, ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import comparable_context
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.work_threads import raise_if_cancelled
@@ -56,8 +54,7 @@ class Trial:
     cache: PagedCache = field(init=False)
     last: Batch = field(init=False)  # with one token of each of its sequences, once it has run
     comparison: Comparison = field(init=False)
-    _free: list[list[int]] = field(init=False)
-    _users: list[Counter[int]] = field(init=False)
+    _free: list[Iterator[int]] = field(init=False)  # pages of each group
     _copies: list[tuple[int, int, int]] = field(default_factory=list)
     _state_copies: list[tuple[int, int]] = field(default_factory=list)
     _slots: int = 0
@@ -69,8 +66,7 @@ class Trial:
         pages = 4 * (self.longest + _AFTER) // self.page_size + 17
         self.cache = PagedCache(self.layout, self.page_size, [pages] * groups, state_slots=SPARE_SLOT + 1)
         self.comparison = self.new_comparison()
-        self._free = [[*range(1, pages, 2), *range(0, pages, 2)] for _ in range(groups)]
-        self._users = [Counter() for _ in range(groups)]
+        self._free = [iter([*range(1, pages, 2), *range(0, pages, 2)]) for _ in range(groups)]
 
     def new_comparison(self) -> Comparison:
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
@@ -86,7 +82,6 @@ class Trial:
             if number == 2 and self._goes_on and b.computed >= self.page_size:
                 d = self._sharing(b)
             if number == 4:
-                self._leave(a)
                 d = d or self._new(13)
             if number == 5:
                 e = self._forked(c)
@@ -188,8 +183,6 @@ class Trial:
         size = self.page_size
         ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]
-        for users, table in zip(self._users, tables, strict=True):
-            users.update(table)
         shared = self._added(ids, size + 9, tables)
         shared.computed = size
         return shared
@@ -204,39 +197,24 @@ class Trial:
             if other.computed % self.page_size:
                 source, table[-1] = table[-1], self._take(group)
                 self._copies.append((group, source, table[-1]))
-            self._users[group].update(page for page in table[: other.computed // self.page_size] if page >= 0)
         if fork.slot >= 0:
             self._state_copies.append((other.slot, fork.slot))
         return fork
 
-    def _leave(self, sequence: TrialSequence) -> None:
-        for group, table in enumerate(sequence.tables):
-            for page in table:
-                self._give(group, page)
-        sequence.tables = []
-
     # --- pages ---
 
     def _make_room(self, sequence: TrialSequence, end: int) -> None:
-        """Gives back the pages that a window has passed, and takes those for the new tokens."""
+        """Drops the pages that a window has passed, and takes those for the new tokens."""
         for group, table in enumerate(sequence.tables):
-            for entry in range(self.cache.groups[group].oldest_seen(sequence.computed) // self.page_size):
-                self._give(group, table[entry])
-                table[entry] = -1
+            passed = self.cache.groups[group].oldest_seen(sequence.computed) // self.page_size
+            table[:passed] = [-1] * min(passed, len(table))
             while len(table) * self.page_size < end:
                 table.append(self._take(group))
 
     def _take(self, group: int) -> int:
-        page = self._free[group].pop(0)
-        self._users[group][page] = 1
+        page = next(self._free[group])
         for layer in self.cache.layers.values():
             if layer.group == group and layer.keys is not None and layer.values is not None:
                 for pool in (layer.keys, layer.values):
                     pool[page] = torch.full_like(pool[page], _STALE)
         return page
-
-    def _give(self, group: int, page: int) -> None:
-        if page >= 0:
-            self._users[group][page] -= 1
-            if not self._users[group][page]:
-                self._free[group].insert(0, page)

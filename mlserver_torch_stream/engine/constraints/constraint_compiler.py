@@ -169,7 +169,8 @@ class ConstraintCompiler:
             after_forced.consume_tokens(forced)
             first_mask = _checked_mask(after_forced, tokenizer.vocab_size, constraint.field)
         eos_ids = tuple(tokenizer.eos_tokens)
-        return CompiledConstraint(start, tuple(forced), tokenizer.vocab_size, first_mask, eos_ids, constraint.field)
+        size, field = tokenizer.vocab_size, constraint.field
+        return CompiledConstraint(start, tuple(forced), size, first_mask, eos_ids, field, grammar)
 
     def _grammar(self, constraint: Constraint, reasoning: ReasoningMarks | None, tokenizer: LLTokenizer) -> str:
         from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of

@@ -159,7 +159,8 @@ class CompiledConstraint:
     """``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
     Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
-    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint.
+    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is
+    the constraint in llguidance's JSON format.
     """
 
     start: LLMatcher
@@ -168,6 +169,7 @@ class CompiledConstraint:
     first_mask: TokenMask
     eos_ids: tuple[int, ...]
     field: str
+    grammar: str = ""
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
         """Returns the matcher of a sequence; a token of ``end_ids`` may end it where the constraint is met."""

@@ -39,3 +39,22 @@ class Forward(Protocol):
     """
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits: ...
+
+
+class LoadedForward(Forward, Protocol):
+    """The forward of a loaded model, with what an engine asks of it."""
+
+    has_threads: bool = False  # of its own: torch's would be in their way, and it enters no module of the model
+
+    @property
+    def packs(self) -> bool:
+        """Whether it computes all new tokens of a batch together, so that a few more of them cost little."""
+        return True
+
+    def reserve(self, cache: PagedCache) -> None:
+        """Allocates what it can of a cache before the first batch. Raises MemoryError."""
+        return None
+
+    def describe(self) -> str:
+        """Returns how it runs, for the summary of a load."""
+        ...

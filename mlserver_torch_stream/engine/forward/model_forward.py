@@ -1,6 +1,6 @@
 """Calls a transformers model on the new tokens of a batch, with the arguments that its forward takes.
 
-A model takes a batch in one of three ways; ``loading.selfcheck`` tries them and keeps the first that gives the model's
+A model takes a batch in one of three ways; ``checks.selfcheck`` tries them and keeps the first that gives the model's
 logits. Packed: all tokens in one row. Rows, for models with states: each sequence with one new token is a row, and each
 chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the same, over gathered
 keys and values.
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import transformers
 
-from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention, PageWriter, packed_ids
+from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
+from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention, packed_ids
 from mlserver_torch_stream.engine.attention.registered import give_attention_back, paged, take_attention
-from mlserver_torch_stream.engine.attention.torch_attention import torch_attention
 from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
-from mlserver_torch_stream.engine.forward.interface import Logits
-from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, TensorsOn, Way, has_latents
+from mlserver_torch_stream.engine.forward.interface import LoadedForward, Logits
+from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, Way
 
 
-class ModelForward:
+class ModelForward(LoadedForward):
     """The ``Forward`` of any transformers model.
 
     Accelerate's hooks move the inputs to each layer's device, and a layer's pages are on the device of its keys. The
@@ -38,17 +38,18 @@ class ModelForward:
         self,
         model: transformers.PreTrainedModel,
         way: Way = Way.PACKED,
-        attention: PagedAttention = torch_attention,
-        write: PageWriter = LayerPages.write,
+        attention: PagedAttention | None = None,
     ) -> None:
-        """Replaces the model's attention, or gives it back its own for rows with masks. Raises CannotPage."""
+        """Replaces the model's attention, or gives it back its own for rows with masks.
+
+        ``attention``: None takes torch's operators. Raises CannotPage.
+        """
         if way is Way.MASKED_ROWS:
             give_attention_back(model)
         else:
             take_attention(model)
         self.way = way
-        self.attention = attention
-        self._write = write
+        self.attention: PagedAttention = GatheredAttention() if attention is None else attention
         self._forward = plain_forward(model)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in names else "cache_params"
@@ -58,22 +59,20 @@ class ModelForward:
         self._takes_keep = keep is not None
         self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
-        self._model = model
         self._output_device = weight_device(model.get_output_embeddings(), self.device)
 
     @property
-    def devices(self) -> set[torch.device]:
-        """The devices of the model's weights."""
-        return {parameter.device for parameter in self._model.parameters()}
+    def packs(self) -> bool:
+        return self.way is Way.PACKED
 
-    @property
-    def has_latents(self) -> bool:
-        return any(map(has_latents, self._model.modules()))
+    def describe(self) -> str:
+        attention = "" if self.way is Way.MASKED_ROWS else f" with {self.attention.describe()}"
+        return f"steps {self.way.value}{attention}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         cache.prepare(batch)
         parts = [batch] if self.way is Way.PACKED else list(_rows(batch))
-        steps = [ModelStep(part, cache, self.way, self.attention, self._write) for part in parts]
+        steps = [ModelStep(part, cache, self.way, self.attention) for part in parts]
         logits = [self._run(step) for step in steps]
         for step in steps:  # after all of them: if one raises, no state has changed
             step.keep_states()
@@ -84,17 +83,8 @@ class ModelForward:
 
         The cache names ``more`` tokens than it has. The second value says whether the model's code asks for a number.
         """
-        step = ModelStep(batch, cache, self.way, self.attention, self._write, moved=more)
+        step = ModelStep(batch, cache, self.way, self.attention, moved=more)
         return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
-
-    def packed_tokens(self, ids: torch.Tensor, on: TensorsOn, cache: PagedCache) -> torch.Tensor:
-        """Returns the logits of tokens, ``[tokens]``, whose batch is on its devices already.
-
-        It copies nothing from the host, and makes no copies of pages, so that a device can record it.
-        """
-        return self._call(
-            ids[None], ModelStep(on(self.device).batch, cache, self.way, self.attention, self._write, on)
-        )[0]
 
     def _run(self, step: ModelStep) -> torch.Tensor:
         batch = step.batch

@@ -17,7 +17,6 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     AttentionOptions,
     BatchTensors,
     PagedAttention,
-    PageWriter,
     batch_tensors,
 )
 from mlserver_torch_stream.engine.attention.registered import CannotPage
@@ -220,10 +219,6 @@ class Way(str, Enum):
     MASKED_ROWS = "rows with masks"
 
 
-TensorsOn = Callable[[torch.device], BatchTensors]
-"""Returns a batch as tensors on a device."""
-
-
 class ModelStep:
     """One call of a model: its cache, its attention and its masks."""
 
@@ -233,18 +228,14 @@ class ModelStep:
         cache: PagedCache,
         way: Way,
         attention: PagedAttention,
-        write: PageWriter,
-        on: TensorsOn | None = None,
         moved: int | None = None,
     ) -> None:
-        """``on``: the batch's tensors by device, if they have been made already. ``moved``: see ``MovedCache``."""
+        """``moved``: see ``MovedCache``."""
         self.batch = batch
         self._pages = cache
         self._way = way
         self._attention = attention
-        self._write = write
         self._tensors: dict[torch.device, BatchTensors] = {}
-        self.on = on or self._copied
         self._longest = max(each.length for each in batch.sequences)
         self._states = self._take_states()
         layers = [self._layer(index) for index in range(len(cache.layout))]
@@ -262,14 +253,15 @@ class ModelStep:
         own = (pages, store, start, self._columns(span), span is not None)
         return PagesLayer(*own) if states is None else HybridLayer(states, *own)
 
-    def _copied(self, device: torch.device) -> BatchTensors:
+    def on(self, device: torch.device) -> BatchTensors:
+        """Returns the batch as tensors on a device."""
         if device not in self._tensors:
             if device == _CPU:
                 self._tensors[device] = batch_tensors(
                     self.batch, self._pages.page_size, len(self._pages.groups), device
                 )
             else:
-                self._tensors[device] = self._copied(_CPU).to(device)
+                self._tensors[device] = self.on(_CPU).to(device)
         return self._tensors[device]
 
     # --- states ---
@@ -290,7 +282,8 @@ class ModelStep:
 
     def _store(self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         slots = self.on(key.device).slots[layer.pages.group]
-        self._write(layer.pages, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots)
+        keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (key, value))
+        self._attention.write(layer.pages, keys, values, slots)
         return key, value
 
     def attend(

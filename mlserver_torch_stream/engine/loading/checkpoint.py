@@ -70,8 +70,8 @@ def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
     bits = sum(tensor.bits for tensor in tensors.values())
     for fields in _levels(config):
         width = next((fields[name] for name in _WIDTHS if type(fields.get(name)) is int), 1)
-        for name, each in (("vocab_size", width), *((name, 1) for name in _EXPERTS)):
-            _check_room(fields, name, each, bits, f"{bits // 8:,} bytes")
+        for name, bits_each in (("vocab_size", width), *((name, 1) for name in _EXPERTS)):
+            _check_room(fields, name, bits_each, bits, f"{bits // 8:,} bytes")
 
 
 def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
@@ -142,9 +142,9 @@ def check_charsmap(file: Path) -> None:
     except (ValueError, RecursionError):
         return  # the tokenizer's reader says where
     while level:
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-        level = [each for each in level if isinstance(each, dict | list)]
-        for charsmap in (each.get("precompiled_charsmap") for each in level if isinstance(each, dict)):
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in level if isinstance(value, dict | list)]
+        for charsmap in (value.get("precompiled_charsmap") for value in level if isinstance(value, dict)):
             if isinstance(charsmap, str) and not _holds_its_trie(charsmap):
                 raise LoadFailed(f"{file}: precompiled_charsmap is cut off or damaged")
 
@@ -165,9 +165,9 @@ def _levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield nested
 
 
-def _check_room(fields: Mapping[str, Any], name: str, each: int, room: int, what: str) -> None:
+def _check_room(fields: Mapping[str, Any], name: str, bits_each: int, room: int, what: str) -> None:
     count = fields.get(name)
-    if type(count) is int and count * each > room:
+    if type(count) is int and count * bits_each > room:
         raise LoadFailed(f"config.json: {name} is {count:,}, but the checkpoint holds only {what}")
 
 
@@ -184,8 +184,8 @@ def _read_object(file: Path) -> dict[str, Any]:
         raise LoadFailed(f"{file}: must hold a JSON object")
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-        level = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return value
     raise LoadFailed(f"{file}: is nested too deeply")

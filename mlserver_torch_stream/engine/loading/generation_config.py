@@ -55,22 +55,22 @@ def generation_defaults(config: Any) -> dict[str, Any]:
     transformers' defaults for absent fields (top-k 50, …) are not the model's. Without ``do_sample`` the model asks for
     greedy decoding, so the other sampling fields have no effect.
     """
-    given = _given(config)
+    fields = _set_fields(config)
     defaults: dict[str, Any] = {}
-    if given.get("do_sample"):
-        defaults = {key: given[key] for key in _SAMPLED if key in given}
+    if fields.get("do_sample"):
+        defaults = {key: fields[key] for key in _SAMPLED if key in fields}
         defaults.setdefault("temperature", 1.0)
-    return defaults | {name: given[key] for key, name in _RENAMED.items() if key in given}
+    return defaults | {name: fields[key] for key, name in _RENAMED.items() if key in fields}
 
 
 def generation_rules(config: Any) -> GenerationRules:
-    given = _given(config)
+    fields = _set_fields(config)
     return GenerationRules(
-        suppressed=_ids(given.get("suppress_tokens")),
-        suppressed_first=_ids(given.get("begin_suppress_tokens")),
-        bad_words_ids=tuple(tuple(word) for word in given.get("bad_words_ids", ())),
-        forced_bos=_ids(given.get("forced_bos_token_id")),
-        forced_eos=_ids(given.get("forced_eos_token_id")),
+        suppressed=_ids(fields.get("suppress_tokens")),
+        suppressed_first=_ids(fields.get("begin_suppress_tokens")),
+        bad_words_ids=tuple(tuple(word) for word in fields.get("bad_words_ids", ())),
+        forced_bos=_ids(fields.get("forced_bos_token_id")),
+        forced_eos=_ids(fields.get("forced_eos_token_id")),
     )
 
 
@@ -78,17 +78,17 @@ def not_honoured(config: Any) -> list[str]:
     """Returns the fields, with their values, that change the tokens of ``generate`` and have no effect here."""
     known = {*_SAMPLED, *_RENAMED, *_RULES, *_HARMLESS}
     declared = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - known
-    given = _given(config)
-    if not given.get("do_sample"):
+    fields = _set_fields(config)
+    if not fields.get("do_sample"):
         declared.difference_update(_ONLY_SAMPLED)
-    return [f"{name} {given[name]!r}" for name in sorted(declared & set(given)) if given[name] != _OFF.get(name)]
+    return [f"{name} {fields[name]!r}" for name in sorted(declared & set(fields)) if fields[name] != _OFF.get(name)]
 
 
-def _given(config: Any) -> dict[str, Any]:
+def _set_fields(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_diff_dict().items() if value is not None} if config else {}
 
 
-def _ids(given: Any) -> tuple[int, ...]:
-    if given is None:
+def _ids(ids: Any) -> tuple[int, ...]:
+    if ids is None:
         return ()
-    return tuple(given) if isinstance(given, list | tuple) else (int(given),)
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

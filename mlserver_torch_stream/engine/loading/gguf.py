@@ -100,7 +100,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
         )
     else:
         read = read_gguf_model(gguf_file)
-        weights = {name: each.dense().to(options["dtype"]) for name, each in read.weights.items()}
+        weights = {name: weight.dense().to(options["dtype"]) for name, weight in read.weights.items()}
         options |= {"config": read.config, "state_dict": weights}
         model_class, place = read.model_class, None
     model, info = model_class.from_pretrained(place, output_loading_info=True, **options)

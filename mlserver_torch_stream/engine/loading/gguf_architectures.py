@@ -68,25 +68,25 @@ class Architecture:
 
         Tensors of one parameter are joined, in this order.
         """
-        found = dict(_GLOBAL)
+        names = dict(_GLOBAL)
         for layer in range(layers):
             block, place = f"blk.{layer}", f"model.layers.{layer}"
             for suffix in ("weight", "bias"):
-                found |= {f"{block}.{leaf}.{suffix}": f"{place}.{name}.{suffix}" for leaf, name in self.modules.items()}
-            found |= {f"{block}.{leaf}.weight": f"{place}.{name}" for leaf, name in _STACKED.items()}
-        return found
+                names |= {f"{block}.{leaf}.{suffix}": f"{place}.{name}.{suffix}" for leaf, name in self.modules.items()}
+            names |= {f"{block}.{leaf}.weight": f"{place}.{name}" for leaf, name in _STACKED.items()}
+        return names
 
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises LoadFailed for an architecture that is not taken."""
-    found = ARCHITECTURES.get(file.architecture)
-    if found is None:
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise LoadFailed(
             f"GGUF files of the architecture {file.architecture} are not supported, only those of {known}; "
             "serve the model's safetensors instead"
         )
-    return found
+    return architecture
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _layer_types(file: GgufFile, count: int, every: int) -> list[str]:
     if slides is None:
         every = file.take("attention.sliding_window_pattern", int) or every
         slides = [bool((layer + 1) % every) for layer in range(count)]
-    return ["sliding_attention" if each else "full_attention" for each in slides[:count]]
+    return ["sliding_attention" if slide else "full_attention" for slide in slides[:count]]
 
 
 ARCHITECTURES = {

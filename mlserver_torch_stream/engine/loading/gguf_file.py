@@ -61,7 +61,7 @@ class GgufFile:
             return None
         self._keys_left.discard(key)
         value = self._contents(f"{self.architecture}.{key}")
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole if kind is int else (whole or isinstance(value, float)) if kind is float else isinstance(value, kind):
@@ -80,7 +80,7 @@ class GgufFile:
     def flags(self, key: str) -> list[bool] | None:
         """Returns a list of booleans, one for each layer; None if the key is absent or has another type."""
         value = self._contents(f"{self.architecture}.{key}") if key in self._keys else None
-        if not isinstance(value, list) or not all(isinstance(each, bool) for each in value):
+        if not isinstance(value, list) or not all(isinstance(flag, bool) for flag in value):
             return None
         self._keys_left.discard(key)
         return value

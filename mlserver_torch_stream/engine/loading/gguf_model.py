@@ -73,7 +73,7 @@ def read_gguf_model(path: Path) -> GgufModel:
     config = _config(file, architecture)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     tensors: dict[str, list[str]] = {name: [] for name in shapes}

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedEmbedding, PackedLinear, PackedRows
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -26,7 +27,7 @@ WEIGHTS = "packed.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
 
 
-class NotPacked(Exception):
+class NotPacked(Unsuitable):
     """A file's weights cannot be kept packed here; the message says why in one line."""
 
 

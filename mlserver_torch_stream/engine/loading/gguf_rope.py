@@ -52,11 +52,11 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind == "yarn":
         if file.take("rope.scaling.yarn_ext_factor", float) not in (None, 1.0):
             raise file.refused("rope.scaling.yarn_ext_factor", "is not 1, which is not supported here")
-        given = {name: file.take(key, float) for key, name in _YARN.items()}
+        fields = {name: file.take(key, float) for key, name in _YARN.items()}
         original = file.need("rope.scaling.original_context_length", int)
         if original < 1:
             raise file.refused("rope.scaling.original_context_length", f"is {original}")
-        own = {name: value for name, value in given.items() if value is not None}
+        own = {name: value for name, value in fields.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **own}
     if kind not in ("linear", "none", "longrope"):
         raise file.refused("rope.scaling.type", f"is {kind!r}, which is not supported here")
@@ -74,23 +74,23 @@ def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
     original = file.take("rope.scaling.original_context_length", int)
     attention = file.take("rope.scaling.attn_factor", float)
     named = {name: file.vector(f"{name}.weight") for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")}
-    found = {name: values for name, values in named.items() if values is not None}
-    for name, values in found.items():
+    factors = {name: values for name, values in named.items() if values is not None}
+    for name, values in factors.items():
         if len(values) != count or not all(0.0 < value < float("inf") for value in values):
             raise LoadFailed(f"the tensor {name}.weight holds {len(values)} factors in place of {count} positive ones")
-    if not found:
+    if not factors:
         if attention not in (None, 1.0):
             raise file.refused("rope.scaling.attn_factor", f"is {attention} without tensors of rope factors")
         return None
-    short, long = found.get("rope_factors_short"), found.get("rope_factors_long")
-    if "rope_freqs" in found:
-        if len(found) > 1:
+    short, long = factors.get("rope_factors_short"), factors.get("rope_factors_long")
+    if "rope_freqs" in factors:
+        if len(factors) > 1:
             raise LoadFailed("the tensor rope_freqs.weight beside rope_factors_short.weight is not supported here")
-        short = long = found["rope_freqs"]
+        short = long = factors["rope_freqs"]
         original = context  # beyond it the long factors are taken, which are the same
     if short is None or long is None or original is None:
         lacking = "the key rope.scaling.original_context_length" if original is None else "its counterpart"
-        raise LoadFailed(f"the file has the tensor {min(found)}.weight without {lacking}")
+        raise LoadFailed(f"the file has the tensor {min(factors)}.weight without {lacking}")
     return {
         "rope_type": "longrope",
         "short_factor": short,

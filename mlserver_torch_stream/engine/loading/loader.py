@@ -99,7 +99,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
             )
-        return int(sum(each.numel() * each.element_size() for each in model.parameters()))
+        return int(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
     except Exception as error:  # a config or a model's code can raise any error, which the load will report
         logger.info("the size of the weights is not known: %s", " ".join(str(error).split())[:200])
         return None
@@ -158,8 +158,8 @@ class LoadedWeights:
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
-    given = {key: getattr(settings, key) for key in _PLACING}
-    where = ", ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
+    placing = {key: getattr(settings, key) for key in _PLACING}
+    where = ", ".join(f"{key} {value!r}" for key, value in placing.items() if value is not None)
     model = attempt(f"{name} with {where}" if where else name, lambda: _load_weights(files, settings), files.place)
     attempt(name, lambda: check_finite(model))
     model.eval()
@@ -211,7 +211,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
         vocab_size=weights.vocab_size,
         tokenizer=tokenizer,
         default_sampling={**generation_defaults(weights.generation_config), **settings.default_sampling},
-        eos_token_ids=_eos_token_ids(weights.generation_config, tokenizer),
+        eos_token_ids=eos_token_ids(weights.generation_config, tokenizer),
         rules=generation_rules(weights.generation_config),
         max_model_len=max_model_len(weights.model, settings.max_model_len),
         description=f"{weights.description}; model from {resolved.origins.get('model', 'settings')}",
@@ -299,8 +299,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
     """Returns the kind of device that will compute with the weights, and the dtype."""
-    given = settings.device_map
-    places = given.values() if isinstance(given, dict) else (given,)
+    device_map = settings.device_map
+    places = device_map.values() if isinstance(device_map, dict) else (device_map,)
     gpu = torch.cuda.is_available() and not all(place in ("cpu", "disk") for place in places)
     return torch.device("cuda" if gpu else "cpu"), getattr(
         torch, "bfloat16" if settings.dtype == "auto" else settings.dtype
@@ -334,7 +334,8 @@ def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> d
     return options
 
 
-def _eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the end tokens of a generation config, which may be None, and of the tokenizer."""
     own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))

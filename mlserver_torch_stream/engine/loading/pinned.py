@@ -80,7 +80,7 @@ def release_pinned() -> None:
 
 def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
     """Yields each weight once, with all places where hooks find it; a tied weight has several."""
-    found: dict[tuple[Any, ...], list[Place]] = {}
+    places: dict[tuple[Any, ...], list[Place]] = {}
     for module in model.modules():
         for hook in _offloading(module):
             dictionary = getattr(hook.weights_map.dataset, "state_dict", {})
@@ -91,8 +91,8 @@ def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
                 weight: Any = dictionary.get(key)
                 if _plain(weight) and not _resident(hook, weight):
                     same = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-                    found.setdefault(same, []).append((dictionary, key))
-    return list(found.values())
+                    places.setdefault(same, []).append((dictionary, key))
+    return list(places.values())
 
 
 def _offloading(module: nn.Module) -> Iterator[Any]:
@@ -132,10 +132,10 @@ class _Blocks:
         """Returns None if there is no room for it."""
         count = bytes_of(tensor)
         if count > len(self._block):
-            taken = max(_power(count), min(self._most, _power(self._ahead)))
-            if self._room() - taken < self._floor:
+            size = max(_power(count), min(self._most, _power(self._ahead)))
+            if self._room() - size < self._floor:
                 return None
-            self._block = self._allocate(taken)
+            self._block = self._allocate(size)
         part, self._block = self._block[:count], self._block[-(-count // _ALIGNMENT) * _ALIGNMENT :]
         self._ahead -= count
         return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)

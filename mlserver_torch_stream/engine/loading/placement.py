@@ -81,9 +81,9 @@ def _held(
         weights += sum(bytes_of(tensor) for tensor in tensors if id(tensor) not in seen)
         seen.update(map(id, tensors))
         paths = [name] if module is None else [path for path, _ in module.named_modules(prefix=name)]
-        found = {int(match[1]) for path in paths if (match := _LAYER.search(path))}
-        layers |= found
-        if name == "" or not found:
+        numbers = {int(match[1]) for path in paths if (match := _LAYER.search(path))}
+        layers |= numbers
+        if name == "" or not numbers:
             rest.append(name.rpartition(".")[2] or "everything else")
     return DeviceShare(place, tuple(sorted(layers)), tuple(rest), weights, brought_to)
 
@@ -196,6 +196,6 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
     known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     for name in device_map:
         if name not in known:
-            tops = [each for each in known if each and "." not in each]
+            tops = [path for path in known if path and "." not in path]
             hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(tops)}"
             raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")

@@ -28,23 +28,23 @@ _OURS = "pip install 'mlserver-torch-stream[quantised]'"
 _TRIAL = 256
 
 
-def read_quantisation(given: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """Returns the settings' object as transformers' config for weights of ``dtype`` on ``device``.
 
     Raises LoadFailed, which names the key, for a method that is unknown, not installed, or cannot run there.
     """
-    method = quantisation_method(given)
+    method = quantisation_method(fields)
     if method == "gguf":
         raise LoadFailed(f"{_KEY}.quant_method: 'gguf' is for .gguf files")
     _require(method)
     kind = _configs()[method]
     known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")]
-    for key in given:
+    for key in fields:
         if key not in (*known, "quant_method"):
             raise LoadFailed(f"{_KEY}: unknown key {key!r} for {method}{did_you_mean_or_known(key, known)}")
-    arguments = {key: value for key, value in given.items() if key != "quant_method"}
+    arguments = {key: value for key, value in fields.items() if key != "quant_method"}
     if method == "torchao":
-        arguments["quant_type"] = _torchao_type(given.get("quant_type"), device, dtype)
+        arguments["quant_type"] = _torchao_type(fields.get("quant_type"), device, dtype)
     try:
         return kind(**arguments)
     except Exception as error:  # each config checks its values in its own way
@@ -59,10 +59,10 @@ def _configs() -> Mapping[str, Any]:
     return configs
 
 
-def quantisation_method(given: Mapping[str, Any]) -> str:
+def quantisation_method(fields: Mapping[str, Any]) -> str:
     """Returns the method under transformers' name. Raises LoadFailed."""
-    method = given.get("quant_method")
-    width = next((width for width in ("4bit", "8bit") if given.get(f"load_in_{width}")), None)
+    method = fields.get("quant_method")
+    width = next((width for width in ("4bit", "8bit") if fields.get(f"load_in_{width}")), None)
     if width is not None:
         if method not in (None, "bitsandbytes", f"bitsandbytes_{width}"):
             raise LoadFailed(f"{_KEY}.quant_method: {method!r} does not go with load_in_{width}, of bitsandbytes")
@@ -93,13 +93,13 @@ def _require(method: str) -> None:
         raise LoadFailed(f"{_KEY}: torchao is not installed: {_OURS}")
 
 
-def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def _torchao_type(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Reads a class of torchao: its name, its name with arguments, or transformers' own spelling under ``default``."""
     from torchao import quantization
     from torchao.core.config import AOBaseConfig, config_from_dict
 
     key = f"{_KEY}.quant_type"
-    name, arguments = (given, {}) if isinstance(given, str) else _single(given, key)
+    name, arguments = (value, {}) if isinstance(value, str) else _single(value, key)
     classes = {n: kind for n, kind in vars(quantization).items() if isinstance(kind, type)}
     kinds = {n: kind for n, kind in classes.items() if issubclass(kind, AOBaseConfig) and kind is not AOBaseConfig}
     if name != "default" and name not in kinds:
@@ -116,9 +116,9 @@ def _torchao_type(given: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return config
 
 
-def _single(given: Any, key: str) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, Mapping) and len(given) == 1:
-        ((name, arguments),) = given.items()
+def _single(value: Any, key: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((name, arguments),) = value.items()
         if isinstance(arguments, Mapping):
             return str(name), dict(arguments)
     raise LoadFailed(f"{key}: must be the name of a torchao config, or an object of that name and its arguments")
@@ -151,28 +151,28 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
     kept = config is not None and not getattr(config, "dequantize", False)
     if kept and (method != "gguf" or getattr(quantizer, "packed_modules", None)):
         return
-    taken = format_bytes(sum(bytes_of(parameter) for parameter in model.parameters()))
+    size = format_bytes(sum(bytes_of(parameter) for parameter in model.parameters()))
     wanted = f'set {_KEY} to {{"quant_method": "{method}", "dequantize": true}}' if method != "gguf" else "leave it out"
     raise LoadFailed(
-        f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {taken}; if that "
+        f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {size}; if that "
         f"is wanted, {wanted}"
     )
 
 
 def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
     """Raises LoadFailed if a checkpoint that is quantised already keeps its own config instead of the settings'."""
-    taken = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    for key in asked if taken is not None else ():
-        own, wanted = getattr(taken, key, None), getattr(config, key, None)
+    config_of_checkpoint = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    for key in asked if config_of_checkpoint is not None else ():
+        own, wanted = getattr(config_of_checkpoint, key, None), getattr(config, key, None)
         if key != "quant_method" and own != wanted:
             raise LoadFailed(f"{_KEY}.{key}: {asked[key]!r} is too late, the checkpoint is quantised with {own!r}")
 
 
-def wants_packed_gguf(given: Mapping[str, Any] | None) -> bool:
+def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
     """Whether the settings ask for a GGUF file's packed weights. Raises LoadFailed if these cannot be used."""
-    if given is None or given.get("quant_method") != "gguf":
+    if fields is None or fields.get("quant_method") != "gguf":
         return False
-    if set(given) != {"quant_method"}:
+    if set(fields) != {"quant_method"}:
         raise LoadFailed(f"{_KEY}: gguf takes no other keys: without quantization_config a file is dequantised")
     if not is_kernels_available():
         raise LoadFailed(

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
 from mlserver_torch_stream.engine.stage_log import stage
 
@@ -60,7 +61,7 @@ _SECONDS = 600.0  # a compilation takes about 10 s on a quiet core
 T = TypeVar("T")
 
 
-class NoKernels(Exception):
+class NoKernels(Unsuitable):
     """There are no kernels here; the message says why in one line."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 
 GROUP = 32
 PANEL = 32

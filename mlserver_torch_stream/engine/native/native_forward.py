@@ -15,7 +15,7 @@ import torch
 
 from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
-from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.forward.interface import LoadedForward, Logits
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions, open_kernels
@@ -141,11 +141,13 @@ def _as_array(table: Sequence[int]) -> array[int]:
 _MAX_TOKENS = 512
 
 
-class NativeForward:
+class NativeForward(LoadedForward):
     """The ``Forward`` of the decoders that the kernels know. The next call overwrites its float32 logits.
 
     A sequence's logits are the same bits alone and in any batch, with pages of any size and however its prompt is cut.
     """
+
+    has_threads = True
 
     def __init__(self, model: Any, options: KernelOptions, rounded: Rounding | None = None) -> None:
         """Copies the weights of a model or of its ``Decoder``, rounded if a rounding is given.
@@ -218,8 +220,10 @@ class NativeForward:
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 
+    def describe(self) -> str:
+        return f"our own kernels ({self.variant})"
+
     def reserve(self, cache: PagedCache) -> None:
-        """Allocates the pools of a cache that have no memory yet. Raises MemoryError."""
         cache.reserve(self._like, self._allocate)
 
     def _point_at(self, cache: PagedCache) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.groups import EIGHT, FOUR_MIN, GROUP, GroupFormat, Groups
-from mlserver_torch_stream.engine.native.structure import Decoder, UnsupportedLayout
+from mlserver_torch_stream.engine.native.structure import Decoder
 
 BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 
 _POSITIONS = 2048  # at first: a table of 128,000 positions of 64 dimensions would take 64 MiB
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import (
     GROUP,
@@ -24,7 +25,6 @@ from mlserver_torch_stream.engine.native.groups import (
     panel_bytes,
     row_order,
 )
-from mlserver_torch_stream.engine.native.known_fields import UnsupportedLayout
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
 from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Rounding, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection

@@ -157,16 +157,6 @@ class Pipeline:
             self._here.position = None
             position.leave()
 
-    def enter(self, stage: Stage) -> None:
-        """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
-        if self._position is not None:
-            self._position.enter(stage)
-
-    def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copies an earlier stage's tensor to the next stage's device, on a stream for transfers."""
-        brought = None if self._position is None else self._transfers.bring((tensor,), {}, device)
-        return tensor if brought is None else brought[0][0]
-
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
         """Returns a stream for work on a complete forward's output, while other forwards are in the last stage."""
         return self._transfers.aside(device)
@@ -174,13 +164,12 @@ class Pipeline:
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.enter(stage)
-        return None if self._position is None else self._transfers.bring(args, kwargs, stage.device)
-
-    @property
-    def _position(self) -> _StagePosition | None:
-        """The position of this thread's forward."""
-        return getattr(self._here, "position", None)
+        """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
+        position: _StagePosition | None = getattr(self._here, "position", None)  # of this thread's forward
+        if position is None:
+            return None
+        position.enter(stage)
+        return self._transfers.bring(args, kwargs, stage.device)
 
 
 class _StagePosition:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.failures import drop_tracebacks
 from mlserver_torch_stream.engine.fair_lock import StepProgress
@@ -38,7 +38,8 @@ YieldDevice = Callable[[], None]
 
 
 class Batcher(ABC):
-    """Generates the tokens of its requests. All methods but ``refusal`` and ``stats`` run on the engine's thread.
+    """Generates the tokens of its requests. The methods that any thread may call say so; ``refusal``, ``check`` and
+    ``stats`` are called by the event loop, and the rest by the engine's thread.
 
     It reports the work of its steps to ``progress``.
     """
@@ -51,6 +52,21 @@ class Batcher(ABC):
     @abstractmethod
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         """Returns why a request of this size could never run; None if it can."""
+
+    def check(self, request: EngineRequest) -> None:  # noqa: B027 most batchers do all that a request can ask for
+        """Raises InvalidInput, which names the parameter, for a request that asks for what the batcher cannot do."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it takes no requests now; None if it does. From any thread."""
+        return None
+
+    def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
+        """``wake`` makes the engine's thread step; a batcher whose tokens come from elsewhere calls it."""
+
+    def end_step(self, error: BaseException) -> bool:
+        """Ends the work that does not return, of which the engine dies then. False: nothing but the process can."""
+        return False
 
     @abstractmethod
     def add(self, request: RequestState) -> None: ...

@@ -69,8 +69,8 @@ class ContinuousBatcher(Batcher):
     waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
     without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
     made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
-    constraint forces are computed together, which a captured step cannot do. ``check_devices`` raises if a device is
-    lost: no request is to blame, so the error ends the thread.
+    constraint forces are computed together. ``check_devices`` raises if a device is lost: no request is to blame, so
+    the error ends the thread.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ If a rank is lost, each call raises a RuntimeError.
 from __future__ import annotations
 
 import json
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -35,8 +34,6 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._store = store  # rank 0's is the server that the others have found
-        self._replays = 0  # of captured steps
-        self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_SERVING_TIMEOUT)
@@ -83,10 +80,6 @@ class RankGroup:
         dist.all_gather_object(values, value, group=self._loading)
         return len(set(values)) == 1
 
-    def in_step(self) -> bool:
-        """Whether the model has begun as many collectives on every rank."""
-        return self.agrees(str(self._collectives()))
-
     # --- during generation ---
 
     def send_operations(self, operations: bytes) -> None:
@@ -101,7 +94,7 @@ class RankGroup:
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Whether every rank calls this now, after as many collectives and captured steps. Else the ranks are lost."""
+        """Whether every rank calls this now, after as many collectives. Else the ranks are lost."""
         try:
             place = torch.tensor([self._collectives()])
             places = [torch.zeros_like(place) for _ in range(self.size)]
@@ -110,31 +103,12 @@ class RankGroup:
             return False
         return all(torch.equal(place, each) for each in places)
 
-    def count_replay(self) -> None:
-        """Counts a captured step, whose collectives the backend does not count when it is replayed."""
-        self._replays += 1
-
     def _collectives(self) -> int:
-        """Returns how many collectives and captured steps the model has begun.
-
-        Raises RuntimeError if the backend does not count collectives.
-        """
+        """Returns how many collectives the model has begun. Raises RuntimeError if the backend does not count them."""
         count: int = dist.group.WORLD._get_sequence_number_for_group()
-        return count + self._replays
-
-    def before_leaving(self, release: Callable[[], None]) -> None:
-        """Calls a method before the group is left, if its object still lives.
-
-        NCCL leaves a group when no CUDA graph holds its collectives any more, and waits for that:
-        https://github.com/vllm-project/vllm/pull/39846
-        """
-        self._releases = [each for each in self._releases if each() is not None]
-        self._releases.append(weakref.WeakMethod(release))
+        return count
 
     def leave(self) -> None:
-        for each in self._releases:
-            if (release := each()) is not None:
-                release()
         dist.destroy_process_group()
 
 

@@ -56,7 +56,7 @@ class RegionSpelling:
             return []
         try:
             message = parse_response(raw, dict(self.template), prefix="", tools=list(tools))
-            calls = [_call(each) for each in message[_FIELD]]
+            calls = [_call(call) for call in message[_FIELD]]
         except _ERRORS:
             return []
         return calls if all(FUNCTION_NAME.fullmatch(name) for name, _ in calls) else []
@@ -67,7 +67,7 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
     if _FIELD not in template["fields"]:
         return None
     region = template["fields"][_FIELD]
-    content, each = region.get("content", "text"), bool(region.get("transform_each"))
+    content, for_each = region.get("content", "text"), bool(region.get("transform_each"))
     if content == "xml-inline":
         pattern = region["content_args"]["tag_pattern"]
         closing = _LAST_TAG.search(pattern)
@@ -77,16 +77,16 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
     if content != "json" or region.get("content_args"):
         return RegionSpelling(template)
     function = (region.get("transform") or {}).get("function")
-    if function == _CONTENT and not each:
+    if function == _CONTENT and not for_each:
         return RegionSpelling(template, keys=CallKeys())
     if not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
         return RegionSpelling(template)
     name, arguments = str(function["name"]), str(function["arguments"])
-    if arguments == _CONTENT and not each and (captured := _CAPTURED.fullmatch(name)):
+    if arguments == _CONTENT and not for_each and (captured := _CAPTURED.fullmatch(name)):
         return RegionSpelling(template, capture=captured[1])
-    pattern = _CAPTURED if each else _INSIDE
+    pattern = _CAPTURED if for_each else _INSIDE
     if (name_key := pattern.fullmatch(name)) and (arguments_key := pattern.fullmatch(arguments)):
-        return RegionSpelling(template, keys=CallKeys(name_key[1], (arguments_key[1],)), listed=each)
+        return RegionSpelling(template, keys=CallKeys(name_key[1], (arguments_key[1],)), listed=for_each)
     return RegionSpelling(template)
 
 
@@ -172,8 +172,8 @@ class RegionCalls(MarkedCalls):
 def _head(spelling: RegionSpelling, raw: str) -> int:
     """Returns the length of the text that begins the region."""
     region = spelling.template["fields"][_FIELD]
-    if "open_pattern" in region and (found := re.match(region["open_pattern"], raw, re.DOTALL)):
-        return found.end()
+    if "open_pattern" in region and (match := re.match(region["open_pattern"], raw, re.DOTALL)):
+        return match.end()
     return 0
 
 

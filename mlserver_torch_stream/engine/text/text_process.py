@@ -106,7 +106,7 @@ class _Process:
     """A process and the socket of its jobs and replies, which is its stdin: anything may print to its stdout."""
 
     def __init__(self) -> None:
-        path = [str(each) for each in sys.path]
+        path = [str(entry) for entry in sys.path]
         run = f"import sys; sys.path[:] = {path}; from {MODULE} import main; main({MAX_BYTES}, {MAX_SECONDS})"
         self._socket, theirs = socket.socketpair()
         try:

@@ -21,8 +21,8 @@ _IMPORTS_BYTES = 2**29  # of address space, at the most
 
 def main(max_bytes: int, max_seconds: float) -> None:
     """``max_bytes`` of memory beside that of the imports; ``max_seconds`` for each job."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
+        signal.signal(number, signal.SIG_IGN)
     jobs: dict[str, Job] = {}
     with open(0, "wb", closefd=False) as replies:
         for line in sys.stdin.buffer:
@@ -64,11 +64,11 @@ def _limit_memory(max_bytes: int) -> None:
     if sys.platform != "linux":
         return
     try:
-        taken = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        bytes_now = int(_STATM.read_text().split()[0]) * resource.getpagesize()
     except OSError:  # no /proc is mounted
-        taken = _IMPORTS_BYTES
+        bytes_now = _IMPORTS_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = taken + max_bytes if hard == resource.RLIM_INFINITY else min(taken + max_bytes, hard)
+    most = bytes_now + max_bytes if hard == resource.RLIM_INFINITY else min(bytes_now + max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

@@ -38,8 +38,8 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
                 f"the tokenizer's {name} can make a text {times:.3g} times as long: at most {MAX_EXPANSION}"
             )
         if name == "normalizer":
-            found = times
-    return found
+            growth = times
+    return growth
 
 
 def may_be_slow(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -94,15 +94,15 @@ def backtracks(pattern: str) -> bool:
         elif char == "|":
             groups[-1] = [0, groups[-1][1] + 1]
             continue
-        found = _TIMES.match(pattern, at)
-        if found is None:
+        times = _TIMES.match(pattern, at)
+        if times is None:
             continue
-        at = found.end()
-        unbounded = found[0] in "*+" or (found[0].endswith(",}") and bool(found[1]))
-        if inner and (unbounded or max(int(found[1] or 0), int(found[2] or 0)) > 1):
+        at = times.end()
+        unbounded = times[0] in "*+" or (times[0].endswith(",}") and bool(times[1]))
+        if inner and (unbounded or max(int(times[1] or 0), int(times[2] or 0)) > 1):
             return True
         groups[-1][0] += unbounded
-        groups[-1][1] += unbounded or found[0] == "?"
+        groups[-1][1] += unbounded or times[0] == "?"
         if groups[-1][0] > _MAX_REPEATS:
             return True
     return False

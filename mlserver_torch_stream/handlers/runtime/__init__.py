@@ -13,26 +13,33 @@ from typing import Any
 from uuid import uuid4
 
 from mlserver.logging import logger
+from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.handlers.config.model_config import KEYS, OURS
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
-from mlserver_torch_stream.handlers.pool.handler_request import RequestPart
-from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build
-from mlserver_torch_stream.handlers.runtime.description import describe_pool
-from mlserver_torch_stream.handlers.runtime.reply import HandlerOpener, HandlerReply, PredictionReply, read_posted
-from mlserver_torch_stream.handlers.runtime.v2_messages import read_body, read_parts
+from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
+from mlserver_torch_stream.handlers.runtime.build import BuiltPool, build, describe_pool
+from mlserver_torch_stream.handlers.runtime.reply import (
+    HandlerReply,
+    HandlerRequestObserver,
+    PredictionReply,
+    read_posted,
+)
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, read_body, read_parts, read_request
 from mlserver_torch_stream.protocol.generate import FLAT
-from mlserver_torch_stream.protocol.spelling import ReplyContext
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.protocol.v2_reply import read_posted_request
-from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors, refuse_left_over
+from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
+from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors
+from mlserver_torch_stream.protocol.values import refuse_left_over
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
-from mlserver_torch_stream.server.lifecycle.model_slot import ModelSlot
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, join_mlservers_log
+from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, RequestRecord, join_mlservers_log
 from mlserver_torch_stream.server.options import read_options
-from mlserver_torch_stream.server.rest.body import parse_object
+from mlserver_torch_stream.server.request import HandlerModel, MessageRequest, RestRequest
+from mlserver_torch_stream.server.rest.connection import parse_object
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.served_model import HandlerModel, RestRequest
 
 
 class TorchServeRuntime(BaseRuntime, HandlerModel):
@@ -62,18 +69,28 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
 
     def reply(self, request: RestRequest) -> HandlerReply:
         """A V2 request or, where flat JSON is taken, the handler's own body."""
-        posted = request.posted
+        posted, built = request.posted, self._slot.built
         body = posted.json
         own = isinstance(body, RequestPart) or (FLAT in request.route.spellings and not has_tensors(body))
         request_id = str((body.get("id") if isinstance(body, dict) else None) or uuid4())
-        opener = self.opener(request.endpoint)
         if own:
             refuse_left_over(len(posted.raw))
-            handled = read_body(body, posted.headers, request_id, self._slot.built.engine.config)
+            handled = read_body(body, posted.headers, request_id, built.engine.config)
         else:
-            payload = read_posted_request(posted, len(posted.raw), streaming=request.streaming)
-            handled = opener.read(payload, request_id)
-        return opener.reply(handled, request.context(request_id), BinaryOutputs.wanted_by(body))
+            payload = read_posted_request(posted, len(posted.raw), streaming=request.endpoint.streams)
+            handled = self._read(payload, request_id)
+        return self._reply(handled, request.endpoint, request.context(request_id), BinaryOutputs.wanted_by(body))
+
+    def most_open(self) -> int:
+        return 256
+
+    def message_reply(self, message: MessageRequest) -> HandlerReply:
+        context = ReplyContext(self.name, self.version, request_index=message.index)
+        return self._reply(self._read(message.payload, message.request_id), message.endpoint, context)
+
+    def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
+        reply = PieceEncoder(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
+        return [reply.failure(error)]
 
     def open_prediction(
         self,
@@ -83,16 +100,32 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         endpoint: EndpointKind,
         parameters: Mapping[str, Any] = MappingProxyType({}),
     ) -> PredictionReply:
-        opener = self.opener(endpoint)
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
-        return PredictionReply(opener.reply(request, ReplyContext(self.name, self.version)))
+        return PredictionReply(self._reply(request, endpoint, ReplyContext(self.name, self.version)))
+
+    def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
+        """Raises InvalidInput and NotServing."""
+        refuse_unreadable(payload)
+        built = self._slot.built
+        return read_request(payload, request_id, built.engine.config, built.archive.envelope)
+
+    def _reply(
+        self,
+        request: HandlerRequest,
+        endpoint: EndpointKind,
+        context: ReplyContext,
+        binary: BinaryOutputs | None = None,
+    ) -> HandlerReply:
+        """``binary``: over REST, the outputs that the request wants as raw bytes."""
+        built = self._slot.built
+        reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
+        record = RequestRecord(request.request_id, self.name, self.version or "", endpoint)
+        observer = HandlerRequestObserver(record, self._reports, built.engine.metrics)
+        return HandlerReply(request, reply, built.engine.submit, observer, binary)
 
     def describe_workers(self) -> dict[str, Any]:
         return describe_pool(self._slot.built)
 
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
         await self._slot.built.engine.scaling.scale(least, most, grace)
-
-    def opener(self, endpoint: EndpointKind) -> HandlerOpener:
-        return HandlerOpener(self.name, self.version, self._slot.built, endpoint, self._state.reports)

@@ -1,4 +1,4 @@
-"""Opens and writes the replies to requests for a handler, and reports each request once at its end.
+"""Writes the replies to requests for a handler, and reports each request once at its end.
 
 All of it runs on the event loop's thread.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
-
-from mlserver.types import InferenceRequest
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, RequestError
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
@@ -22,19 +20,12 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     RequestPart,
     ResponsePiece,
 )
-from mlserver_torch_stream.handlers.runtime.build import BuiltPool
-from mlserver_torch_stream.handlers.runtime.v2_messages import Reply, as_rest, read_request
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.v2_request import refuse_unreadable
+from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, as_rest
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
-from mlserver_torch_stream.server.observability.request_log import EndpointKind, RequestRecord
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
-from mlserver_torch_stream.server.observability.request_observer import (
-    ModelRequestObservers,
-    RequestReports,
-    TimedRequest,
-)
-from mlserver_torch_stream.server.rest.body import parse_json
+from mlserver_torch_stream.server.observability.request_observer import RequestRecord, RequestReports, TimedRequest
+from mlserver_torch_stream.server.rest.connection import parse_json
 from mlserver_torch_stream.types import FinishReason
 
 
@@ -84,11 +75,12 @@ class HandlerReply:
     """
 
     comments = True
+    reads_following = False
 
     def __init__(
         self,
         request: HandlerRequest,
-        reply: Reply,
+        reply: PieceEncoder,
         submit: Submit,
         observer: HandlerRequestObserver,
         binary: BinaryOutputs | None = None,
@@ -203,54 +195,6 @@ class PredictionReply:
 
     def close(self) -> None:
         self._reply.close()
-
-
-class HandlerOpener:
-    """``built`` has the running workers."""
-
-    most_open = 256  # requests of one gRPC stream that run at once
-
-    def __init__(
-        self, name: str, version: str | None, built: BuiltPool, endpoint: EndpointKind, reports: RequestReports
-    ) -> None:
-        self._reports = reports
-        self._name = name
-        self._version = version
-        self._built = built
-        self._endpoint = endpoint
-
-    def open(
-        self,
-        payload: InferenceRequest,
-        request_id: str,
-        index: int | None = None,
-        following: AsyncIterator[InferenceRequest] | None = None,
-    ) -> tuple[HandlerReply, bool]:
-        try:
-            request = self.read(payload, request_id)
-        except RequestError as error:  # recorded here, because MLServer's gRPC methods do not
-            observers = ModelRequestObservers(self._reports, self._name, self._version, self._endpoint)
-            observers.refused(request_id, error)
-            raise
-        return self.reply(request, ReplyContext(self._name, self._version, request_index=index)), False
-
-    def refused(self, request_id: str, index: int) -> Callable[[Exception], Sequence[JsonObject]]:
-        reply = Reply(ReplyContext(self._name, request_index=index), HandlerRequest(request_id, ()), False)
-        return lambda error: [reply.failure(error)]
-
-    def read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
-        """Raises InvalidInput."""
-        refuse_unreadable(payload)
-        return read_request(payload, request_id, self._built.engine.config, self._built.archive.envelope)
-
-    def reply(
-        self, request: HandlerRequest, context: ReplyContext, binary: BinaryOutputs | None = None
-    ) -> HandlerReply:
-        """``binary``: over REST, the outputs that the request wants as raw bytes."""
-        reply = Reply(context, request, self._built.archive.envelope in ("kserve", "kservev2"))
-        record = RequestRecord(request.request_id, self._name, self._version or "", self._endpoint)
-        observer = HandlerRequestObserver(record, self._reports, self._built.engine.metrics)
-        return HandlerReply(request, reply, self._built.engine.submit, observer, binary)
 
 
 _JSON = "application/json"

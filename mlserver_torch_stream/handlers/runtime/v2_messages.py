@@ -17,8 +17,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart, ResponsePiece
 from mlserver_torch_stream.protocol.sequence_headers import SEQUENCE_PARAMETERS, sequence_header
-from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext
-from mlserver_torch_stream.protocol.v2_reply import head
+from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, head
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, parameters_of, raw_element, read_elements
 
 JSON = "application/json"
@@ -170,7 +169,7 @@ LENGTHS = "piece_lengths"
 _NO_BINARY = BinaryOutputs()
 
 
-class Reply:
+class PieceEncoder:
     """Writes the responses to one request, numbered from 0."""
 
     def __init__(self, context: ReplyContext, request: HandlerRequest, speaks_v2: bool) -> None:

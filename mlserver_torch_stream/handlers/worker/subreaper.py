@@ -17,10 +17,14 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _TERMINATING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def supervise(descriptor: int) -> None:
+SHARED_MEMORY = "shared-memory"  # a file in the worker's folder with the names of the shared memory that it uses
+
+
+def supervise(descriptor: int, folder: str | None = None) -> None:
     """Forks, and returns in the child, which becomes the worker. In this process it never returns.
 
     ``descriptor`` is the worker's end of its connection: it hangs up when the server closes its own end, or is killed.
+    ``folder`` is the worker's own: it is removed at the end, and so is the shared memory that a file in it names.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
@@ -31,7 +35,7 @@ def supervise(descriptor: int) -> None:
         signal.signal(number, _wake)
     worker = os.fork()
     if worker:
-        _Supervisor(worker, descriptor, signals).run()
+        _Supervisor(worker, descriptor, signals, folder).run()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, *_TERMINATING):
         signal.signal(number, signal.SIG_DFL)
@@ -49,10 +53,11 @@ def _wake(number: int, frame: object) -> None:
 
 
 class _Supervisor:
-    def __init__(self, worker: int, descriptor: int, signals: int) -> None:
+    def __init__(self, worker: int, descriptor: int, signals: int, folder: str | None = None) -> None:
         self._worker = worker
         self._descriptor = descriptor
         self._signals = signals
+        self._folder = folder
         self._status: int | None = None  # of the worker, when it has ended
 
     def run(self) -> None:
@@ -63,6 +68,8 @@ class _Supervisor:
             os.kill(self._worker, signal.SIGKILL)  # the worker may not have a group of its own yet
         os.close(self._descriptor)  # the server gets the end now, however long the rest takes
         self._end_children()
+        if self._folder is not None:
+            _remove(self._folder)
         _end_like(0 if self._status is None else self._status)
 
     def _wait(self) -> None:
@@ -98,6 +105,20 @@ class _Supervisor:
                     return True
         except ChildProcessError:
             return False
+
+
+def _remove(folder: str) -> None:
+    """Removes the folder, and the shared memory that it names: killed processes leave both behind."""
+    import shutil
+
+    names: list[str] = []
+    with contextlib.suppress(OSError), open(os.path.join(folder, SHARED_MEMORY), encoding="utf-8") as file:
+        names = file.read().splitlines()
+    for name in names:
+        if name and "/" not in name:
+            with contextlib.suppress(OSError):
+                os.unlink(f"/dev/shm/{name}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _children() -> list[int]:

@@ -23,8 +23,8 @@ from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.host import listen_by
-from mlserver_torch_stream.server.rest.prediction_errors import status_and_body
-from mlserver_torch_stream.server.rest.refusal import send_json
+from mlserver_torch_stream.server.rest.connection import send_json
+from mlserver_torch_stream.server.rest.prediction_messages import status_and_body
 
 _POLICY_VIOLATION = 1008  # a WebSocket that is closed before it is accepted is answered 403
 _PREFLIGHT = ("origin", "access-control-request-method")
@@ -142,7 +142,8 @@ class GuardedAio:
 
     def server(self, *args: Any, interceptors: Any = (), **options: Any) -> aio.Server:
         """``grpc.aio.server``, guarded; its ports have the certificate, if there is one, and may be of IPv6 hosts."""
-        server = aio.server(*args, interceptors=[GrpcGuard(self._access), *interceptors], **options)
+        guards = [] if self._access.keys is None else [GrpcGuard(self._access)]
+        server = aio.server(*args, interceptors=[*guards, *interceptors], **options)
         listen = server.add_insecure_port
         if self._access.tls is not None:
             listen = partial(server.add_secure_port, server_credentials=self._access.tls.grpc_credentials())

@@ -71,7 +71,8 @@ def install(access: AccessControl) -> None:
 
 
 def _guard(access: AccessControl, config: uvicorn.Config, settings: Settings, is_rest: bool) -> None:
-    preflights = is_rest and settings.cors_settings is not None
-    config.app = RestGuard(config.app, access, settings.metrics_endpoint, preflights)  # type: ignore[arg-type]
+    if access.keys is not None:
+        preflights = is_rest and settings.cors_settings is not None
+        config.app = RestGuard(config.app, access, settings.metrics_endpoint, preflights)  # type: ignore[arg-type]
     if access.tls is not None:
         access.tls.configure(config)

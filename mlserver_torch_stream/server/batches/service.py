@@ -26,10 +26,9 @@ from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.server.batches.row_slots import RowSlots
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.served_model import TokenModel
-from mlserver_torch_stream.server.streams.token_reply import TokenReply
+from mlserver_torch_stream.server.observability.request_metrics import ClientLoad
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.token_model import TokenModel, TokenReply
 
 SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"
 _UNSET = f"{SETTING} is not set: files and batches need a folder or a bucket, such as s3://bucket/batches"

@@ -1,17 +1,108 @@
-"""The lifecycle of this process: which models it has, whether it takes requests, and how it drains them."""
+"""The lifecycle of this process: which models it has, what they are answering, and how it loads and drains them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 from mlserver.logging import logger
 
-from mlserver_torch_stream.server.lifecycle.inflight_requests import InflightRequests, OneTimeEvent
+from mlserver_torch_stream.errors import NotServing
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
+
+T = TypeVar("T")
+
+
+class OneTimeEvent:
+    """An event that is set once and never cleared. Unlike asyncio's, it can be awaited on any event loop."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def set(self) -> None:
+        self.is_set = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if self.is_set:
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+
+class InflightRequests:
+    """Counts requests from their arrival until their last byte is handed to the transport.
+
+    After ``refusing`` new work is refused and running requests may finish; after ``aborting`` running requests end now.
+    """
+
+    def __init__(self) -> None:
+        self.refusing = OneTimeEvent()
+        self.aborting = OneTimeEvent()
+        self._count = 0
+        self._emptied = OneTimeEvent()
+
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """Counts one request for as long as the block runs."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._emptied.set()
+                self._emptied = OneTimeEvent()
+
+    @property
+    def empty(self) -> bool:
+        return self._count == 0
+
+    async def wait_until_empty(self) -> None:
+        while self._count:
+            await self._emptied.wait()
+
+
+async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Yields the items until ``ended`` is set, also when it is set while the next item is awaited."""
+    end = asyncio.create_task(ended.wait())
+    following: asyncio.Future[T] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(items))
+            await asyncio.wait((end, following), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                return
+            try:
+                item = following.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        # Synchronous: this block may run in a task that cannot await any more.
+        end.cancel()
+        if following is not None:
+            following.add_done_callback(_retrieve_exception)  # reading from a client that disconnected may raise
+            following.cancel()
+
+
+def _retrieve_exception(task: asyncio.Future[T]) -> None:
+    """Keeps asyncio from logging the exception of a task that is not awaited any more."""
+    if not task.cancelled():
+        task.exception()
+
 
 # Seconds after the aborts: for the step that runs and the last responses, and for the engines' threads.
 _ABORT_TIMEOUT = 2.0
@@ -162,3 +253,101 @@ async def is_done_before(task: asyncio.Future[Any], event: OneTimeEvent, timeout
         return task.done()
     finally:
         waiter.cancel()
+
+
+OnDeath = Callable[[BaseException], None]
+
+
+class BuiltModel(Protocol):
+    """An engine that several slots may share."""
+
+    @property
+    def engine(self) -> Drainable: ...
+
+    def give_back(self) -> bool:
+        """Ends this slot's use of the engine; True if no other slot uses it, so that it must be shut down."""
+
+    def shutdown(self) -> None:
+        """Stops the engine. It blocks."""
+
+
+B = TypeVar("B", bound=BuiltModel)
+
+
+class ModelSlot(Member, Generic[B]):
+    """Builds, holds and drains the engine of one model."""
+
+    def __init__(self, name: str, lifecycle: Lifecycle) -> None:
+        super().__init__(name)
+        self._lifecycle = lifecycle
+        self._built: B | None = None
+
+    @property
+    def built(self) -> B:
+        """Raises NotServing."""
+        if self._built is None or self.retired:
+            raise NotServing(f"model '{self.name}': {self.trouble}")
+        return self._built
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the model is not ready; None if it is ready."""
+        if self._lifecycle.shutdown_reason is not None:
+            return self._lifecycle.shutdown_reason
+        if self.retired:
+            return "it is unloaded"
+        if self._built is None:
+            return "it is loading"
+        return self._built.engine.trouble
+
+    async def load(self, build: Callable[[OnDeath], B]) -> B | None:
+        """Builds the engine; returns None if an unload cancels it.
+
+        Raises what ``build`` raises, or NotServing if a shutdown begins before it returns.
+
+        NotServing is raised only when the listeners are closed: MLServer forgets a model whose load fails, and answers
+        404, not 503, for a model that it does not know.
+        """
+        loop = asyncio.get_running_loop()
+        self._lifecycle.join(self)
+        building = in_thread(
+            lambda: build(lambda error: self._lifecycle.engine_died(self.name, error, loop)), self.cancellation
+        )
+        building.add_done_callback(self._take)
+        try:
+            await self._lifecycle.unless_shutdown(asyncio.shield(building))
+            if self._built is None:
+                await self._lifecycle.listeners_closed.wait()
+            return self.built
+        except BaseException:
+            self.retired = True  # an engine that is built later is given back at once
+            if building.cancelled():
+                return None
+            self.cancellation.cancel()
+            raise
+        finally:
+            self.settled.set()
+
+    async def unload(self) -> B | None:
+        """Gives the engine back: at once if another slot uses it, else after the last request has ended.
+
+        Returns the engine if it was shut down.
+        """
+        self.retired = True
+        built = self._built
+        if built is None or not built.give_back():
+            return None
+        why = self._lifecycle.shutdown_reason or f"model '{self.name}' is being unloaded"
+        await self._lifecycle.drain([self, *self._lifecycle.members(built.engine)], read_options().drain_grace, why)
+        await in_thread(built.shutdown)
+        self._built = self.engine = None
+        return built
+
+    def _take(self, building: asyncio.Future[B]) -> None:
+        if building.cancelled() or building.exception() is not None:
+            return
+        built = building.result()
+        if not self.retired and self._lifecycle.shutdown_reason is None:
+            self._built, self.engine = built, built.engine
+        elif built.give_back():
+            in_thread(built.shutdown)

@@ -15,8 +15,7 @@ from mlserver import ModelSettings
 from mlserver.registry import MultiModelRegistry
 
 from mlserver_torch_stream.server.host import Hook, wrap
-from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, OneTimeEvent
 
 _OURS = "mlserver_torch_stream."
 

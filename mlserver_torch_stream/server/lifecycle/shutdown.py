@@ -25,7 +25,7 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.host import Hook, listeners_of, registry_of, wrap
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.work_threads import exit_from_work
 

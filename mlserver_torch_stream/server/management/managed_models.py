@@ -28,8 +28,8 @@ from mlserver_torch_stream.handlers.config.store_files import (
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.server.host import all_models, default_models, find_model, versions_of
 from mlserver_torch_stream.server.lifecycle import default_version
-from mlserver_torch_stream.server.rest.prediction_errors import NoSuchModel
-from mlserver_torch_stream.server.served_model import HandlerModel, find_accepted, is_ours
+from mlserver_torch_stream.server.request import HandlerModel, find_accepted, is_ours
+from mlserver_torch_stream.server.rest.prediction_messages import NoSuchModel
 from mlserver_torch_stream.work_threads import in_thread
 
 Found = list[Any]  # of ModelSettings; the class below has a method of the name "list"

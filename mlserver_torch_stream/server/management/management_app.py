@@ -22,15 +22,13 @@ from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, StoreFiles, bad_request
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.host import ServerHost
-from mlserver_torch_stream.server.lifecycle.inflight_requests import OneTimeEvent
-from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, is_done_before
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, OneTimeEvent, is_done_before
 from mlserver_torch_stream.server.management.managed_models import ManagedModels, RegisteredRepository
 from mlserver_torch_stream.server.management.management_calls import ManagementCalls, check_token, read_token
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
-from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
-from mlserver_torch_stream.server.rest.prediction_errors import as_json, status_and_body
-from mlserver_torch_stream.server.rest.prediction_messages import reply_headers, request_id_of
-from mlserver_torch_stream.server.rest.refusal import as_refusal, send_refusal
+from mlserver_torch_stream.server.request import as_refusal
+from mlserver_torch_stream.server.rest.connection import ClientLeft, read_body, send_refusal
+from mlserver_torch_stream.server.rest.prediction_messages import as_json, reply_headers, request_id_of, status_and_body
 from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.version import __version__
 

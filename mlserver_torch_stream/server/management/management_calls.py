@@ -18,9 +18,9 @@ from mlserver_torch_stream.handlers.config.registration import whole_number
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.management.managed_models import ACCEPTED, Answer, ManagedModels
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
-from mlserver_torch_stream.server.served_model import HandlerModel
+from mlserver_torch_stream.server.request import HandlerModel
 
 _MAX_LISTED = 100
 _MAX_WORKERS = 1024  # which are started at once, each a process

@@ -1,30 +1,255 @@
-"""Observes every request, and reports it once, at its end, to the metrics, the log and the trace.
+"""Observes every request, and reports it once, at its end: counts, one line of the log, one span of OpenTelemetry.
 
 All of it runs on the event loop's thread.
+
+In a line, a client's text is quoted as JSON, so that it can forge no line and no terminal command. Prompts, answers and
+error messages, which may quote them, are left out unless the operator asks for them.
+
+The attributes of a span are those of the GenAI semantic conventions (repository
+open-telemetry/semantic-conventions-genai, in development). They have no attribute for the time in the queue, which has
+vLLM's name, ``gen_ai.latency.time_in_queue``. A span holds neither prompts nor answers.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 from mlserver.errors import MLServerError, ModelNotReady
-from opentelemetry.trace import Span
+from mlserver.settings import Settings
+from mlserver.tracing import get_tracer_provider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
 
-from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
-from mlserver_torch_stream.server.observability import request_log
-from mlserver_torch_stream.server.observability.client_load import ClientLoad
-from mlserver_torch_stream.server.observability.request_log import (
-    CLIENT_CLOSED_REQUEST,
-    EndpointKind,
-    RequestRecord,
-    RequestSinks,
+from mlserver_torch_stream.server.observability.request_metrics import (
+    CANCELLED,
+    REFUSED,
+    ClientLoad,
+    ModelRequests,
+    RequestMetrics,
 )
-from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED, ModelRequests, RequestMetrics
-from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
+from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt, TokenEvent
+from mlserver_torch_stream.version import __version__
+
+OK = 200
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: the client is not there to receive one
+
+
+class EndpointKind(str, Enum):
+    """The transport of a request, and whether its reply streams."""
+
+    REST_UNARY = "rest-unary"
+    REST_STREAM = "rest-stream"
+    GRPC_UNARY = "grpc-unary"
+    GRPC_STREAM = "grpc-stream"
+
+    @property
+    def streams(self) -> bool:
+        return self in (EndpointKind.REST_STREAM, EndpointKind.GRPC_STREAM)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are seconds since the request's start; None: the request ended before."""
+
+    request_id: str
+    model: str
+    version: str
+    endpoint: EndpointKind
+    request: GenerationRequest | None = None  # None: it could not be decoded
+    prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
+    prompt_tokens: int = 0
+    completion_tokens: int = 0  # in events that were sent
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+    reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that have ended
+    texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
+    error: BaseException | None = None
+    status: int = OK  # REST's, also for requests over gRPC
+
+    @property
+    def sequences(self) -> int:
+        return len(self.request.prompts) * self.request.sampling.n if self.request is not None else 0
+
+    @property
+    def client_disconnected(self) -> bool:
+        return self.status == CLIENT_CLOSED_REQUEST
+
+
+_PACKAGE = "mlserver_torch_stream"
+_PLAIN = re.compile(r"[-_.:/+@0-9A-Za-z]+")
+# Every line has these fields.
+_LINE = (
+    "request_id=%s model=%s version=%s endpoint=%s status=%s client=%s finish_reason=%s sequences=%s prompt_tokens=%s "
+    "completion_tokens=%s queue_time_ms=%s ttft_ms=%s e2e_latency_ms=%s"
+)
+_MAX_CHARS = 128  # of a text that a client chooses
+
+logger = logging.getLogger(f"{_PACKAGE}.requests")
+
+
+def join_mlservers_log() -> None:
+    """Gives our loggers MLServer's level and handlers, unless an operator configures their own. Idempotent.
+
+    Our loggers' names are not below ``mlserver``, so that without it only warnings would be shown.
+    """
+    logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
+
+
+class RequestLog:
+    """``prompts`` adds prompts, answers and error messages; ``structured``: MLServer puts lines into JSON strings."""
+
+    def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
+        self.prompts = prompts
+        self._structured = structured
+
+    def write(self, record: RequestRecord) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        line = _LINE % self._values(record)
+        line += "".join(f" {key}={value}" for key, value in self._further(record))
+        # MLServer's structured format does not escape what it puts between the quotes of `"message"`.
+        logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
+
+    def _values(self, record: RequestRecord) -> tuple[str | int, ...]:
+        return (
+            _quoted(record.request_id),
+            _quoted(record.model),
+            _quoted(record.version),
+            record.endpoint.value,
+            record.status,
+            "disconnected" if record.client_disconnected else "connected",
+            ",".join(reason.value for reason in record.reasons) or "-",
+            record.sequences,
+            record.prompt_tokens,
+            record.completion_tokens,
+            _milliseconds(record.queue_s),
+            _milliseconds(record.ttft_s),
+            _milliseconds(record.e2e_s),
+        )
+
+    def _further(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
+        if record.error is not None:
+            yield "error", type(record.error).__name__
+        if isinstance(record.error, InvalidInput):
+            yield "field", _quoted(record.error.field)
+        if self.prompts:
+            yield from _contents(record)
+
+
+def _contents(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    if record.prompts:
+        yield "prompts", _json([_prompt(prompt) for prompt in record.prompts])
+    if record.texts:
+        yield "outputs", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
+    if record.error is not None:
+        yield "error_message", _json(str(record.error))
+
+
+def _prompt(prompt: Prompt) -> Any:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    if isinstance(prompt, ChatPrompt):
+        return prompt.messages
+    return prompt.token_ids
+
+
+def _quoted(text: str) -> str:
+    """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
+    if len(text) > _MAX_CHARS:
+        text = f"{text[:_MAX_CHARS]}..."
+    return text if _PLAIN.fullmatch(text) else _json(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+_NAME = "mlserver_torch_stream"
+FIRST_TOKEN = "gen_ai.first_token"
+
+
+def tracer_of(settings: Settings) -> Tracer | None:
+    """None if MLServer's tracing is off."""
+    if not settings.tracing_server:
+        return None
+    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
+    return tracer
+
+
+def start_span(tracer: Tracer, record: RequestRecord) -> Span:
+    """Starts a span whose parent is the span of the calling task's context."""
+    request = record.request
+    chat = request is not None and isinstance(request.prompts[0], ChatPrompt)
+    operation = "chat" if chat else "text_completion"
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": _NAME,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.request_id,
+        "mlserver_torch_stream.model.version": record.version,
+        "mlserver_torch_stream.endpoint": record.endpoint.value,
+    }
+    if request is not None:
+        attributes.update(_request_attributes(request))
+    return tracer.start_span(f"{operation} {record.model}", kind=SpanKind.INTERNAL, attributes=attributes)
+
+
+def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+    }
+    if sampling.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes
+
+
+def end_span(span: Span, record: RequestRecord) -> None:
+    span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
+    span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
+    if record.ttft_s is not None:
+        span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
+    if record.queue_s is not None:
+        span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
+    if record.error is not None:
+        span.set_attribute("error.type", type(record.error).__name__)
+        # The message of a client's error may quote its input.
+        span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
+    elif record.client_disconnected:
+        span.set_attribute("error.type", "client_disconnected")
+        span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
+    span.end()
+
+
+@dataclass
+class RequestSinks:
+    """A sink that is None is switched off."""
+
+    log: RequestLog | None = None
+    tracer: Tracer | None = None
+
 
 # The outcome of a request whose sequences ended differently is the first of these.
 _GRAVEST = (
@@ -127,7 +352,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         self._keeps_text = sinks.log is not None and sinks.log.prompts
         self._span: Span | None = None
         if sinks.tracer is not None:
-            self._span = request_log.start_span(sinks.tracer, record)
+            self._span = start_span(sinks.tracer, record)
 
     def accepted(self) -> None:
         self._accepted = True
@@ -160,7 +385,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         super().first_event(now)
         self.reports.clients.first_token()
         if self._span is not None:
-            self._span.add_event(request_log.FIRST_TOKEN)
+            self._span.add_event(FIRST_TOKEN)
 
     def _finished(self, event: TokenEvent, reason: FinishReason) -> None:
         record = self.record
@@ -179,7 +404,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         if self._prompted:
             self.reports.clients.ended(record.model, record.sequences, answered=record.ttft_s is not None)
         if self._span is not None:
-            request_log.end_span(self._span, record)
+            end_span(self._span, record)
         metrics.ended(self._outcome(), record.e2e_s, record.queue_s or 0.0, record.sequences)
         if not self._accepted:
             return

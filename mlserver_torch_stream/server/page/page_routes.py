@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 
 _FOLDER = Path(__file__).parent / "files"
 _INDEX = "index.html"

@@ -30,19 +30,18 @@ from mlserver_torch_stream.protocol.values import refuse, shown
 from mlserver_torch_stream.server.batches.service import BatchService
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import (
+from mlserver_torch_stream.server.request import as_refusal
+from mlserver_torch_stream.server.rest.connection import (
     ClientLeft,
-    FormEvent,
-    FormReader,
-    PartBegan,
-    PartPiece,
     UnknownCoding,
+    abort,
     as_length,
+    notice_lag_early,
     parse_object,
     read_body,
+    watched,
 )
-from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import as_refusal
+from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartPiece
 from mlserver_torch_stream.server.rest.sse import ChunkStream
 
 _AROUND = 64 * 1024  # bytes of a form beside its file

@@ -1,21 +1,32 @@
-"""The client's end of one request: watched until it leaves, cut off when it stalls.
+"""HTTP/1 on the REST port: heads and bodies of requests, whole answers, and the client's end of a request.
 
 ASGI hides the connection, so the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
 connection into the scope.
+
+Raw bytes of tensors may follow the JSON object: the header ``Inference-Header-Content-Length`` says where they begin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
+import httptools
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlserver_torch_stream.server.host import transport_of
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
+from mlserver_torch_stream.protocol.values import named, parse_bounded
+from mlserver_torch_stream.server.host import HttpProtocol, ServerHost, transport_of
+from mlserver_torch_stream.server.options import ServerOptions
 
 _KEY = "mlserver_torch_stream.transport"
 # Linux and macOS: how many unsent bytes the kernel takes before the server notices that a reader lags. Without it a
@@ -104,3 +115,304 @@ async def _watch(receive: Receive, left: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     left()
+
+
+# Of a head, and between the bytes of a body: chunk extensions and trailers. httptools takes any number.
+_MAX_BYTES_BESIDE_BODY = 64 * 1024
+_GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request itself, as an upload and a stream do
+
+
+def install(host: ServerHost, options: ServerOptions) -> None:
+    """Makes ``Http1`` read the connections to the REST port from now on, unless uvicorn reads them by h11."""
+    host.put_outside(NotesTransport)
+    host.read_http_by(partial(Http1, options=options))
+
+
+class Http1(HttpProtocol):
+    """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is.
+
+    A client must send the head of a request within ``piece_timeout`` seconds, and the next bytes of its body within as
+    many; it must read some of its answers in each ``stalled_reader_timeout`` (0: no limits). Otherwise its connection
+    is closed. When it disconnects, all requests that it has sent ahead end.
+    """
+
+    def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.parser: Any = _Parser(self)
+        self._beside_body = 0
+        self._silent_after = options.piece_timeout
+        self._stalled_after = options.stalled_reader_timeout
+        self._waiting_since: float | None = None  # for the rest of a request; None: the last one is complete
+        self._timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader_timer is not None and not self.transport.is_closing():
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def kept_alive(self) -> None:
+        """Closing waits until the client has read everything."""
+        self._watch_reader()
+
+    def data_received(self, data: bytes) -> None:
+        self._beside_body += len(data)
+        super().data_received(data)
+        if self._beside_body > _MAX_BYTES_BESIDE_BODY and not self.transport.is_closing():
+            self.logger.warning("The head of a request is too long.")
+            self.refuse_head("The head of the request is too long.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait_for_more()
+
+    def on_body(self, body: bytes) -> None:
+        self._beside_body = 0
+        self._waiting_since = self.loop.time()
+        super().on_body(body)
+
+    def takes_head(self) -> bool:
+        self._beside_body = 0
+        self._waiting_since = self.loop.time()
+        if self.declines():
+            return False  # the parser reads this head again, without the offer
+        if sum(name == b"host" for name, _ in self.headers) > 1:  # proxies differ in which of them they take
+            self.refusal = "host: given twice"
+            raise ValueError(self.refusal)
+        return True
+
+    def takes_end(self) -> bool:
+        self._beside_body = 0
+        if self.declines():
+            return False
+        self._waiting_since = None
+        return True
+
+    def _wait_for_more(self) -> None:
+        self._waiting_since = self.loop.time()
+        if self._timer is None and self._silent_after:
+            self._timer = self.loop.call_later(self._silent_after + _GRACE_S, self._check_silence)
+
+    def _check_silence(self) -> None:
+        """Many requests share one timer. While reading is paused, the client cannot send."""
+        self._timer = None
+        if self._waiting_since is None:
+            return
+        now = self.loop.time()
+        since = self._waiting_since if self.client_may_send else now
+        left = since + self._silent_after + _GRACE_S - now
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_silence)
+        else:
+            self.transport.close()
+
+    def _watch_reader(self) -> None:
+        if self._reader_timer is None and self._stalled_after:
+            self._check_reader(math.inf)
+
+    def _check_reader(self, before: float) -> None:
+        """``before``: bytes that were left to send at the last check. None are added while writing is paused."""
+        self._reader_timer = None
+        left = self.transport.get_write_buffer_size()
+        if 0 < left < before:
+            self._reader_timer = self.loop.call_later(self._stalled_after + _GRACE_S, self._check_reader, left)
+        elif left:
+            self.logger.warning(f"A client has read nothing for {self._stalled_after:g} s: its connection is closed")
+            reset(self.transport)
+
+    def plain_head(self) -> bytes:
+        """The head of the request at hand without its offer."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+
+class _Parser:
+    """httptools' parser, which goes on where httptools ends: at a body that follows a declined offer.
+
+    httptools takes all that follows such a head for the other protocol, and tells of a request without a body.
+    """
+
+    def __init__(self, protocol: Http1) -> None:
+        self._protocol = protocol
+        self._parser: httptools.HttpRequestParser = protocol.parser
+
+    def feed_data(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.declines():
+                    raise
+                head, data = self._protocol.plain_head(), data[upgrade.args[0] :]
+            self._parser = httptools.HttpRequestParser(self._protocol)
+            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+            self._parser.feed_data(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
+JSON_LENGTH = "inference-header-content-length"
+_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after a header's value is no part of it
+_CODINGS = ("identity", "gzip", "x-gzip")
+
+
+class BodyTooLarge(RequestError):
+    """The body, or what it unpacks to, is larger than the settings allow."""
+
+    status = 413
+
+
+class UnknownCoding(RequestError):
+    """The body is packed otherwise than with gzip."""
+
+    status = 415
+
+
+class ClientLeft(Exception):
+    """The client disconnected before its request was complete, so there is nothing to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
+    """Raises RequestError or ClientLeft."""
+    headers = Headers(scope=scope)
+    _refuse_declared_size(headers, most_bytes)
+    body = _decoder(headers, most_bytes)
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body.feed(message.get("body", b""))
+        more = message.get("more_body", False)
+    return body.whole()
+
+
+def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
+    """The JSON of a body, and the raw bytes of tensors after it. Raises InvalidInput."""
+    declared = headers.get(JSON_LENGTH)
+    if declared is None:
+        return body, b""
+    length = as_length(declared)
+    if length is None or not 0 < length <= len(body):
+        raise InvalidInput(JSON_LENGTH, f"must be from 1 to the body's {len(body)} bytes, got {declared[:20]!r}")
+    return body[:length], body[length:]
+
+
+def as_length(declared: str) -> int | None:
+    """None if the text is not a number of bytes. Python cannot convert numbers of thousands of digits."""
+    match = _LENGTH.fullmatch(declared)
+    return None if match is None else int(match[1])
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Raises InvalidInput."""
+    parsed = parse_json(raw)
+    if not isinstance(parsed, dict):
+        raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
+    return parsed
+
+
+def parse_json(raw: bytes) -> Any:
+    """Raises InvalidInput."""
+    return named("body", parse_bounded, raw)
+
+
+def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
+    """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
+    declared = as_length(headers.get("content-length", ""))
+    if declared is not None and declared > most_bytes:
+        raise _too_large(most_bytes)
+
+
+def _decoder(headers: Headers, most_bytes: int) -> _Plain:
+    coding = ", ".join(headers.getlist("content-encoding")).strip().lower() or "identity"
+    if coding not in _CODINGS:
+        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented, only gzip")
+    return _Plain(most_bytes) if coding == "identity" else _Gzip(most_bytes)
+
+
+def _too_large(most_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"body: larger than {most_bytes} bytes after decompression")
+
+
+class _Plain:
+    """Collects a body up to its bound."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._collected = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._collected += chunk
+        if len(self._collected) > self._most:
+            raise _too_large(self._most)
+
+    def whole(self) -> bytes:
+        return bytes(self._collected)
+
+
+class _Gzip(_Plain):
+    """Decompresses a gzip body, in pieces no larger than one byte over the bound.
+
+    The packed body has the same bound, as many empty members unpack to nothing.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self._packed = 0
+        self._gunzip = Gunzip()
+
+    def feed(self, chunk: bytes) -> None:
+        self._packed += len(chunk)
+        if self._packed > self._most:
+            raise _too_large(self._most)
+        try:
+            for piece in self._gunzip.feed(chunk, min(PIECE_BYTES, self._most + 1 - len(self._collected))):
+                super().feed(piece)
+        except Damaged as error:
+            raise InvalidInput("content-encoding", f"the body {error}") from None
+
+    def whole(self) -> bytes:
+        try:
+            self._gunzip.end()
+        except Damaged as error:
+            raise InvalidInput("content-encoding", f"the body {error}") from None
+        return super().whole()
+
+
+EncodedHeaders = list[tuple[bytes, bytes]]
+_NO_CONTENT = 204  # has no content-length, says RFC 9110
+
+
+async def send_refusal(send: Send, status: int, body: bytes, retry_after: int | None, headers: EncodedHeaders) -> None:
+    again = [(b"retry-after", str(retry_after).encode())] if retry_after is not None else []
+    await send_json(send, status, body, [*headers, *again])
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
+    await send_whole(send, status, body, [(b"content-type", b"application/json"), *headers])
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
+    always = [] if status == _NO_CONTENT else [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
+    await send({"type": "http.response.body", "body": body})

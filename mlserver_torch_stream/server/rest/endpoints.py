@@ -2,39 +2,55 @@
 
 It serves requests for our models and for unknown ones only. MLServer's own counters and CloudEvents headers are those
 of its data plane, as for any model; its response cache is not asked, as a sampled reply is never the same twice.
+A path that names a model of another runtime does not match our routes, so MLServer serves it as if they did not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import orjson
-from mlserver.errors import ModelNotFound
 from mlserver.logging import logger
+from mlserver.registry import MultiModelRegistry
 from mlserver.types import InferenceResponse
 from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.log_text import log_text
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import JSON_LENGTH, ClientLeft, parse_object, read_body, split_binary
-from mlserver_torch_stream.server.rest.connection import abort, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders, as_refusal, send_json, send_refusal, send_whole
+from mlserver_torch_stream.server.request import R, Reply, Request, RestRequest, ServedModel, is_ours
+from mlserver_torch_stream.server.rest.connection import (
+    JSON_LENGTH,
+    ClientLeft,
+    EncodedHeaders,
+    abort,
+    notice_lag_early,
+    parse_object,
+    read_body,
+    send_json,
+    send_refusal,
+    send_whole,
+    split_binary,
+    watched,
+)
 from mlserver_torch_stream.server.rest.sse import EventStream
-from mlserver_torch_stream.server.served_model import EndpointReply, RestRequest, ServedModel, TokenModel, is_ours
 from mlserver_torch_stream.server.status import as_headers
+from mlserver_torch_stream.server.token_model import TokenModel
 
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
 
@@ -50,97 +66,137 @@ class Endpoint:
     decoding: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)  # held while a large body is decoded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = _EndpointRequest(self, scope, receive, send)
-        try:
-            await request.serve()
-        except ClientLeft:
-            pass
-        except _AlreadyReported as reported:
-            logger.warning(f"A stream of model '{request.name}' failed: {log_text(reported.__cause__)}")
-        except asyncio.CancelledError:
-            if not request.left:
-                raise
-        except Exception as error:
-            request.end_decoding()
-            await request.refuse(error)
-        finally:
-            request.end_decoding()
+        await EndpointRequest(self, scope, receive, send).answer()
 
 
-class _AlreadyReported(Exception):
-    """The stream has reported the error to the client; this is raised so that MLServer counts a failure."""
+class Door(Protocol):
+    """What answers a path."""
+
+    @property
+    def host(self) -> ServerHost: ...
+    @property
+    def lifecycle(self) -> Lifecycle: ...
+    @property
+    def options(self) -> ServerOptions: ...
 
 
-class _EndpointRequest:
-    """One request to an endpoint."""
+class Reported(Exception):
+    """A stream has failed, and its client knows; MLServer, which sees this exception, counts a failure."""
 
-    def __init__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        route = endpoint.route
-        self.name = ""
-        self.left = False
-        self._version: str | None = None
-        self._model: ServedModel | None = None
-        self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
-        self._streaming = bool(route.streaming)
-        self._request_id = ""
-        self._opened = False
-        self._decoding_since: float | None = None
-        self._endpoint = endpoint
-        self._path: dict[str, str] = scope["path_params"]
-        self._headers = Headers(scope=scope)
+
+class HttpRequest(Request[R]):
+    """A request over HTTP. A subclass reads it and sends the reply in ``serve``, and an error in ``send_error``."""
+
+    def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send, kind: EndpointKind) -> None:
+        super().__init__(door.lifecycle, kind)
+        self._host = door.host
+        self._options = door.options
         self._scope = scope
         self._receive = receive
         self._send = send
 
-    async def serve(self) -> None:
-        self._request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
-        if "model_name" in self._path:
-            await self._find(*self._spelling.model(self._path, {}))  # an unknown model is 404 whatever the body is
-        body = await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes)
-        await self._begin_decoding(len(body))
-        posted = self._posted(body)
-        if isinstance(posted.json, dict):
-            await self._choose(posted.json)
-        async with self._endpoint.host.enter(self.name, self._version) as model:
-            await (self._stream if self._streaming else self._unary)(model, posted)
+    async def answer(self) -> None:
+        try:
+            await self.serve()
+        except ClientLeft:
+            pass
+        except Reported as reported:
+            await self.end_failed(log_text(reported.__cause__))
+        except asyncio.CancelledError:
+            if not self.left:
+                raise
+        except Exception as error:
+            await self.send_error(self.refuse(error))
 
-    async def refuse(self, error: Exception) -> None:
-        """Answers with an error, and records it unless the observer of an opened request has done so."""
-        if self._model is not None and not self._opened:
-            self._model.observers(self._kind).refused(self._request_id, error)
-        refused = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
-        status, body = self._spelling.refusal(refused)
-        await send_refusal(self._send, status, orjson.dumps(body), refused.retry_after, self._spelling_headers())
+    async def serve(self) -> None:
+        """Raises any error while nothing has been sent, later Reported alone."""
+        raise NotImplementedError
+
+    async def send_error(self, error: RequestError) -> None:
+        raise NotImplementedError
+
+    async def end_failed(self, why: str) -> None:
+        logger.warning(f"A stream of model '{self.name}' failed: {why}")
 
     @property
-    def _kind(self) -> EndpointKind:
-        return EndpointKind.REST_STREAM if self._streaming else EndpointKind.REST_UNARY
+    def name(self) -> str:
+        return "" if self.model is None else self.model.name
+
+    async def body(self) -> bytes:
+        """Raises RequestError or ClientLeft."""
+        return await read_body(self._scope, self._receive, self._options.max_body_bytes)
+
+    def watched(self) -> AbstractAsyncContextManager[None]:
+        """Closes the reply if the client leaves while the block runs."""
+        return watched(self._receive, self.leave)
+
+    def give_up(self) -> None:
+        """Closes the connection of a client that reads nothing."""
+        seconds = self._options.stalled_reader_timeout
+        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is closed")
+        self.leave()
+        abort(self._scope)
+
+
+class EndpointRequest(HttpRequest[Reply]):
+    """A request to an endpoint of the table of paths."""
+
+    def __init__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        route = endpoint.route
+        kind = EndpointKind.REST_STREAM if route.streaming else EndpointKind.REST_UNARY
+        super().__init__(endpoint, scope, receive, send, kind)
+        self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
+        self._decoding_since: float | None = None
+        self._endpoint = endpoint
+        self._path: dict[str, str] = scope["path_params"]
+        self._headers = Headers(scope=scope)
+
+    async def serve(self) -> None:
+        self.request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
+        if "model_name" in self._path:
+            self._find({})  # an unknown model is 404 whatever the body is
+        body = await self.body()
+        await self._begin_decoding(len(body))
+        try:
+            posted = self._posted(body)
+            if isinstance(posted.json, dict):
+                self._choose(posted.json)
+            async with self.entered(self._host) as model:
+                reply = self._open(model, posted)
+                self._end_decoding()
+                await (self._stream if self.kind.streams else self._unary)(model, reply)
+        finally:
+            self._end_decoding()
+
+    async def send_error(self, error: RequestError) -> None:
+        status, body = self._spelling.refusal(error)
+        await send_refusal(self._send, status, orjson.dumps(body), error.retry_after, self._spelling_headers())
 
     def _spelling_headers(self) -> EncodedHeaders:
         """The headers that the spelling has in every reply."""
-        self._request_id = self._request_id or str(uuid4())
-        headers = self._spelling.headers(self._request_id)
+        self.request_id = self.request_id or str(uuid4())
+        headers = self._spelling.headers(self.request_id)
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
-    async def _find(self, name: str, version: str | None) -> None:
-        """Only the name of a model of this package becomes the label of a metric."""
-        model: Any = await self._endpoint.host.registry.get_model(name, version)
-        if is_ours(model):
-            self._model, self.name, self._version = model, name, version
-        elif "model_name" in self._path:
-            raise ModelNotFound(name, version)
-        if "model_name" not in self._path and not isinstance(model, TokenModel):
-            raise InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
+    def _find(self, body: JsonObject) -> None:
+        """The model of the path or, on a path without one, of the body."""
+        name, version = self._spelling.model(self._path, body)
+        if "model_name" in self._path:
+            self.find(self._host.registry, name, version)
+            return
+        other = InvalidInput("model", f"{name} generates no tokens, so it cannot answer requests on this path")
+        if not isinstance(self.find(self._host.registry, name, version, other), TokenModel):
+            raise other
 
-    async def _choose(self, body: JsonObject) -> None:
+    def _choose(self, body: JsonObject) -> None:
         """Finds the spelling, the model and the kind of reply that the body asks for."""
         route = self._endpoint.route
         self._spelling = next(spelling for spelling in route.spellings if spelling.accepts(body))
-        self._request_id = self._spelling.request_id(body, self._headers)
-        if route.streaming is None:
-            self._streaming = self._spelling.streams(body)
-        if self._model is None:
-            await self._find(*self._spelling.model(self._path, body))
+        self.request_id = self._spelling.request_id(body, self._headers)
+        if route.streaming is None and self._spelling.streams(body):
+            self.kind = EndpointKind.REST_STREAM
+        if self.model is None:
+            self._find(body)
 
     async def _begin_decoding(self, size: int) -> None:
         """Waits until no other large body of the endpoint is decoded, which holds the event loop."""
@@ -148,7 +204,7 @@ class _EndpointRequest:
             await self._endpoint.decoding.acquire()
             self._decoding_since = time.perf_counter()
 
-    def end_decoding(self) -> None:
+    def _end_decoding(self) -> None:
         """Lets the next large body be decoded as long afterwards as this one took: streams have the time between."""
         since, self._decoding_since = self._decoding_since, None
         if since is not None:
@@ -158,20 +214,15 @@ class _EndpointRequest:
     def _posted(self, whole: bytes) -> PostedBody:
         """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
         spelled, raw = split_binary(self._headers, whole)
-        if self._model is None or JSON_LENGTH in self._headers:
+        if self.model is None or JSON_LENGTH in self._headers:
             body: Any = parse_object(spelled)
         else:
-            body = self._model.parse(spelled, self._headers.get("content-type", ""), self._endpoint.route)
+            body = self.model.parse(spelled, self._headers.get("content-type", ""), self._endpoint.route)
         return PostedBody(body, dict(self._headers), raw)
 
-    async def _unary(self, model: ServedModel, posted: PostedBody) -> None:
-        reply = self._open(model, posted)
-        self.end_decoding()
-        try:
-            async with watched(self._receive, partial(self._leave, reply)):
-                whole, raw = await reply.attached()
-        finally:
-            reply.close()
+    async def _unary(self, model: ServedModel, reply: Reply) -> None:
+        async with self.watched():
+            whole, raw = await reply.attached()
         attributes = as_headers(self._cloud_events(model, reply.request_id))
         headers = [(name.encode(), value.encode()) for name, value in attributes.items()]
         headers += self._spelling_headers()
@@ -180,44 +231,37 @@ class _EndpointRequest:
         else:
             await send_whole(self._send, 200, *_with_binary(whole, raw, headers))
 
-    async def _stream(self, model: ServedModel, posted: PostedBody) -> None:
-        reply = self._open(model, posted)
-        self.end_decoding()
-        try:
-            notice_lag_early(self._scope)
-            async with self._events(reply) as events, watched(self._receive, partial(self._leave, reply)):
-                # In a task: an event then resumes the coroutines of the stream alone, not those of all ASGI layers.
-                await asyncio.create_task(self._send_all(reply, events))
-        finally:
-            reply.close()
+    async def _stream(self, model: ServedModel, reply: Reply) -> None:
+        notice_lag_early(self._scope)
+        async with self._events(reply) as events, self.watched():
+            # In a task: an event then resumes the coroutines of the stream alone, not those of all ASGI layers.
+            await asyncio.create_task(self._send_all(reply, events))
         if reply.error is not None:
-            raise _AlreadyReported from reply.error
+            raise Reported from reply.error
 
-    def _open(self, model: ServedModel, posted: PostedBody) -> EndpointReply:
+    def _open(self, model: ServedModel, posted: PostedBody) -> Reply:
         """The reply, not begun. Raises RequestError."""
-        self._request_id = self._request_id or str(uuid4())
+        self.request_id = self.request_id or str(uuid4())
         context, route = partial(self._context, model), self._endpoint.route
-        asked = (posted, route, self._spelling, self._streaming, self._kind, self._request_id, context)
-        reply = model.reply(RestRequest(*asked))
-        self._opened = True
+        request = RestRequest(posted, route, self._spelling, self.kind, self.request_id, context)
+        reply = self.reply = model.reply(request)
         return reply
 
     def _context(self, model: ServedModel, request_id: str) -> ReplyContext:
         """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
-        headers = self._cloud_events(model, request_id) if self._streaming else {}
+        headers = self._cloud_events(model, request_id) if self.kind.streams else {}
         return ReplyContext(model.name, model.version, int(time.time()), headers=headers)
 
-    def _events(self, reply: EndpointReply) -> EventStream:
-        options = self._endpoint.options
+    def _events(self, reply: Reply) -> EventStream:
         return EventStream(
             self._send,
-            keep_alive=options.sse_ping_interval if reply.comments else 0.0,
-            stalled_after=options.stalled_reader_timeout,
-            stalled=partial(self._stalled, reply),
+            keep_alive=self._options.sse_ping_interval if reply.comments else 0.0,
+            stalled_after=self._options.stalled_reader_timeout,
+            stalled=self.give_up,
             headers=self._spelling_headers(),
         )
 
-    async def _send_all(self, reply: EndpointReply, events: EventStream) -> None:
+    async def _send_all(self, reply: Reply, events: EventStream) -> None:
         """Raises an error only while nothing has been sent; later the stream reports it."""
         named_by = self._spelling.event_name_field
         try:
@@ -226,7 +270,7 @@ class _EndpointRequest:
         except Exception as error:
             if not events.started:
                 raise
-            reply.error = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
+            reply.error = self.refuse(error)
             for body in reply.failure(reply.error):
                 await events.send(orjson.dumps(body), None if named_by is None else body[named_by])
         end = reply.end()
@@ -234,19 +278,9 @@ class _EndpointRequest:
             await events.send(end)
         await events.end()
 
-    def _leave(self, reply: EndpointReply) -> None:
-        self.left = True
-        reply.close()
-
-    def _stalled(self, reply: EndpointReply) -> None:
-        seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.name}' has read nothing for {seconds:g} s: its stream is closed")
-        self._leave(reply)
-        abort(self._scope)
-
     def _cloud_events(self, model: ServedModel, request_id: str) -> dict[str, str]:
         response = InferenceResponse(model_name=model.name, id=request_id, outputs=[])
-        self._endpoint.host.complete(response, model.settings)
+        self._host.complete(response, model.settings)
         return extract_headers(response) or {}
 
 
@@ -255,3 +289,48 @@ def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
+
+
+class SelectiveRoute(Route):
+    """``methods`` None: every method if the endpoint is an ASGI application, else GET.
+
+    The beginning of a path is compared before its pattern: with all its routes a server has dozens of patterns.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], methods: list[str] | None = None) -> None:
+        super().__init__(path, endpoint, methods=methods, name=f"torch_stream:{path}")
+        self._prefix = path.partition("{")[0]
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["path"].startswith(self._prefix) or scope.get("root_path"):
+            match, child = super().matches(scope)
+            if match is Match.FULL and self.takes(scope, child["path_params"]):
+                return match, child
+        return Match.NONE, {}
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        """``path``: the parameters of the path."""
+        return True
+
+
+def add_endpoints(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions, rows: Sequence[RestRoute]) -> None:
+    """Adds the rows whose paths the server does not have yet. Called for each model of this package."""
+    known = {route.path for route in host.router.routes if isinstance(route, _OurRoute)}
+    new = [row for row in rows if row.path not in known]
+    host.add_routes([_OurRoute(row.path, Endpoint(host, lifecycle, options, row), host.registry) for row in new])
+
+
+class _OurRoute(SelectiveRoute):
+    """Matches like any route of its path, but no path that names another runtime's model."""
+
+    def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
+        super().__init__(path, endpoint, ["POST"])
+        self._registry = registry
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """A path without a model's name belongs to this package alone, which answers other methods with 405."""
+        return super().matches(scope) if "model_name" in self.param_convertors else Route.matches(self, scope)
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        model = find_model(self._registry, path["model_name"], path.get("model_version"))
+        return model is None or is_ours(model)

@@ -1,24 +1,27 @@
-"""Routes for liveness and readiness. They answer in JSON, which KServe's client reads, and 503 with the reason.
+"""Liveness and readiness: MLServer's own answers, and our routes before MLServer's.
 
-MLServer's own routes answer for other models.
+The routes answer in JSON, which KServe's client reads, and 503 with the reason; MLServer's own answer for other models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from mlserver import MLModel
+from mlserver.handlers import DataPlane
 from mlserver.rest.utils import to_status_code
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from mlserver_torch_stream.errors import NotServing
-from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
+from mlserver_torch_stream.server.host import Hook, ServerHost, all_models, find_model, wrap
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import is_ours
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 
+HealthCheck = Callable[[DataPlane], Awaitable[bool]]
 _LIVE = "/v2/health/live"
 _PATHS = (
     _LIVE,
@@ -26,6 +29,23 @@ _PATHS = (
     "/v2/models/{model_name}/ready",
     "/v2/models/{model_name}/versions/{model_version}/ready",
 )
+
+
+def install(lifecycle: Lifecycle) -> None:
+    """Patches MLServer's own answers. Called once.
+
+    A process that shuts down is not ready, even if its models are. A process that shuts down because an engine died is
+    not live either, so that it is restarted even if the shutdown hangs.
+    """
+    wrap(Hook.READY, partial(_unless, lambda: lifecycle.shutdown_reason))
+    wrap(Hook.LIVE, partial(_unless, lambda: lifecycle.failure))
+
+
+def _unless(trouble: Callable[[], str | None], check: HealthCheck) -> HealthCheck:
+    async def checked(data_plane: DataPlane) -> bool:
+        return trouble() is None and await check(data_plane)
+
+    return checked
 
 
 def add_routes(host: ServerHost, lifecycle: Lifecycle) -> None:

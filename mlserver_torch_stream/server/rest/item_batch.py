@@ -24,20 +24,20 @@ from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.rest.body import ClientLeft, parse_object
-from mlserver_torch_stream.server.rest.prediction_messages import BodyField
-from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import (
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import (
     HandlerModel,
     PieceReply,
     RestRequest,
     ServedModel,
-    TokenModel,
+    as_refusal,
     find_accepted,
     is_ours,
 )
+from mlserver_torch_stream.server.rest.connection import ClientLeft, parse_object, send_json, send_refusal
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
+from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.token_model import TokenModel
 
 PATH = "/v2/models/{model_name}/batch"
 MAX_ANSWER_BYTES = 64 * 2**20  # of one item
@@ -144,7 +144,7 @@ class _BatchEndpoint:
             route = RestRoute(header["path"], False, (spelling,))
             context = partial(_context, model)
             kind = EndpointKind.REST_UNARY
-            with closing(model.reply(RestRequest(posted, route, spelling, False, kind, "item", context))) as reply:
+            with closing(model.reply(RestRequest(posted, route, spelling, kind, "item", context))) as reply:
                 whole, _ = await reply.attached()
             return encode_frame({"status": 200}, orjson.dumps(whole))
         except Exception as error:

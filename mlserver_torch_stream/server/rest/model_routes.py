@@ -18,9 +18,8 @@ from starlette.types import Scope
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.model_info import read_config, read_statistics
-from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import is_ours
+from mlserver_torch_stream.server.request import as_refusal, is_ours
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 from mlserver_torch_stream.server.state import ServerState
 
 Read = Callable[[ServerHost, ServerState, str, str | None], Awaitable[JsonObject]]

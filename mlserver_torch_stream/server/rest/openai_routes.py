@@ -26,9 +26,10 @@ from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.rest.selective_route import SelectiveRoute
-from mlserver_torch_stream.server.served_model import HandlerModel, TokenModel, is_ours
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import HandlerModel, is_ours
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
+from mlserver_torch_stream.server.token_model import TokenModel
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"

@@ -1,25 +1,27 @@
-"""Reads the path and the body of a request on TorchServe's paths, and makes the head of its reply.
+"""What TorchServe's clients send and get: fields of forms and queries, headers, statuses and errors.
 
-A header that a handler has set is checked, since the HTTP server writes it as it is.
+A header that a handler has set is checked, since the HTTP server writes it as it is. The types of errors are the names of
+TorchServe's exceptions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 from uuid import uuid4
 
+import orjson
 from mlserver.registry import MultiModelRegistry
 from starlette.types import Scope
 
-from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, RequestError, Unauthorized
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.server.host import find_model
-from mlserver_torch_stream.server.rest.body import FormEvent, FormReader, PartBegan, PartPiece
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
+from mlserver_torch_stream.server.rest.connection import BodyTooLarge, EncodedHeaders, UnknownCoding
+from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartPiece
 
 MAX_FIELDS = 1000
 _AT_ONCE = 64 * 1024  # bytes of a form that are read before other requests have their turn
@@ -179,3 +181,66 @@ class PredictionPath:
         if version == _API and rest and find_model(registry, name, _API) is None:
             return cls(name, None, f"{_API}/{rest}")
         return cls(name, version, rest)
+
+
+_SPELLED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE  # TorchServe's spelling of JSON
+
+
+class NoSuchModel(RequestError):
+    status = 404
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Model not found: {name}")
+
+
+class NoSuchVersion(RequestError):
+    status = 404
+
+    def __init__(self, name: str, version: str) -> None:
+        super().__init__(f"Model version: {version} does not exist for model: {name}")
+
+
+class NoSuchPath(RequestError):
+    status = 404
+
+    def __init__(self, rest: str, paths: Sequence[str]) -> None:
+        super().__init__(f"Unknown API endpoint: {rest}; there are {', '.join(paths)}")
+
+
+class WrongMethod(RequestError):
+    status = 405
+
+    def __init__(self) -> None:
+        super().__init__("Requested method is not allowed, use POST or PUT.")
+
+
+class MissingParameter(InvalidInput):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "is required")
+        self.message = f"Parameter {name} is required."
+
+
+# The first row whose class an error has; None: the error's own status.
+_TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
+    (NoSuchModel, "ModelNotFoundException", None),
+    (NoSuchVersion, "ModelVersionNotFoundException", None),
+    (NoSuchPath, "ResourceNotFoundException", None),
+    (WrongMethod, "MethodNotAllowedException", None),
+    (Unauthorized, "InvalidKeyException", None),
+    (InvalidInput, "BadRequestException", 400),
+    (UnknownCoding, "BadRequestException", None),
+    (BodyTooLarge, "TooLongFrameException", None),
+    (QueueFull, "ServiceUnavailableException", 503),
+    (NotServing, "ServiceUnavailableException", None),
+    (RequestError, "InternalServerException", None),
+)
+
+
+def status_and_body(error: RequestError) -> tuple[int, bytes]:
+    kind, status = next((kind, status) for each, kind, status in _TYPES if isinstance(error, each))
+    code = error.status if status is None else status
+    return code, as_json({"code": code, "type": kind, "message": error.message})
+
+
+def as_json(body: dict[str, object]) -> bytes:
+    return orjson.dumps(body, option=_SPELLED)

@@ -1,52 +1,58 @@
-"""TorchServe's inference endpoint, and OpenAI's paths below ``/predictions/{model}``."""
+"""TorchServe's inference paths, OpenAI's paths below ``/predictions/{model}``, and TorchServe's health and document.
+
+Paths of other runtimes' models are left to MLServer.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mlserver.logging import logger
+from mlserver.registry import MultiModelRegistry
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.log_text import log_text
+from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
+from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.protocol.torchserve_document import model_document
-from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.protocol.torchserve_document import model_document, server_document
+from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.server.rest.body import ClientLeft, read_body
-from mlserver_torch_stream.server.rest.connection import abort, break_off, notice_lag_early, watched
-from mlserver_torch_stream.server.rest.endpoints import Endpoint
+from mlserver_torch_stream.server.request import Piece, PieceReply, ServedModel, find_accepted, is_ours, no_handler
+from mlserver_torch_stream.server.rest.connection import (
+    break_off,
+    notice_lag_early,
+    send_json,
+    send_refusal,
+    send_whole,
+)
+from mlserver_torch_stream.server.rest.endpoints import Endpoint, HttpRequest, Reported, SelectiveRoute
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer, shown_model
-from mlserver_torch_stream.server.rest.prediction_errors import NoSuchPath, WrongMethod, as_json, status_and_body
 from mlserver_torch_stream.server.rest.prediction_messages import (
     BodyField,
+    NoSuchPath,
     PredictionPath,
+    WrongMethod,
+    as_json,
     body_of,
     check_status,
     first_headers,
     read_fields,
     reply_headers,
     request_id_of,
+    status_and_body,
     url_encoded,
 )
-from mlserver_torch_stream.server.rest.refusal import as_refusal, send_json, send_refusal, send_whole
 from mlserver_torch_stream.server.rest.sse import ChunkStream
-from mlserver_torch_stream.server.served_model import (
-    Piece,
-    PieceReply,
-    ServedModel,
-    TokenModel,
-    find_accepted,
-    is_ours,
-    no_handler,
-)
+from mlserver_torch_stream.server.token_model import TokenModel
 
 _MODELS = "v1/models"
 
@@ -100,103 +106,71 @@ class PredictionEndpoint:
     takes_query: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = _Prediction(self, scope, receive, send)
-        try:
-            await request.serve()
-        except ClientLeft:
-            pass
-        except _BrokenStream as broken:
-            logger.warning(f"A stream of model '{request.path.name}' breaks off: {log_text(broken.__cause__)}")
-            await break_off(scope, receive, _CLOSING_S)
-        except asyncio.CancelledError:
-            if not request.left:
-                raise
-        except Exception as error:
-            await request.refuse(error)
+        await _Prediction(self, scope, receive, send).answer()
 
 
-class _BrokenStream(Exception):
-    """The handler has failed after its first piece."""
-
-
-class _Prediction:
+class _Prediction(HttpRequest[PieceReply]):
     """One request to the endpoint."""
 
     def __init__(self, endpoint: PredictionEndpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        self.path = PredictionPath.of(scope["path_params"], endpoint.host.registry)
-        self.left = False
+        super().__init__(endpoint, scope, receive, send, EndpointKind.REST_STREAM)
+        self._path = PredictionPath.of(scope["path_params"], endpoint.host.registry)
         self._headers = first_headers(scope)
-        self._request_id = request_id_of(self._headers)
+        self.request_id = request_id_of(self._headers)
         self._endpoint = endpoint
-        self._model: ServedModel | None = None
-        self._opened = False
-        self._scope = scope
-        self._receive = receive
-        self._send = send
 
     async def serve(self) -> None:
-        method, path, endpoint = self._scope["method"], self.path, self._endpoint
+        method, path, endpoint = self._scope["method"], self._path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
-        model: ServedModel = find_accepted(endpoint.host.registry, path.name, path.version, is_ours)
+        model: ServedModel = find_accepted(self._host.registry, path.name, path.version, is_ours)
         if method == "OPTIONS":
             await self._describe(model)
             return
-        self._model = model
+        self.model, self.version = model, path.version
         if isinstance(model, TokenModel):
             asked = replace(path, rest="") if endpoint.explain else path  # there is nothing to explain
             await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
-        async with endpoint.host.enter(path.name, path.version) as entered:
-            reply = self._open(entered, fields)
-            try:
-                async with watched(self._receive, partial(self._leave, reply)), aclosing(reply.pieces()) as pieces:
-                    await self._answer(reply, pieces)
-            finally:
-                reply.close()
+        headers = {**self._headers, "url_path": path.rest, "explain": str(endpoint.explain)}
+        async with self.entered(self._host) as model:
+            reply = self.reply = model.open_prediction(fields, headers, self.request_id, self.kind)
+            async with self.watched(), aclosing(reply.pieces()) as pieces:
+                await self._answer(pieces)
 
-    async def refuse(self, error: Exception) -> None:
-        """Answers with an error, and records it unless the observer of an opened request has done so."""
-        if self._model is not None and not self._opened:
-            self._model.observers(EndpointKind.REST_STREAM).refused(self._request_id, error)
-        refused = as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
-        status, body = status_and_body(refused)
-        await send_refusal(self._send, status, body, refused.retry_after, reply_headers(self._request_id))
+    async def send_error(self, error: RequestError) -> None:
+        status, body = status_and_body(error)
+        await send_refusal(self._send, status, body, error.retry_after, reply_headers(self.request_id))
+
+    async def end_failed(self, why: str) -> None:
+        logger.warning(f"A stream of model '{self.name}' breaks off: {why}")
+        await break_off(self._scope, self._receive, _CLOSING_S)
 
     async def _describe(self, model: ServedModel) -> None:
         """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""
-        name = self.path.name
+        name = self._path.name
         handlers = tuple(path.format(name) for path in _MODEL_PATHS)
         paths = self._endpoint.tokens.paths(name) if isinstance(model, TokenModel) else handlers
-        await send_json(self._send, 200, as_json(model_document(name, paths)), reply_headers(self._request_id))
+        await send_json(self._send, 200, as_json(model_document(name, paths)), reply_headers(self.request_id))
 
     async def _fields(self) -> list[BodyField]:
-        body = await read_body(self._scope, self._receive, self._endpoint.options.max_body_bytes)
-        fields = await read_fields(body, self._headers.get("content-type", ""))
+        fields = await read_fields(await self.body(), self._headers.get("content-type", ""))
         return [*url_encoded(self._scope["query_string"]), *fields] if self._endpoint.takes_query else fields
 
-    def _open(self, model: ServedModel, fields: Sequence[BodyField]) -> PieceReply:
-        headers = {**self._headers, "url_path": self.path.rest, "explain": str(self._endpoint.explain)}
-        reply = model.open_prediction(fields, headers, self._request_id, EndpointKind.REST_STREAM)
-        self._opened = True
-        return reply
-
-    async def _answer(self, reply: PieceReply, pieces: AsyncGenerator[Piece, None]) -> None:
-        """Raises an error only while nothing has been sent; later raises _BrokenStream."""
+    async def _answer(self, pieces: AsyncGenerator[Piece, None]) -> None:
         first = await anext(pieces)
         check_status(first.status)
-        headers = reply_headers(self._request_id, first.content_type, first.headers)
+        headers = reply_headers(self.request_id, first.content_type, first.headers)
         if first.last:
             await send_whole(self._send, first.status, body_of(first.status, first.value), headers)
             await anext(pieces, None)  # there is none: the request has ended well
             return
         notice_lag_early(self._scope)
         headers.append((b"x-accel-buffering", b"no"))  # nginx would collect the chunks
-        stalled_after = self._endpoint.options.stalled_reader_timeout
-        stalled = partial(self._stalled, reply)
+        stalled_after, status = self._options.stalled_reader_timeout, first.status
         chunks = ChunkStream(
-            self._send, stalled_after=stalled_after, stalled=stalled, status=first.status, headers=headers
+            self._send, stalled_after=stalled_after, stalled=self.give_up, status=status, headers=headers
         )
         async with chunks:
             await chunks.write(first.value)
@@ -208,14 +182,89 @@ class _Prediction:
             async for piece in pieces:
                 await chunks.write(piece.value)
         except Exception as error:
-            raise _BrokenStream from as_refusal(error, self._endpoint.lifecycle.shutdown_reason)
+            raise Reported from self.refuse(error)
 
-    def _leave(self, reply: PieceReply) -> None:
-        self.left = True
-        reply.close()
 
-    def _stalled(self, reply: PieceReply) -> None:
-        seconds = self._endpoint.options.stalled_reader_timeout
-        logger.warning(f"A client of model '{self.path.name}' has read nothing for {seconds:g} s: its stream is closed")
-        self._leave(reply)
-        abort(self._scope)
+@dataclass(frozen=True)
+class _Path:
+    """``methods``: the methods that the route takes; with None the endpoint itself refuses wrong methods.
+
+    ``legacy``: TorchServe has kept the path from its predecessor. There the parameters of the query are fields. If no
+    model of ours has the name, the path may belong to another route.
+    """
+
+    path: str
+    explain: bool = False
+    methods: list[str] | None = None
+    legacy: bool = False
+
+
+_PATHS = (
+    _Path("/predictions/{model_name}"),
+    _Path("/predictions/{model_name}/{model_version}"),
+    _Path("/predictions/{model_name}/{model_version}/{url_path:path}"),
+    _Path("/explanations/{model_name}", explain=True),
+    _Path("/explanations/{model_name}/{model_version}", explain=True),
+    _Path("/explanations/{model_name}/{model_version}/{url_path:path}", explain=True),
+    _Path("/v1/models/{model_name}:predict", methods=["POST"]),
+    _Path("/v1/models/{model_name}:explain", explain=True, methods=["POST"]),
+    _Path("/models/{model_name}/invoke", legacy=True),
+    _Path("/{model_name}/predict", legacy=True),
+    _Path("/{model_name}/{model_version}/predict", legacy=True),
+)
+
+
+def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
+    """Called once for a server."""
+    registry, tokens = host.registry, TokenPredictions(host, lifecycle, options)
+    endpoint = partial(PredictionEndpoint, host, lifecycle, options, tokens)
+    routes = [
+        *(_PredictionRoute(each, endpoint(each.explain, each.legacy), registry) for each in _PATHS),
+        Route("/ping", _Ping(registry, lifecycle).answer, methods=["GET"], name="torch_stream:/ping"),
+        Route("/api-description", _describe, methods=["GET"], name="torch_stream:/api-description"),
+        SelectiveRoute("/", _describe, ["OPTIONS"]),
+    ]
+    host.add_routes(routes)
+
+
+class _PredictionRoute(SelectiveRoute):
+    """Takes paths of our models, and of names that no model has, unless another route may have such a path."""
+
+    def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
+        super().__init__(path.path, endpoint, path.methods)
+        self._unknown = not path.legacy
+        self._registry = registry
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        model = find_model(self._registry, path["model_name"], None)
+        return self._unknown if model is None else is_ours(model)
+
+
+async def _describe(request: Request) -> Response:
+    return _torchserves(request, 200, server_document())
+
+
+class _Ping:
+    """The health of all models, in TorchServe's words; 503 where none is ready."""
+
+    def __init__(self, registry: MultiModelRegistry, lifecycle: Lifecycle) -> None:
+        self._registry = registry
+        self._lifecycle = lifecycle
+
+    async def answer(self, request: Request) -> Response:
+        status = health_of(self._registry, self._lifecycle)
+        return _torchserves(request, 503 if status == "Unhealthy" else 200, {"status": status})
+
+
+def health_of(registry: MultiModelRegistry, lifecycle: Lifecycle) -> str:
+    """In TorchServe's words."""
+    ready = [bool(model.ready) for model in all_models(registry)]
+    if lifecycle.shutdown_reason is not None or (ready and not any(ready)):
+        return "Unhealthy"
+    return "Healthy" if all(ready) else "Partial Healthy"
+
+
+def _torchserves(request: Request, status: int, body: JsonObject) -> Response:
+    response = Response(as_json(body), status)
+    response.raw_headers += [(b"content-type", b"application/json"), *reply_headers(request_id_of(request.headers))]
+    return response

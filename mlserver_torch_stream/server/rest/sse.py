@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from starlette.types import Send
 
-from mlserver_torch_stream.server.rest.refusal import EncodedHeaders
-from mlserver_torch_stream.server.streams.stream_session import LAST_LOOK_S
+from mlserver_torch_stream.server.grpc.streams import LAST_LOOK_S
+from mlserver_torch_stream.server.rest.connection import EncodedHeaders
 
 Self = TypeVar("Self", bound="ChunkStream")
 

@@ -8,8 +8,8 @@ lines of errors, are TorchServe's own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,30 +17,37 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import DecodeError
-from mlserver.logging import logger
 from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.message_pool import Fields, message_classes
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
+from mlserver_torch_stream.server.grpc.streams import MessageStream
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_log import EndpointKind
-from mlserver_torch_stream.server.rest.prediction_errors import MissingParameter, NoSuchModel, NoSuchVersion, as_json
-from mlserver_torch_stream.server.rest.prediction_messages import MAX_FIELDS, BodyField, request_id_of
-from mlserver_torch_stream.server.rest.refusal import as_refusal
-from mlserver_torch_stream.server.rest.torchserve_routes import health_of
-from mlserver_torch_stream.server.served_model import (
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import (
     PieceReply,
+    Request,
     ServedModel,
-    TokenModel,
+    as_refusal,
     find_accepted,
     is_ours,
     no_handler,
 )
+from mlserver_torch_stream.server.rest.prediction_messages import (
+    MAX_FIELDS,
+    BodyField,
+    MissingParameter,
+    NoSuchModel,
+    NoSuchVersion,
+    as_json,
+    request_id_of,
+)
+from mlserver_torch_stream.server.rest.predictions import health_of
 from mlserver_torch_stream.server.status import details_that_fit
-from mlserver_torch_stream.server.streams.stream_session import MessageStream
+from mlserver_torch_stream.server.token_model import TokenModel
 
 _FIELDS: Fields = {
     "PredictionsRequest": {
@@ -132,7 +139,7 @@ class Prediction:
         return bytes(message.SerializeToString())
 
 
-class GrpcPrediction:
+class GrpcPrediction(Request[PieceReply]):
     """Answers one request, once: by a response for each piece, or by a single one.
 
     ``in_sequence``: the request must name its sequence, or start one. ``metadata``: the handler gets it as headers.
@@ -144,58 +151,37 @@ class GrpcPrediction:
         lifecycle: Lifecycle,
         message: bytes,
         metadata: Mapping[str, str],
-        endpoint: EndpointKind,
+        kind: EndpointKind,
         *,
         in_sequence: bool = False,
     ) -> None:
+        super().__init__(lifecycle, kind, request_id_of(Headers(dict(metadata))), door="to TorchServe's gRPC service")
         self._host = host
-        self._lifecycle = lifecycle
         self._message = message
         self._metadata = metadata
-        self._endpoint = endpoint
         self._in_sequence = in_sequence
-        self._request_id = request_id_of(Headers(dict(metadata)))
         self._request: Any = PredictionsRequest()
-        self._model: ServedModel | None = None
         self._sequence: dict[str, str | bool] = {}
-        self._reply: PieceReply | None = None
 
     async def whole(self) -> Prediction:
         """All pieces joined. Raises RequestError."""
-        with self._refusals():
-            self._read()
-            async with self._host.enter(self._request.model_name, self._version) as model:
-                return self._response(await self._open(model).whole())
+        self._read()
+        async with self.entered(self._host) as model:
+            return self._response(await self._open(model).whole())
 
     async def bodies(self) -> AsyncIterator[Prediction]:
         """A response for each piece. An error is the last one."""
         try:
-            async for value in self._values():
-                yield self._response(value)
+            self._read()
+            async with self.entered(self._host) as model, aclosing(self._open(model).pieces()) as pieces:
+                async for piece in pieces:
+                    yield self._response(piece.value)
         except Exception as error:
             for response in self.failure(error):
                 yield response
 
     def failure(self, error: Exception) -> Sequence[Prediction]:
-        return [self._response(error=as_refusal(error, self._lifecycle.shutdown_reason))]
-
-    def close(self) -> None:
-        if self._reply is not None:
-            self._reply.close()
-
-    async def _values(self) -> AsyncIterator[bytes]:
-        with self._refusals():
-            self._read()
-            async with (
-                self._host.enter(self._request.model_name, self._version) as model,
-                aclosing(self._open(model).pieces()) as pieces,
-            ):
-                async for piece in pieces:
-                    yield piece.value
-
-    @property
-    def _version(self) -> str | None:
-        return self._request.model_version or None
+        return [self._response(error=self.refuse(error))]
 
     def _read(self) -> None:
         """Raises RequestError."""
@@ -207,8 +193,9 @@ class GrpcPrediction:
         name = self._request.model_name
         if not name:
             raise MissingParameter("model_name")
-        self._model = find_accepted(self._host.registry, name, self._version, is_ours)
-        if isinstance(self._model, TokenModel):
+        self.version = self._request.model_version or None
+        self.model = find_accepted(self._host.registry, name, self.version, is_ours)
+        if isinstance(self.model, TokenModel):
             raise no_handler(name)
         self._sequence = self._read_sequence()
 
@@ -228,26 +215,13 @@ class GrpcPrediction:
     def _open(self, model: ServedModel) -> PieceReply:
         entries = {entry.key: entry.value for entry in self._request.input}  # of a key that comes twice the last counts
         fields = [BodyField(name, "", value) for name, value in entries.items()]
-        headers, request_id = self._metadata, self._request_id
-        self._reply = model.open_prediction(fields, headers, request_id, self._endpoint, self._sequence)
-        return self._reply
+        reply = model.open_prediction(fields, self._metadata, self.request_id, self.kind, self._sequence)
+        self.reply = reply
+        return reply
 
     def _response(self, value: bytes = b"", error: RequestError | None = None) -> Prediction:
         sequence_id = str(self._sequence.get("sequence_id", "")) if self._in_sequence else ""
         return Prediction(value, sequence_id, error)
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """Records a refusal, unless the observer of an opened request has done so."""
-        try:
-            yield
-        except Exception as error:
-            if self._reply is None and self._model is not None:
-                self._model.observers(self._endpoint).refused(self._request_id, error)
-            elif self._reply is None:
-                message = as_refusal(error, self._lifecycle.shutdown_reason).message
-                logger.info(f"A request to TorchServe's gRPC service was refused: {message!r}")  # a name may have lines
-            raise
 
 
 SERVICE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
@@ -283,7 +257,7 @@ class InferenceService:
         try:
             return (await request.whole()).serialized()
         except Exception as error:
-            end_call(context, as_refusal(error, self._lifecycle.shutdown_reason))
+            end_call(context, request.refuse(error))
             return b""  # it is not sent beside a status
         finally:
             request.close()

@@ -1,0 +1,80 @@
+"""The harness of the checks at load: a candidate is taken if its check accepts it, otherwise the load knows why not."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import ClassVar, Generic, TypeVar
+
+from mlserver_torch_stream.engine.failures import in_a_line
+from mlserver_torch_stream.engine.stage_log import stage
+from mlserver_torch_stream.errors import LoadFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Check(ABC, Generic[T]):
+    """Proves one property of a candidate.
+
+    Its name and its inputs say which property: with the same files, code and machine, a check with the same inputs has
+    the same outcome. A subclass is a dataclass; its fields of plain values are its inputs.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def problem(self, candidate: T) -> str | None:
+        """Returns in one line what is wrong with the candidate; None if nothing is. May raise any error."""
+
+    def inputs(self) -> dict[str, str | int | bool | None]:
+        """Returns what the outcome depends on besides the model's files, this package, its libraries and the machine.
+
+        JSON can hold it.
+        """
+        values = {each.name: getattr(self, each.name, ...) for each in fields(self)}  # type: ignore[arg-type]
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+        return {name: value for name, value in plain.items() if value is None or isinstance(value, str | int | bool)}
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.inputs().items())})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[T]):
+    """The candidate that a check has accepted; None if it is not taken, for the ``reason``."""
+
+    candidate: T | None
+    reason: str = ""
+
+
+def accepted(
+    name: str,
+    candidate: Callable[[], T],
+    check: Check[T],
+    otherwise: str = "",
+    level: int = logging.WARNING,
+) -> Verdict[T]:
+    """Makes a candidate and checks it. ``name`` ends the sentence "Checking …" of the log.
+
+    ``otherwise`` says in the log, at this level, what runs without the candidate; "": nothing is logged. An error of
+    the candidate is the reason, except LoadFailed, which is raised.
+    """
+    try:
+        with stage(logger, f"Checking {name}"):
+            made = candidate()
+            reason = check.problem(made)
+    except LoadFailed:
+        raise
+    except Exception as error:  # a model's code, a kernel or a compiler can raise any error
+        reason = in_a_line(error)
+    if reason is None:
+        logger.debug("%s: accepted by %s", name, check)
+        return Verdict(made)
+    if otherwise:
+        logger.log(level, "%s: %s", otherwise, reason)
+    return Verdict(None, reason)

@@ -1,0 +1,1 @@
+"""Generates tokens with vLLM, which runs in a process with an interpreter of its own. Only ``worker.py`` imports it."""

@@ -1,0 +1,230 @@
+"""The messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
+
+Both sides import this module, and it imports the standard library alone. Each side sends its protocol version in its
+first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
+
+The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
+then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. It sends
+``died`` if it ends because vLLM has died.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
+
+PROTOCOL = 1
+MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
+VERSIONS = ("0.30", "0.31", "0.32")  # of vLLM
+PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
+REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
+_IDS = "I"
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
+
+    ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    params: Mapping[str, Any]
+    priority: int = 0
+    grammar: str | None = None
+    bad_words: Sequence[Sequence[int]] = ()
+    adapter: int | None = None
+
+
+def encode_additions(additions: Sequence[Addition]) -> bytes:
+    requests = [
+        {
+            "id": each.number,
+            "prompt": len(each.prompt),
+            "params": each.params,
+            "priority": each.priority,
+            "grammar": each.grammar,
+            "bad_words": each.bad_words,
+            "adapter": each.adapter,
+        }
+        for each in additions
+    ]
+    ids = array(_IDS)
+    for each in additions:
+        ids.extend(each.prompt)
+    return encode_frame({"t": "add", "requests": requests}, ids.tobytes())
+
+
+def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
+    ids = array(_IDS)
+    if len(body) % ids.itemsize:
+        raise BrokenFrame("prompts that are not whole ids")
+    ids.frombytes(body)
+    found, position = [], 0
+    for each in header["requests"]:
+        prompt = ids[position : position + each["prompt"]].tolist()
+        position += each["prompt"]
+        rest = {key: each[key] for key in ("params", "priority", "grammar", "bad_words", "adapter")}
+        found.append(Addition(each["id"], prompt, **rest))
+    if position != len(ids):
+        raise BrokenFrame("more ids than the prompts have")
+    return found
+
+
+class Logprobs(NamedTuple):
+    """The log-probability of a token, and the ids and log-probabilities of the most likely tokens."""
+
+    logprob: float
+    top: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The new tokens of one sequence. ``reason``: one of ``REASONS`` if they are the last ones.
+
+    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client beside the
+    reason ``error``, and ``field`` the parameter that is wrong, if one is.
+    """
+
+    number: int
+    token_ids: Sequence[int] = ()
+    reason: str | None = None
+    cached: int | None = None
+    logprobs: Sequence[Logprobs] | None = None
+    error: str | None = None
+    field: str | None = None
+
+
+@dataclass
+class WorkerStats:
+    """Gauges of vLLM's newest step, and counts since the last message."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # of the cache, from 0 to 1
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+STATS = tuple(each.name for each in fields(WorkerStats))
+COUNTS = STATS[3:]
+
+
+def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
+    rows = [
+        [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
+        for each in outputs
+    ]
+    return encode_frame({"t": "outputs", "of": rows, "stats": None if stats is None else vars(stats)})
+
+
+def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
+    try:
+        outputs = [_output(*row) for row in header["of"]]
+        stats = header["stats"]
+        return outputs, None if stats is None else WorkerStats(**{name: _number(stats[name]) for name in STATS})
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenFrame(f"outputs that are none: {type(error).__name__}: {error}") from None
+
+
+def _output(
+    number: int, token_ids: list[int], reason: str | None, cached: int | None, logprobs: Any, error: Any, field: Any
+) -> Output:
+    if not all(type(token_id) is int for token_id in token_ids) or type(number) is not int:
+        raise ValueError("ids are integers")
+    if reason is not None and reason not in REASONS:
+        raise ValueError(f"unknown reason {reason!r}")
+    if cached is not None and type(cached) is not int:
+        raise ValueError("a count is an integer")
+    if logprobs is not None:
+        logprobs = [Logprobs(float(own), [(int(at), float(value)) for at, value in top]) for own, top in logprobs]
+        if len(logprobs) != len(token_ids):
+            raise ValueError("each token has its log-probability")
+    return Output(number, token_ids, reason, cached, logprobs, _text(error), _text(field))
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the worker says of the model that it has loaded. ``kv_cache_bytes`` is 0 where vLLM does not tell."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_tokens: int = 0
+    kv_cache_bytes: int = 0
+    device: str = ""
+    vllm: str = ""
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], vllm: str) -> Ready:
+        try:
+            numbers = {name: int(_number(header[name])) for name in _READY}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise BrokenFrame(f"a ready message without its numbers: {error}") from None
+        return cls(**numbers, device=str(header.get("device", "")), vllm=vllm)
+
+
+_READY = ("vocab_size", "max_model_len", "max_num_seqs", "kv_cache_tokens", "kv_cache_bytes")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: the name that requests give, its number for vLLM, and a folder or hub id."""
+
+    name: str
+    number: int
+    path: str
+
+    def message(self, call: int) -> dict[str, Any]:
+        return {"t": "load_adapter", "call": call, "name": self.name, "id": self.number, "path": self.path}
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """The first message to the worker. ``args``: fields of vLLM's ``AsyncEngineArgs``.
+
+    ``cpu_kv_cache_bytes``: the KV cache where vLLM runs on CPUs and ``args`` say nothing.
+    """
+
+    args: Mapping[str, Any]
+    cpu_kv_cache_bytes: int = 0
+    adapters: Sequence[Adapter] = field(default_factory=tuple)
+
+    def encode(self) -> bytes:
+        adapters = [vars(each) for each in self.adapters]
+        return encode_frame(
+            {
+                "t": "start",
+                "protocol": PROTOCOL,
+                "args": self.args,
+                "cpu_kv_cache_bytes": self.cpu_kv_cache_bytes,
+                "adapters": adapters,
+            }
+        )
+
+    @classmethod
+    def decode(cls, header: Mapping[str, Any]) -> StartOrder:
+        if header.get("t") != "start" or header.get("protocol") != PROTOCOL:
+            raise BrokenFrame(f"a server of protocol {header.get('protocol')!r}, not {PROTOCOL}")
+        adapters = [Adapter(**each) for each in header["adapters"]]
+        return cls(header["args"], header["cpu_kv_cache_bytes"], adapters)

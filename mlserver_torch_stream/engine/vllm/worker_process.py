@@ -1,0 +1,318 @@
+"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all processes below it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlserver_torch_stream import version
+from mlserver_torch_stream.engine.child_process import how_it_ended
+from mlserver_torch_stream.engine.failures import WorkerLost
+from mlserver_torch_stream.engine.vllm.messages import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    Output,
+    Ready,
+    StartOrder,
+    WorkerStats,
+    decode_outputs,
+)
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader
+from mlserver_torch_stream.process_output import drain
+
+_PACKAGE = Path(version.__file__).parent
+# The worker imports this package from its folder, and nothing of the server's working directory.
+_PROGRAM = """
+import importlib.util, sys
+sys.path[:] = [path for path in sys.path if path]
+spec = importlib.util.spec_from_file_location({name!r}, {file!r}, submodule_search_locations=[{folder!r}])
+package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from mlserver_torch_stream.handlers.worker.subreaper import supervise
+supervise({descriptor}, {own!r})  # before anything else is imported, so that the subreaper stays small
+from mlserver_torch_stream.engine.vllm.worker import main
+main({descriptor}, {own!r})
+"""
+_STOP_S = 10.0
+_OURS = "MLSERVER_"  # variables of the server, among them the file of its keys
+_OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV", "LD_PRELOAD")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SILENT = {
+    **{name: "1" for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "DO_NOT_TRACK")},
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_MALLOC = "libtcmalloc_minimal.so.4"
+_OPENMP = "libiomp5.so"
+_LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """How a worker is started. ``cores`` are those that it may bind, for all its ranks on this machine together."""
+
+    python: str
+    order: StartOrder
+    name: str
+    cores: Sequence[int] = ()
+    ranks: int = 1  # on this machine
+    several_machines: bool = False
+
+    def environment(self, folder: str) -> dict[str, str]:
+        """Returns the server's environment without the server's own settings, and with ``folder`` for files."""
+        hidden = (*_OF_OUR_PYTHON, *_RANK_VARIABLES)
+        kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith(_OURS)}
+        chosen = {
+            **_SILENT,
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": folder,
+            "VLLM_RPC_BASE_PATH": folder,
+            "PATH": os.pathsep.join([str(Path(self.python).parent), os.environ.get("PATH", "")]),
+        }
+        defaults = {
+            **({} if self.several_machines else _LOOPBACK),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": bound_cores(self.cores, self.ranks),
+        }
+        if preloaded := _preloaded(self.python):
+            defaults["LD_PRELOAD"] = preloaded
+        return {**defaults, **kept, **chosen}
+
+
+def bound_cores(cores: Sequence[int], ranks: int) -> str:
+    """Returns the cores of each rank, as vLLM reads them: ``0,1|2,3``. ``nobind`` if there are fewer cores than ranks.
+
+    vLLM would take all cores of the machine, also those that the container has no share of.
+    """
+    share = len(cores) // ranks
+    if not share:
+        return "nobind"
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks))
+
+
+def _preloaded(python: str) -> str:
+    """Returns the libraries that vLLM for CPUs is fast with: those of its environment and of the system."""
+    own = Path(python).parent.parent / "lib"
+    openmp = own / _OPENMP
+    if not openmp.is_file():
+        return ""
+    places = [own, *(folder for place in _LIBRARIES for folder in (place, *sorted(place.glob("*-linux-gnu"))))]
+    mallocs = [str(place / _MALLOC) for place in places if (place / _MALLOC).is_file()]
+    return ":".join([*mallocs[:1], str(openmp)])
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a message of the worker says."""
+
+    outputs: Sequence[Output]
+    stats: WorkerStats | None
+
+
+class WorkerProcess:
+    """A running worker. Any thread may call its methods; ``listen``'s callback runs on its reading thread.
+
+    Above the worker runs a subreaper, which is the child of this process. When the connection closes, also because this
+    process is killed, the subreaper ends the worker and all processes below it, and removes what they leave behind.
+    """
+
+    def __init__(self, command: WorkerCommand) -> None:
+        """Raises LoadFailed if the interpreter cannot be started."""
+        self.name = command.name
+        self.ready: Future[Ready] = Future()
+        self.lost: WorkerLost | None = None
+        self._received: deque[Outputs] = deque()
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._calls: dict[int, Future[None]] = {}
+        self._calling = threading.Lock()
+        self._last_call = 0
+        self._wake: Callable[[], object] = lambda: None
+        self._why: str | None = None  # why it was killed
+        self._folder = tempfile.mkdtemp(prefix="vllm-")
+        self._connection, workers_end = socket.socketpair()
+        output, writing = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [command.python, "-c", _program(workers_end.fileno(), self._folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env=command.environment(self._folder),
+                pass_fds=(workers_end.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._connection.close()
+            os.close(output)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise LoadFailed(f"parameters.extra.vllm_python: {command.python} cannot be started: {error}") from error
+        finally:
+            os.close(writing)
+            workers_end.close()
+        drain(output, self.name)
+        self._threads = [
+            threading.Thread(target=self._write, name=f"{self.name}: writes", daemon=True),
+            threading.Thread(target=self._read, args=(command.order,), name=f"{self.name}: reads", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def listen(self, wake: Callable[[], object]) -> None:
+        """Calls ``wake`` after each message from now on, and after the end."""
+        self._wake = wake
+        wake()
+
+    def send(self, frame: bytes) -> None:
+        """Does not wait for the worker to read."""
+        self._unsent.put(frame)
+
+    def call(self, message: Callable[[int], bytes]) -> Future[None]:
+        """Sends a message that the worker answers; ``message`` makes it, with the number of the call.
+
+        The future raises LoadFailed with the worker's reason, or WorkerLost.
+        """
+        answer: Future[None] = Future()
+        with self._calling:
+            if self.lost is not None:
+                raise self.lost
+            self._last_call += 1
+            number = self._last_call
+            self._calls[number] = answer
+        self.send(message(number))
+        return answer
+
+    def take(self) -> list[Outputs]:
+        """Returns what has come since the last call."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._received.popleft())
+        return taken
+
+    def kill(self, why: str | None = None) -> None:
+        """Ends the worker with all processes below it. ``why``: the reason that its readers get."""
+        self._why = self._why or why
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> None:
+        """Kills the worker if it runs, and blocks until no process of it is left."""
+        self.kill()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _write(self) -> None:
+        while (frame := self._unsent.get()) is not None:
+            try:
+                self._connection.sendall(frame)
+            except OSError:  # the reading thread reads the end of the connection
+                return
+
+    def _read(self, order: StartOrder) -> None:
+        why = None
+        try:
+            why = self._receive_all(order)
+        except (BrokenFrame, OSError) as error:
+            why = f"sent something that is no message: {error}"
+        finally:
+            self._end(why)
+
+    def _receive_all(self, order: StartOrder) -> str | None:
+        """Returns why the worker says that it ends, if it says so."""
+        reader = FrameReader(self._connection, MAX_MESSAGE)
+        vllm = ""
+        while (frame := reader.read()) is not None:
+            header = frame[0]
+            kind = header.get("t")
+            if kind == "hello":
+                vllm = _checked_hello(header)
+                self.send(order.encode())
+            elif kind == "ready":
+                self.ready.set_result(Ready.of(header, vllm))
+            elif kind == "refused":
+                self.ready.set_exception(_refusal(header))
+            elif kind == "outputs":
+                self._received.append(Outputs(*decode_outputs(header)))
+            elif kind == "answered":
+                self._answer(header)
+            elif kind == "died":
+                return f"has died: {str(header.get('why'))[:500]}"
+            else:
+                raise BrokenFrame(f"an unknown message {str(kind)[:50]!r}")
+            self._wake()
+        return None
+
+    def _answer(self, header: Mapping[str, Any]) -> None:
+        with self._calling:
+            answer = self._calls.pop(header.get("call", 0), None)
+        if answer is None:
+            raise BrokenFrame("an answer to no call")
+        if header.get("error") is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(LoadFailed(str(header["error"])))
+
+    def _end(self, why: str | None) -> None:
+        """Ends the process, with everything below it, and tells everybody who waits."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        try:
+            status = self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # the subreaper hangs; the kernel kills the worker with it
+            self.process.kill()
+            status = self.process.wait()
+        self._connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)  # the subreaper has done so, unless it was killed
+        self._unsent.put(None)
+        with self._calling:
+            self.lost = WorkerLost(f"vLLM's worker {self._why or why or how_it_ended(status)}")
+            calls, self._calls = list(self._calls.values()), {}
+        for answer in calls:
+            answer.set_exception(self.lost)
+        if not self.ready.done():
+            self.ready.set_exception(LoadFailed(f"{self.lost} before it was ready; the log has its output"))
+        self._wake()
+
+
+def _program(descriptor: int, own: str) -> str:
+    return _PROGRAM.format(
+        name=_PACKAGE.name,
+        file=str(_PACKAGE / "__init__.py"),
+        folder=str(_PACKAGE),
+        descriptor=descriptor,
+        own=own,
+    )
+
+
+def _checked_hello(header: Mapping[str, Any]) -> str:
+    if header.get("protocol") != PROTOCOL:
+        raise BrokenFrame(f"a worker of protocol {header.get('protocol')!r}, not {PROTOCOL}")
+    return str(header.get("vllm", ""))
+
+
+def _refusal(header: Mapping[str, Any]) -> LoadFailed:
+    key = "parameters.extra.vllm" if header.get("field") is not None else "vLLM"
+    return LoadFailed(f"{key}: {header.get('why')}")
+
+
+def cores_of_this_process(count: int) -> list[int]:
+    """Returns the first ``count`` of the cores that this process may run on; nothing where the system does not tell."""
+    if sys.platform != "linux":
+        return []
+    return sorted(os.sched_getaffinity(0))[:count]

@@ -1,1 +1,0 @@
-"""Answers the messages of gRPC streams."""

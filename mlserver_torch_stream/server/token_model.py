@@ -1,0 +1,194 @@
+"""A model that generates tokens: reads its requests in their spelling, and their token streams as replies.
+
+The first message of a gRPC stream says what several messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from mlserver_torch_stream.engine.api import TokenStream
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, as_request_error
+from mlserver_torch_stream.generation import Generator, Opened
+from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
+from mlserver_torch_stream.protocol.v2_reply import V2
+from mlserver_torch_stream.protocol.v2_request import decode_piece
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
+from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
+
+Start = Callable[[Opened], Awaitable[None]]
+
+
+class TokenReply:
+    """Reads the token stream that ``start`` opens, once: as a stream of messages or as a whole.
+
+    ``posted``: the body that the request was read from, for replies over REST. ``reads_following``: ``start`` reads all
+    further messages of the gRPC stream.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        spelling: Spelling,
+        context: ReplyContext,
+        start: Start,
+        posted: PostedBody | None = None,
+        *,
+        reads_following: bool = False,
+    ) -> None:
+        self.reads_following = reads_following
+        self._request = request
+        self._spelling = spelling
+        self._context = context
+        self._start = start
+        self._posted = posted
+        self._starting: asyncio.Future[None] | None = None
+        self._stream: TokenStream | None = None
+        self._closed = False
+        self._begun = False
+        self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event has not been read
+        self._encoder = spelling.stream(request, context)
+        self.error: Exception | None = None  # the error of the first sequence that failed after the reply had begun
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def comments(self) -> bool:
+        return self._spelling.comments
+
+    def close(self) -> None:
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()  # a prompt that waits to be tokenized waits no longer
+        if self._stream is not None:
+            self._stream.close()
+
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        """The messages; one whole reply, if the request said ``stream: false``."""
+        if self._request.stream is False:
+            yield await self.whole()
+            return
+        encode = self._encoder.event
+        async for event in await self._started():
+            for part in (event,) if event.finish_reason is None else self._last_parts(event):
+                messages = encode(part)
+                self._begun = True
+                for message in messages:
+                    yield message
+        self._check_end()
+
+    async def whole(self) -> JsonObject:
+        """All that was generated, as one reply."""
+        encoder = self._spelling.whole(self._request, self._context)
+        async for event in await self._started():
+            if event.error is not None:
+                raise as_request_error(event.error)
+            self._unfinished -= event.finish_reason is not None
+            encoder.add(event)
+        self._check_end()
+        return encoder.body()
+
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        """The whole reply over REST, and the raw bytes that follow its JSON."""
+        whole = await self.whole()
+        return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
+
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
+        """The last messages, with the error, of the sequences that have not ended."""
+        return self._encoder.fail(error)
+
+    def end(self) -> bytes | None:
+        return self._encoder.end()
+
+    async def _started(self) -> TokenStream:
+        self._starting = asyncio.ensure_future(self._start(self._opened))
+        try:
+            await self._starting
+        finally:
+            self._starting = None  # its error has frames that hold this reply: a cycle would keep the prompts
+        assert self._stream is not None
+        return self._stream
+
+    def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
+        """The last event of a sequence, divided. Raises its error if the client has been sent nothing."""
+        if event.error is not None and not self._begun and not event.size:
+            raise as_request_error(event.error)
+        self.error = self.error or event.error
+        self._unfinished -= 1
+        return event.split_failure()
+
+    def _check_end(self) -> None:
+        """Raises an error if the token stream has ended before its sequences."""
+        if self._unfinished and self._closed:
+            raise asyncio.CancelledError("the reply was closed before its end")
+        if self._unfinished:
+            raise GenerationFailed("the token stream ended early")
+
+    def _opened(self, stream: TokenStream) -> None:
+        self._stream = stream
+        if self._closed:
+            stream.close()
+
+
+_NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
+
+
+class TokenModel(ServedModel):
+    """A model that generates tokens. At most as many requests of a stream are open at once as a batch has rows."""
+
+    def generator(self, endpoint: EndpointKind) -> Generator:
+        """Turns requests into token streams. Raises NotServing."""
+        built = self._slot.built
+        return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
+
+    def most_open(self) -> int:
+        return int(self._slot.built.engine.info.max_num_seqs)
+
+    def reply(self, request: RestRequest) -> TokenReply:
+        generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
+        streaming, request_id = request.endpoint.streams, request.request_id
+        decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
+        context = request.context(decoded.request_id)
+        return TokenReply(decoded, spelling, context, partial(generator.start, decoded), posted)
+
+    def message_reply(self, message: MessageRequest) -> TokenReply:
+        generator, payload, index = self.generator(message.endpoint), message.payload, message.index
+        spelling = spelling_of(tensor.name for tensor in payload.inputs)
+        streaming, request_id = index is not None, message.request_id
+        request = spelling.decode_message(payload, generator.info, streaming=streaming, request_id=request_id)
+        if index is not None and message.following is None and request.stream_mode is not StreamMode.EACH:
+            raise InvalidInput("stream_mode", _NOT_FIRST)
+        context = self._context(index)
+        if message.following is None or request.stream_mode is not StreamMode.PROMPT:
+            return TokenReply(request, spelling, context, partial(generator.start, request))
+        pieces = (decode_piece(payload, request, generator.info) async for payload in message.following)
+        start = partial(generator.assemble, request, pieces, timeout=read_options().piece_timeout)
+        return TokenReply(request, spelling, context, start, reads_following=True)
+
+    def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
+        placeholder = GenerationRequest(request_id, (TextPrompt(""),))
+        return V2.stream(placeholder, self._context(index)).fail(error)
+
+    def open_prediction(
+        self,
+        fields: Sequence[BodyField],
+        headers: Mapping[str, str],
+        request_id: str,
+        endpoint: EndpointKind,
+        parameters: Mapping[str, Any] = MappingProxyType({}),
+    ) -> PieceReply:
+        raise no_handler(self.name)
+
+    def _context(self, index: int | None) -> ReplyContext:
+        return ReplyContext(self.name, self.version, int(time.time()), index)

@@ -1,1 +1,0 @@
-"""Triton's gRPC service, on its own port."""
