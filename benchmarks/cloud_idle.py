@@ -19,7 +19,7 @@ from typing import Any
 from mlserver_torch_stream.cli.child_server import NAME, child_server
 from mlserver_torch_stream.cli.cloud_run import EMBEDDED
 from mlserver_torch_stream.cloud.backend import opened
-from mlserver_torch_stream.cloud.endpoint import Endpoint
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.requests import RowRequest
@@ -51,7 +51,7 @@ async def measure(ahead: PrefetchedRange) -> dict[str, Any]:
     objects = sorted([Listed(info) async for info in store.list()], key=lambda listed: listed.info.key)
     async with child_server("TorchStreamRuntime", EMBEDDED, {}, metrics) as child:
         rows_as = RowRequest({"max_tokens": _TOKENS})
-        async with opened(Endpoint(child.url, NAME, rows=rows_as, batches=True, key=child.key)) as infer:
+        async with opened(ServerEndpoint(child.url, NAME, rows=rows_as, batches=True, key=child.key)) as infer:
             began = time.monotonic()
             rows = Source(store, objects, ahead=ahead).rows()
             async for result in infer_rows(rows, infer, PipelineLimits(batch_rows=8, batches=8), metrics):

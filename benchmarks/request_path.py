@@ -31,7 +31,7 @@ from mlserver.server import MLServer
 
 from benchmarks.http_endpoint import HOST
 from benchmarks.process import free_ports
-from mlserver_torch_stream.cloud.endpoint import Endpoint
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.run import CloudRun, stream
 
@@ -165,7 +165,7 @@ def _stream_over_grpc(address: str) -> None:
             pass
 
 
-def _infer_object(folder: str, endpoint: Endpoint) -> None:
+def _infer_object(folder: str, endpoint: ServerEndpoint) -> None:
     """A cloud run over the one object in the folder, whose batches go to this server as to the child of a command."""
 
     async def infer() -> None:
@@ -178,8 +178,8 @@ def _infer_object(folder: str, endpoint: Endpoint) -> None:
 def _requests(url: str, address: str, folder: str) -> dict[str, Callable[[], None]]:
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 4, "stream": True}
     flat = {"text_input": _PROMPT, "max_tokens": 4}
-    prompts = Endpoint(url, "smollm2", rows=RowRequest({"max_tokens": 4}), batches=True)
-    objects = Endpoint(url, "echo", objects=ObjectRequest(), batches=True)
+    prompts = ServerEndpoint(url, "smollm2", rows=RowRequest({"max_tokens": 4}), batches=True)
+    objects = ServerEndpoint(url, "echo", objects=ObjectRequest(), batches=True)
     return {
         "flat generate over REST": lambda: _post(f"{url}/v2/models/smollm2/generate", flat),
         "chat streamed over /v1": lambda: _post(f"{url}/v1/chat/completions", chat),

@@ -23,7 +23,7 @@ from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
 from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.endpoint import Backend, Endpoint, only_model
+from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh
@@ -137,7 +137,7 @@ async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetri
 
 
 @asynccontextmanager
-async def _asked(endpoint: Endpoint, metrics: RunMetrics) -> AsyncIterator[Backend]:
+async def _asked(endpoint: ServerEndpoint, metrics: RunMetrics) -> AsyncIterator[Backend]:
     backend = await open_backend(endpoint)
     try:
         yield backend
@@ -156,7 +156,7 @@ async def _serve_model(arguments: argparse.Namespace, name: str, metrics: RunMet
     try:
         source = parse_settings(name, extra).source.name
         async with child_server("TorchStreamRuntime", name, extra, metrics) as child:
-            endpoint = Endpoint(
+            endpoint = ServerEndpoint(
                 *(child.url, NAME),
                 rows=settings.make_row_request(arguments, name, source),
                 batches=True,
@@ -182,7 +182,7 @@ async def _serve_handler(arguments: argparse.Namespace, name: str, metrics: RunM
     try:
         async with child_server("TorchServeRuntime", name, extra, metrics) as child:
             objects = settings.object_request(arguments)
-            endpoint = Endpoint(
+            endpoint = ServerEndpoint(
                 *(child.url, NAME),
                 objects=objects,
                 batches=True,

@@ -11,7 +11,7 @@ from typing import Any
 from mlserver_torch_stream.cli.argument_types import openai_key
 from mlserver_torch_stream.cli.cloud_options import STDOUT, URL_DEFAULTS
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.endpoint import Endpoint
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.parse import WHOLE_BYTES, Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
@@ -29,9 +29,9 @@ def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 
 
-def make_endpoint(arguments: argparse.Namespace, model: str) -> Endpoint:
+def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
     """The model of that name at --url."""
-    return Endpoint(
+    return ServerEndpoint(
         arguments.url,
         model,
         "v2" if arguments.tensor is not None else arguments.api,

@@ -40,9 +40,9 @@ from mlserver_torch_stream.cloud.endpoint import (
     OK,
     UNREADABLE,
     Backend,
-    Endpoint,
     RowFailed,
     RowRejected,
+    ServerEndpoint,
     ServerUnready,
     lasting_refusal,
     only_model,
@@ -65,7 +65,7 @@ from mlserver_torch_stream.protocol.openai_stream import BAD_REQUEST
 from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 
 
-async def open_backend(endpoint: Endpoint) -> Backend:
+async def open_backend(endpoint: ServerEndpoint) -> Backend:
     """Raises RunRefused if the endpoint names no model, and the server has none or several."""
     model = endpoint.model or await only_model(endpoint.url, endpoint.api, endpoint.key)
     if endpoint.batches:
@@ -76,12 +76,12 @@ async def open_backend(endpoint: Endpoint) -> Backend:
 
 
 @asynccontextmanager
-async def opened(model: Infer | Endpoint | str) -> AsyncIterator[Infer]:
+async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
     """The callable itself, or one that asks the server at the endpoint or URL."""
-    if not isinstance(model, Endpoint | str):
+    if not isinstance(model, ServerEndpoint | str):
         yield model
         return
-    backend = await open_backend(Endpoint(model) if isinstance(model, str) else model)
+    backend = await open_backend(ServerEndpoint(model) if isinstance(model, str) else model)
     try:
         yield backend
     finally:
@@ -220,7 +220,7 @@ _Frame = tuple[dict[str, Any], bytes]
 class BatchBackend(Backend):
     """Sends batches to a server of this project, which answers each row of them, in one exchange."""
 
-    def __init__(self, endpoint: Endpoint, model: str) -> None:
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
         super().__init__(endpoint, model)
         self._exchange: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
@@ -375,7 +375,7 @@ async def _answered_batches(content: aiohttp.StreamReader) -> AsyncIterator[tupl
                 yield number, answers
 
 
-def _objects(endpoint: Endpoint) -> ObjectRequest:
+def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
     return endpoint.objects or ObjectRequest()
 
 

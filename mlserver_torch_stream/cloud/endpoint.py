@@ -44,7 +44,7 @@ _WARNED_BYTES = 2**20  # of a body that aiohttp takes from memory without a warn
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerEndpoint:
     """A model of a server, and how rows are sent to it. ``model`` None: the server's only one.
 
     ``rows``: how prompts become requests; ``objects``: how whole objects and chunks do, for ``api`` "torchserve" and
@@ -102,7 +102,7 @@ class Backend:
     which the connection breaks each time fails alone if the server answers other rows meanwhile.
     """
 
-    def __init__(self, endpoint: Endpoint, model: str) -> None:
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
         self.endpoint = endpoint
         self.model = model
         self.gate = Gate(Concurrency(endpoint.concurrency))

@@ -38,7 +38,7 @@ from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
 
 if TYPE_CHECKING:
-    from mlserver_torch_stream.cloud.endpoint import Endpoint
+    from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 
 _MAX_NAMED = 5  # keys in one message
 
@@ -244,7 +244,7 @@ def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
 
 
 async def stream(
-    run: CloudRun, model: Infer | Endpoint | str, metrics: RunMetrics | None = None
+    run: CloudRun, model: Infer | ServerEndpoint | str, metrics: RunMetrics | None = None
 ) -> AsyncGenerator[Result, None]:
     """Yields the results of a run without an output, in order, while objects are still being fetched.
 

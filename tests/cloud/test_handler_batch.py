@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
 from mlserver_torch_stream.cloud.backend import open_backend
-from mlserver_torch_stream.cloud.endpoint import Endpoint
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
 from mlserver_torch_stream.cloud.rows import Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
@@ -35,7 +35,7 @@ def test_requests_of_a_batch_that_is_cancelled_are_closed(tmp_path: Path) -> Non
 async def _cancelled(handler: Path) -> None:
     extra = {"ts": "shim", "batchSize": 3, "maxBatchDelay": 0}
     async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
-        endpoint = Endpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
+        endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
         backend = await open_backend(endpoint)
         batch = asyncio.create_task(backend([Row(number, str(number), None, "") for number in range(3)]))
         for _ in range(2000):

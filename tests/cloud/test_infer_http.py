@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
-from mlserver_torch_stream.cloud.endpoint import Endpoint, only_model
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.requests import RowRequest
 from mlserver_torch_stream.cloud.rows import (
@@ -40,7 +40,7 @@ def _row(index: int, prompt: str = "", **body: Any) -> Row:
 
 def _ask(url: str, batch: Sequence[Row], **settings: Any) -> list[Outcome]:
     async def ask() -> list[Outcome]:
-        infer = await open_backend(Endpoint(url, "m", **settings))
+        infer = await open_backend(ServerEndpoint(url, "m", **settings))
         try:
             return await infer(batch)
         finally:
@@ -59,7 +59,7 @@ def test_a_row_at_which_the_connection_breaks_each_time_fails_alone_while_others
             yield _row(number)
 
     async def run() -> list[Outcome]:
-        infer = await open_backend(Endpoint(server.url, "m", concurrency=3, retry=_QUICK))
+        infer = await open_backend(ServerEndpoint(server.url, "m", concurrency=3, retry=_QUICK))
         limits = PipelineLimits(batch_rows=1, batches=3)
         found = [result.outcome async for result in infer_rows(rows(), infer, limits)]
         await infer.aclose()

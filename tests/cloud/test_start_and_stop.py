@@ -17,7 +17,7 @@ import pytest
 from mlserver_torch_stream.cli.progress import summary
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.endpoint import Endpoint
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan
@@ -72,7 +72,7 @@ def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
             yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": "x"}, size=1)
 
     async def act() -> None:
-        infer = await open_backend(Endpoint(url, "m", retry=Retry(tries=3, first=0.01)))
+        infer = await open_backend(ServerEndpoint(url, "m", retry=Retry(tries=3, first=0.01)))
         try:
             async for _ in infer_rows(rows(), infer, PipelineLimits(batch_rows=1), metrics):
                 pass
