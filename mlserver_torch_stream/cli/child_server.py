@@ -23,10 +23,10 @@ from typing import Any
 
 from mlserver_torch_stream.cli.interruptible import LoadInterrupted
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.engine.child_process import die_with, how_it_ended
 from mlserver_torch_stream.free_port import free_port
 
 NAME = "model"  # of the model in its server
+_ENGINE_VARIABLES = ("CACHE", "FAULTS", "KERNEL", "VLLM_PYTHON")
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _END_S = 5.0  # for the server to end its workers
@@ -49,6 +49,8 @@ class ChildServer:
 
     def ended(self) -> str | None:
         """Why it will not answer again; None while it runs."""
+        from mlserver_torch_stream.engine.child_process import how_it_ended
+
         status = self.process.returncode
         return None if status is None else f"the process of the model {how_it_ended(status)}"
 
@@ -86,8 +88,9 @@ async def child_server(
 
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
-    """MLServer's own variables are those of other servers."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_")}
+    """Variables that configure MLServer and its ports are those of other servers."""
+    kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]
+    environ = {name: text for name, text in os.environ.items() if name in kept or not name.startswith("MLSERVER_")}
     settings = {
         **{"HOST": _HOST, "HTTP_PORT": ports[0], "GRPC_PORT": ports[1], "METRICS_PORT": ports[2]},
         **{"DEBUG": "false", "PARALLEL_WORKERS": 0, "GZIP_ENABLED": "false"},
@@ -134,6 +137,8 @@ async def _is_ready(url: str) -> bool:
 
 
 def _reason(printed: bytes, status: int) -> str:
+    from mlserver_torch_stream.engine.child_process import how_it_ended
+
     found = _CANNOT_LOAD.findall(printed)
     if found:
         return bytes(found[-1]).decode(errors="replace")
@@ -180,6 +185,7 @@ def _peak_bytes(pid: int) -> int:
 def main() -> None:
     """The child: reads its key from stdin, and serves until it or the command is ended."""
     from mlserver_torch_stream.cli.serve import start_mlserver
+    from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder
 
     key = sys.stdin.buffer.readline().strip()
