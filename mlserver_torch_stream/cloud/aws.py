@@ -20,8 +20,8 @@ from botocore.exceptions import (
     NoCredentialsError,
     NoRegionError,
     PartialCredentialsError,
-    ResponseParserError,
 )
+from botocore.parsers import ResponseParserError
 
 from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, ObjectMissing, RunRefused, StoreUnavailable
 from mlserver_torch_stream.work_threads import in_thread
