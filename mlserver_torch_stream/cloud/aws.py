@@ -40,7 +40,7 @@ class AwsClient:
     def __init__(
         self, service: str, endpoint: str, silence: float, credentials: Mapping[str, str], signed: bool = True
     ) -> None:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _DEFAULT_REGION
         self._session = boto3.session.Session(**{"region_name": region, **credentials})
         self._endpoint = endpoint
         config = Config(
@@ -69,9 +69,7 @@ class AwsClient:
             return await in_thread(lambda: getattr(self._client, method)(**arguments))
         except _NO_CREDENTIALS as error:
             raise RunRefused(f"{self._endpoint}: {error}") from None
-        except ResponseParserError as error:
-            raise StoreUnavailable(f"{self._endpoint} answered what is no XML or JSON: {error}") from None
-        except BotoCoreError as error:
+        except (BotoCoreError, ResponseParserError) as error:
             raise StoreUnavailable(f"{self._endpoint}: {error}") from None
         except ClientError as error:
             raise self._refusal(error) from None

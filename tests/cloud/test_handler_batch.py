@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
-from mlserver_torch_stream.cloud.rows import Row
+from mlserver_torch_stream.cloud.rows import AccessDenied, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.handlers import write
 
@@ -27,8 +30,8 @@ def handle(data, context):
 """
 
 
-def test_requests_of_a_batch_that_is_cancelled_are_closed(tmp_path: Path) -> None:
-    """Else their only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
+def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(tmp_path: Path) -> None:
+    """Else the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
     asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
 
 
@@ -36,6 +39,12 @@ async def _cancelled(handler: Path) -> None:
     extra = {"ts": "shim", "batchSize": 3, "maxBatchDelay": 0}
     async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
         endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
+        with pytest.raises(AccessDenied):
+            keyless = await open_backend(replace(endpoint, key=None))
+            try:
+                await keyless([Row(0, "0", None, "", data=b"short")])
+            finally:
+                await keyless.aclose()
         backend = await open_backend(endpoint)
         batch = asyncio.create_task(backend([Row(number, str(number), None, "") for number in range(3)]))
         for _ in range(2000):

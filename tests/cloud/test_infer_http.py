@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from mlserver_torch_stream.cloud.rows import (
     RunIdentity,
     StoreUnavailable,
 )
+from mlserver_torch_stream.cloud.run import CloudRun, stream
 from tests.cloud.models import model_server
 from tests.scripted_http import Handler, serving
 
@@ -266,6 +268,18 @@ def test_no_server_ends_the_run() -> None:
 def test_the_servers_only_model_needs_no_name(api: Any) -> None:
     with model_server() as server:
         assert asyncio.run(only_model(server.url, api, None)) == "m"
+
+
+def test_a_stream_of_results_takes_the_url_of_a_server_or_its_endpoint(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"row {number}")
+
+    async def texts(model: ServerEndpoint | str) -> list[str]:
+        return [_text(result.outcome) async for result in stream(CloudRun(str(tmp_path)), model)]
+
+    with model_server() as server:
+        for model in (server.url, ServerEndpoint(server.url, "m", "openai", stream=False)):
+            assert asyncio.run(texts(model)) == [f"row {number}"[::-1] for number in range(3)]
 
 
 @given(st.lists(st.booleans(), max_size=200))
