@@ -168,9 +168,23 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Also its children, such as a compiler: they are in its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Also its descendants, such as a compiler in a session of its own."""
+    for pid in (process.pid, *_descendants(process.pid)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """The pids of the process's children and of theirs. Empty on systems without /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended meanwhile
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for each in found:  # the list grows in this loop
+        found.extend(children.get(each, ()))
+    return found
 
 
 def _peak_bytes(pid: int) -> int:

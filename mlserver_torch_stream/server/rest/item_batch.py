@@ -89,8 +89,10 @@ class _BatchEndpoint:
             await send_json(send, 200, orjson.dumps(described), [])
             return
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
-        # Beside those that run, batches wait here, so that a batch of the run is one of the handler.
-        turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if isinstance(found, HandlerModel) else _UNBOUNDED)
+        # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
+        # item always is, and can wait in the worker.
+        waits = isinstance(found, HandlerModel) and described["batchSize"] > 1
+        turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             async for number, items in _batches(receive):
