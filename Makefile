@@ -16,10 +16,10 @@
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
-#   BENCH          options of `make bench` and `make bench-peers`
+#   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples lint format type bench bench-limits bench-peers bench-reliability soak bench-pipeline bench-gpu cloud-demo bench-torchserve wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -158,6 +158,10 @@ test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## Tor
 	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
+record-torchserve: $(INSTALLED) ## TorchServe's replies and docs/torchserve/ anew, which needs Java; the examples too with TORCHSERVE_EXAMPLES=…
+	RECORD_TORCHSERVE=1 WRITE_TORCHSERVE_PAGES=1 $(BIN)/python -m pytest -q tests/torchserve/beside/test_cases.py
+	$(if $(TORCHSERVE_EXAMPLES),WRITE_TORCHSERVE_PAGES=1 $(MAKE) --no-print-directory test-examples)
+
 lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's files against their schemas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -174,32 +178,20 @@ format: $(INSTALLED) ## ruff: put it right
 type: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory, growth; BENCH=--help shows its options
+bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options, BENCH=--limits the kernels alone
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
-bench-limits: $(INSTALLED) ## the share of this machine's memory speed and peak that decode and prefill reach
-	$(BIN)/python -m benchmarks.limits $(BENCH)
-
-bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, and ratios
+bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, by model size and format
 	$(BIN)/python benchmarks/bench_peers.py $(BENCH)
-
-bench-reliability: $(INSTALLED) ## what takes time when things go wrong, against docs/reliability.md
-	$(BIN)/python benchmarks/reliability.py $(BENCH)
 
 soak: $(INSTALLED) ## SOAK_REQUESTS short requests over all endpoints, hours: memory, descriptors and threads stay, counts are exact
 	$(BIN)/python benchmarks/soak.py --requests $(SOAK_REQUESTS) $(BENCH)
-
-bench-torchserve: $(INSTALLED) ## one handler on TorchServe 0.12 and here: tokens, tokens/s, a client that leaves
-	$(BIN)/python benchmarks/torchserve.py $(BENCH)
-
-bench-pipeline: $(INSTALLED) ## how busy a device map keeps its devices, which are emulated
-	$(BIN)/python -m benchmarks.pipeline $(BENCH)
 
 bench-gpu: $(INSTALLED) ## what has to be checked and measured on GPUs (docs/gpu.md)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
 cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedded model over them, the answers in order
-	@$(BIN)/python -m benchmarks.cloud_demo
+	@$(BIN)/python -m tests.cloud.demo
 
 # In an environment of its own: nothing of the server's is needed.
 $(WHEEL)/.installed: constraints.txt

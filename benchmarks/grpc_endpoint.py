@@ -5,6 +5,7 @@ Knows our V2 tensors only; no peer speaks them over gRPC.
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -20,7 +21,8 @@ _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 class GrpcEndpoint:
     """One channel for all streams, as a client would have it."""
 
-    def __init__(self, port: int, model: str) -> None:
+    def __init__(self, port: int, model: str, http_port: int = 0) -> None:
+        self.port = http_port
         self._target = f"{HOST}:{port}"
         self._model = model
         self._channel: Any = None
@@ -35,6 +37,8 @@ class GrpcEndpoint:
         message.parameters["max_tokens"].int64_param = ask.new_tokens
         message.parameters["temperature"].string_param = str(ask.temperature)  # V2 has no fractional parameters
         message.parameters["seed"].int64_param = 1
+        if ask.schema:
+            message.parameters["structured_outputs"].string_param = json.dumps({"json": ask.schema})
         message.parameters["ignore_eos"].bool_param = True
         return bytes(message.SerializeToString())
 

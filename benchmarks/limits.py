@@ -1,8 +1,10 @@
 """How near our kernels come to what this machine allows: the limits of its memory and units, and the share of them that
 decode steps and prefills reach.
 
-    python -m benchmarks.limits [MODEL] [--rows 1 4 16 32] [--prompts 128 512 2000] [--context 160] [--rounds 5]
-        [--threads N] [--json [--weights FILE.gguf]]
+    python benchmarks/bench.py --limits [MODEL] [--rows 1 4 16 32] [--prompts 128 512 2000] [--context 160] [--rounds 5]
+        [--threads N] [--setting auto packed int8 int4] [--beside-transformers] [--json [--weights FILE.gguf]]
+
+The forwards alone are timed, without scheduler, sampling or server.
 
 MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. roofline.py says what a limit is. With
 --json no forward is timed: it prints the limits of the machine and the sizes of the model, which ``make bench`` reads.
@@ -13,13 +15,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import random
 import re
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +31,28 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.forwards import Column
 from benchmarks.machine import describe, warning
 from benchmarks.roofline import INT8, UNITS, Limits, Model, Work
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
+from mlserver_torch_stream.engine.forward.model_forward import ModelForward
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_weights
-from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
 from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.settings import parse_settings
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _BF16 = 2  # bytes
+DECODE_STEPS = 12
+PREFILL_CHUNK = 512
+DENSE = ("auto", "int8", "int4")  # values of ``weights`` for which a model is loaded as it is
 _OTHER = 0.05  # of the projections: norms and biases
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", f"-I{SOURCES}")
 
@@ -114,7 +125,52 @@ def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str
     return {"limits": asdict(limits), "model": asdict(dense), "unit": INT8 if weights else limits.bf16_unit()}
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Column:
+    """A forward, and the pages that it works on."""
+
+    forward: Any
+    layout: CacheLayout
+    page_size: int = 16
+
+    def tables(self, rows: int, length: int) -> tuple[PagedCache, list[tuple[list[int], ...]]]:
+        """A cache for so many sequences of one length, and the block tables of each."""
+        groups = self.layout.spec(self.page_size).groups
+        each = -(-length // self.page_size)
+        cache = PagedCache(self.layout, self.page_size, [rows * each] * len(groups), state_slots=0)
+        order = [random.Random(0).sample(range(rows * each), rows * each) for _ in groups]
+        return cache, [tuple(pages[row * each : (row + 1) * each] for pages in order) for row in range(rows)]
+
+    def decode_ms(self, rows: int, context: int) -> float:
+        """The fastest of a few steps: the machine may be shared. Keys and values are zeros, which take as long."""
+        cache, tables = self.tables(rows, context + 1)
+        batch = Batch(tuple(BatchSequence((11 + row,), context, table) for row, table in enumerate(tables)))
+        self.forward(batch, cache)
+        for layer in cache.layers.values():
+            for pool in (layer.keys, layer.values):
+                assert pool is not None
+                pool.zero_()
+        return self.least_ms(lambda: self.forward(batch, cache), DECODE_STEPS)
+
+    def prefill_ms(self, length: int) -> float:
+        cache, (table,) = self.tables(1, length)
+        ids = [(7 * i) % 1000 + 5 for i in range(length)]
+        chunks = [
+            BatchSequence(ids[first : first + PREFILL_CHUNK], first, table, wanted=int(first + PREFILL_CHUNK >= length))
+            for first in range(0, length, PREFILL_CHUNK)
+        ]
+        return self.least_ms(lambda: [self.forward(Batch((chunk,)), cache) for chunk in chunks], 1)
+
+    def least_ms(self, work: Callable[[], object], times: int) -> float:
+        least = float("inf")
+        for _ in range(times):
+            began = time.perf_counter()
+            work()
+            least = min(least, time.perf_counter() - began)
+        return 1000 * least
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="embedded://smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32])
@@ -124,11 +180,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=read_host().threads)
     parser.add_argument("--json", action="store_true", help="MODEL is a folder")
     parser.add_argument("--weights", type=Path, help="with --json: the model's GGUF file")
-    options = parser.parse_args()
+    parser.add_argument("--setting", nargs="+", choices=(*DENSE, "packed"), default=["auto"], help="values of weights")
+    parser.add_argument("--beside-transformers", action="store_true", help="transformers' forward, timed in turn")
+    options = parser.parse_args(arguments)
     if options.json:
         print(json.dumps(roofline(options.model, options.threads, options.weights)))
     else:
         time_forwards(options)
+    return 0
 
 
 def time_forwards(options: argparse.Namespace) -> None:
@@ -140,35 +199,49 @@ def time_forwards(options: argparse.Namespace) -> None:
     settings = parse_settings(options.model, {"dtype": "bfloat16"})
     with torch.inference_mode():
         loaded = load_weights(locate(settings), settings).model
-        model, layout = model_of(loaded), CacheLayout(loaded.config)
-        forward = NativeForward(loaded, KernelOptions(options.threads, Path(settings.cache_dir)))
-        ours = Column(forward, layout, 16)
-        variant = forward.variant.partition(",")[0]
-        names = [each.name for each in runnable()]
+        columns = {setting: _column(options, loaded, setting) for setting in options.setting}
+        if options.beside_transformers:
+            columns["transformers"] = Column(ModelForward(loaded), CacheLayout(loaded.config))
+        model, names = model_of(loaded), [each.name for each in runnable()]
+        variant = columns[options.setting[0]].forward.variant.partition(",")[0]
         program = LimitsProgram(variant if variant in names else names[0], options.threads)
         limits = program.limits()
-        print(f"kernels: {forward.variant}; ", end="")
         print(", ".join(f"{unit} {peak / 1e9:.0f} GFLOP/s" for unit, peak in limits.peaks.items() if peak))
 
-        def time_case(what: str, work: Work, step_ms: Callable[..., float], *sizes: int) -> None:
+        def time_case(what: str, work: Work, step: Callable[[Column], float]) -> None:
             """Memory is measured before and after the case, because its speed changes meanwhile."""
             before = program.read_speed()
-            took = min(step_ms(*sizes) for _ in range(options.rounds))
-            report(what, took, work, replace(limits, read=max(before, program.read_speed())))
+            rounds = [{name: step(column) for name, column in columns.items()} for _ in range(options.rounds)]
+            least = {name: min(each[name] for each in rounds) for name in columns}
+            report(what, least, work, replace(limits, read=max(before, program.read_speed())))
 
         for rows in options.rows:
             work = model.decode(rows, options.context)
             what = f"decode, {rows} rows of {options.context}"
-            time_case(what, work, ours.decode_ms, rows, options.context)
+            time_case(what, work, lambda column: column.decode_ms(rows, options.context))  # noqa: B023
         for tokens in options.prompts:
-            time_case(f"prefill, {tokens} tokens", model.prefill(tokens), ours.prefill_ms, tokens)
+            work = model.prefill(tokens)
+            time_case(f"prefill, {tokens} tokens", work, lambda column: column.prefill_ms(tokens))  # noqa: B023
 
 
-def report(what: str, took: float, work: Work, limits: Limits) -> None:
+def _column(options: argparse.Namespace, model: Any, setting: str) -> Column:
+    settings = parse_settings(options.model, {"weights": setting})
+    if setting == "packed":
+        files = locate_packed(settings)
+        assert files is not None
+        model = load_packed(Path(files.location)).model
+    forward = NativeForward(model, KernelOptions(options.threads, Path(settings.cache_dir)), ROUNDED.get(setting))
+    return Column(forward, CacheLayout(model.config))
+
+
+def report(what: str, times: Mapping[str, float], work: Work, limits: Limits) -> None:
+    """The share of the limit is that of the first column, which reads weights of 2 bytes."""
     least, by = work.least_ms(limits, limits.bf16_unit())
-    print(f"{what:24} {took:9.2f} ms   limit {least:9.2f} ms by {by:8}", end="")
-    print(f"   share {least / took:5.2f}   memory {limits.read / 1e9:5.1f} GB/s", flush=True)
+    shown = "".join(f"{name:>13} {took:9.2f} ms" for name, took in times.items())
+    share = least / next(iter(times.values()))
+    print(f"{what:24}{shown}   limit {least:9.2f} ms by {by:8}", end="")
+    print(f"   share {share:5.2f}   memory {limits.read / 1e9:5.1f} GB/s", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

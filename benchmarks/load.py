@@ -19,7 +19,10 @@ _SETTLED = 16
 
 
 class Endpoint(Protocol):
-    """One way into one running server."""
+    """One way into one running server; ``port`` is that of its HTTP."""
+
+    @property
+    def port(self) -> int: ...
 
     def request(self, ask: Ask) -> bytes: ...
 

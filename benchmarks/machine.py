@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -31,6 +32,17 @@ def describe() -> dict[str, Any]:
     return described
 
 
+def chip() -> str:
+    """What a file of results is called: a family of CPUs, or of the first GPU."""
+    name, info = _cpu_name(), _cpu_info()
+    if "EPYC" in name or "Ryzen" in name:
+        family = {"25": "zen4" if "avx512f" in info.get("flags", "") else "zen3", "26": "zen5"}
+        return family.get(info.get("cpu family", ""), "amd")
+    if "Xeon" in name:
+        return "xeon-amx" if "amx_bf16" in info.get("flags", "") else "xeon"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def warning(described: dict[str, Any]) -> str | None:
     """Said where other processes have been busy: OpenMP servers collapse beside other load."""
     load = described["load_before"]
@@ -47,9 +59,13 @@ def _load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
+def _cpu_info() -> dict[str, str]:
+    """Of the first CPU, where Linux tells it."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {}
+
+
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()

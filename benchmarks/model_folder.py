@@ -70,8 +70,3 @@ def _told(program: str, *arguments: str) -> Path:
     if done.returncode or not lines:
         raise NoFolder(f"no files of {arguments[0]!r}: {(done.stderr.strip().splitlines() or [''])[-1]}")
     return Path(lines[-1])
-
-
-def max_model_len(folder: Path) -> int:
-    """Tokens, as the model's own config says."""
-    return int(json.loads((folder / "config.json").read_text()).get("max_position_embeddings", 2048))

@@ -53,6 +53,15 @@ def rss_mib(pids: Sequence[int]) -> float:
     return total / _MIB
 
 
+def available_mib() -> float:
+    """Memory that programs can still have; all there can be where that is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable"))
+
+
 class Usage:
     """CPU seconds and the most memory of a server while a block lasts; also the CPU seconds of this client."""
 

@@ -42,6 +42,7 @@ class Live:
     http_port: int
     ready_s: float
     endpoints: Mapping[str, Endpoint]
+    grpc_port: int = 0  # 0: none
 
 
 class Contender(Protocol):
@@ -89,8 +90,8 @@ class Ours:
             wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
             rest: Endpoint = HttpEndpoint(http_port, V2Spelling(self.model))
             openai = HttpEndpoint(http_port, OpenAISpelling(self.model, {"ignore_eos": True}))
-            endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model), "openai": openai}
-            yield Live(process.pid, http_port, time.perf_counter() - began, endpoints)
+            endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model, http_port), "openai": openai}
+            yield Live(process.pid, http_port, time.perf_counter() - began, endpoints, grpc_port)
 
 
 def write_mlserver_folder(

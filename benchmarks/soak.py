@@ -6,15 +6,13 @@ Knows the server only as a process with ports. The first quarter of the requests
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -23,15 +21,17 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 
 from benchmarks import machine  # noqa: E402
-from benchmarks.breaking import MODEL, Broken, started  # noqa: E402
 from benchmarks.http_endpoint import HOST  # noqa: E402
 from benchmarks.process import rss_mib  # noqa: E402
-from benchmarks.soak_requests import SoakClient  # noqa: E402
+from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
+from benchmarks.servers import Live, Ours  # noqa: E402
+from benchmarks.soak_requests import MODEL, SoakClient  # noqa: E402
+from benchmarks.sweep import started  # noqa: E402
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
-OUTPUT = ROOT / "benchmarks" / "results" / "soak.json"
 _CLIENTS = 16  # half of the rows that the engine decodes together
 _SAMPLES = 40
+_WHEN = ("after_warm_up", "at_the_end")
 _WARM_UP = _SAMPLES // 4
 # How much more of each the last quarter may hold than the one after the warm-up, however many requests there are.
 _MOST = {"rss_mib": 32.0, "descriptors": 4, "threads": 4}  # the latter two: pools that fill late
@@ -47,9 +47,9 @@ class Held:
     threads: int
 
 
-def soak(server: Broken, requests: int) -> tuple[list[Held], int, int]:
+def soak(server: Live, requests: int) -> tuple[list[Held], int, int]:
     """Samples, the tokens that the answers had, and those that the server has counted."""
-    clients = [SoakClient(server.port, server.grpc_port) for _ in range(_CLIENTS)]
+    clients = [SoakClient(server.http_port, server.grpc_port) for _ in range(_CLIENTS)]
     held, tokens, sent, began = [], 0, 0, time.monotonic()
     try:
         with ThreadPoolExecutor(_CLIENTS) as pool:
@@ -65,7 +65,7 @@ def soak(server: Broken, requests: int) -> tuple[list[Held], int, int]:
     finally:
         for client in clients:
             client.close()
-    return held, tokens, counted_tokens(server.port)
+    return held, tokens, counted_tokens(server.http_port)
 
 
 def _ask(client: SoakClient, numbers: Iterator[int]) -> int:
@@ -114,18 +114,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Short requests over all endpoints in turn.")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--uri", default=EMBEDDED)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=FOLDER / f"{machine.chip()}.jsonl")
     arguments = parser.parse_args(argv)
     if arguments.requests < _SAMPLES:
         parser.error(f"--requests: at least {_SAMPLES}")
-    machine_before, began = machine.describe(), time.monotonic()
-    with TemporaryDirectory() as folder, started(arguments.uri, {}, batch_store=folder) as server:
+    described, began, ours = machine.describe(), time.monotonic(), Ours(arguments.uri)
+    with started(ours) as server:
         held, tokens, counted = soak(server, arguments.requests)
-    seconds = time.monotonic() - began
-    figures = {"requests": arguments.requests, "seconds": seconds, "tokens": tokens, "counted": counted}
+    figures = {
+        "requests": arguments.requests,
+        "seconds": time.monotonic() - began,
+        "tokens": tokens,
+        "counted": counted,
+    }
     found = problems(held, tokens, counted)
-    result = {**machine_before, **figures, "problems": found, "held": [asdict(each) for each in held]}
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head = {"run": described["date"], "name": "soak", "commit": commit(), "machine": described, "model": arguments.uri}
+    recorder = Recorder(arguments.output, {**head, "servers": {ours.name: ours.versions()}}, again=True)
+    grown = {
+        f"{name}_{when}": most for name, pair in growth(held).items() for when, most in zip(_WHEN, pair, strict=True)
+    }
+    recorder.add((ours.name, "", "soak", 0), {**figures, **grown})
+    result = {**described, **figures}
     print(summary(result, held))
     print(*(f"missed: {each}" for each in found), sep="\n")
     return 1 if found else 0

@@ -12,9 +12,10 @@ from http.client import HTTPConnection
 from select import select
 from typing import Any
 
-from benchmarks.breaking import MODEL
 from benchmarks.http_endpoint import HOST
+from benchmarks.servers import Ours
 
+MODEL = Ours.model
 TOKENS = 2
 _METHODS = "/inference.GRPCInferenceService"
 _TIMEOUT_S = 120.0

@@ -5,7 +5,6 @@ Knows nothing of sockets, times or processes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,8 @@ from benchmarks.answers import Ask
 
 
 def _sampling(ask: Ask) -> Mapping[str, Any]:
-    return {"temperature": ask.temperature, "seed": 1} if ask.temperature else {"temperature": 0}
+    drawn = {"temperature": ask.temperature, "seed": 1} if ask.temperature else {"temperature": 0}
+    return {**drawn, "structured_outputs": {"json": ask.schema}} if ask.schema else drawn
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,3 @@ class OpenAISpelling:
     def usage(self, event: Mapping[str, Any]) -> tuple[int, int] | None:
         usage = event.get("usage")
         return (int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None
-
-
-class GenerationConfigSpelling(OpenAISpelling):
-    """transformers serve knows no ``ignore_eos``: its generation settings come as one JSON text."""
-
-    def body(self, ask: Ask) -> Mapping[str, Any]:
-        exactly = {"max_new_tokens": ask.new_tokens, "min_new_tokens": ask.new_tokens, "do_sample": ask.temperature > 0}
-        return {**super().body(ask), "generation_config": json.dumps(exactly)}

@@ -1,6 +1,6 @@
-"""Runs cases against servers, one server at a time, in as many sweeps as wanted, each server anew in each sweep.
+"""Runs cases against servers, one server at a time, in alternating sweeps, each server anew in each sweep.
 
-Knows neither what a case does nor how a server is started.
+Knows neither what a case does nor how a server is started. Cells that the recorder has already are not run again.
 """
 
 from __future__ import annotations
@@ -8,61 +8,34 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
 
 from benchmarks.answers import WrongCount
+from benchmarks.beside_batch import BatchTooShort
 from benchmarks.cases import Case, Scale, warm_up
-from benchmarks.figures import Figures, best_and_median
+from benchmarks.figures import Figures
 from benchmarks.http_endpoint import BadAnswer
-from benchmarks.process import family, rss_mib
+from benchmarks.process import available_mib, family, rss_mib
 from benchmarks.prompts import Prompts
+from benchmarks.results import NO_FIT, START, Recorder
 from benchmarks.servers import Contender, Live, StartFailed
 
 Result = TypeVar("Result")
 _WARM_STREAMS = 32
-
-
-@dataclass
-class Measured:
-    """All that was measured of one server: endpoint, then case, then one entry per sweep."""
-
-    name: str
-    versions: dict[str, str]
-    starts_s: list[float] = field(default_factory=list)
-    idle_rss_mib: list[float] = field(default_factory=list)
-    runs: dict[str, dict[str, list[Figures]]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def add(self, endpoint: str, case: str, figures: Figures) -> None:
-        self.runs.setdefault(endpoint, {}).setdefault(case, []).append(figures)
-
-    def as_json(self) -> dict[str, Any]:
-        cases = {
-            endpoint: {
-                case: dict(zip(("best", "median", "runs"), (*best_and_median(runs), runs), strict=True))
-                for case, runs in by_case.items()
-            }
-            for endpoint, by_case in self.runs.items()
-        }
-        return {
-            "name": self.name,
-            "versions": self.versions,
-            "start_to_ready_s": self.starts_s,
-            "idle_rss_mib": self.idle_rss_mib,
-            "cases": cases,
-            "failures": self.failures,
-        }
+_AT_ONCE = "answers one request at a time"
+_KILLED = "ended with -9"  # by the kernel, which had no memory left
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``lenient``: a server that answers wrongly, or does not start, is noted and passed over, not an error."""
+    """``lenient``: a server that answers wrongly, or does not start, is noted and passed over, not an error.
+    ``least_mib``: memory that each server needs at the least."""
 
     cases: Sequence[Case]
     scale: Scale
@@ -70,26 +43,51 @@ class Plan:
     sweeps: int
     endpoints: Sequence[str] = ("rest",)
     lenient: bool = False
+    least_mib: float = 0.0
     say: Callable[[str], None] = print
 
 
-def run_sweeps(contenders: Sequence[Contender], plan: Plan) -> list[Measured]:
+def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Recorder) -> None:
     """Interleaved: every server once, then every server again."""
-    measured = [Measured(contender.name, contender.versions()) for contender in contenders]
     for sweep in range(plan.sweeps):
-        for contender, one in zip(contenders, measured, strict=True):
+        for name, contender in contenders.items():
+            left = _left(name, contender, plan, sweep, recorder)
+            if not left:
+                continue
+            if plan.least_mib > (free := available_mib()):
+                plan.say(f"{name}: {NO_FIT}: needs {plan.least_mib:.0f} MiB, {free:.0f} are available")
+                _note(left, recorder, NO_FIT)
+                continue
             try:
                 with started(contender) as live:
-                    one.starts_s.append(live.ready_s)
-                    one.idle_rss_mib.append(rss_mib(family(live.pid)))
-                    plan.say(f"sweep {sweep + 1}, {contender.name}: ready after {live.ready_s:.1f} s")
-                    run_quietly(_run_cases(contender, live, plan, sweep, one))
+                    figures = {"ready_s": live.ready_s, "idle_rss_mib": rss_mib(family(live.pid))}
+                    recorder.add((name, "", START, sweep), figures)
+                    plan.say(f"sweep {sweep + 1}, {name}: ready after {live.ready_s:.1f} s")
+                    run_quietly(_run_cases(contender, live, plan, left, recorder))
             except StartFailed as error:
                 if not plan.lenient:
                     raise
-                one.failures["start"] = str(error)
-                plan.say(f"{contender.name}: {error}")
-    return measured
+                plan.say(f"{name}: {error}")
+                _note(left, recorder, NO_FIT if _KILLED in str(error) else f"does not start: {str(error)[-200:]}")
+
+
+Left = dict[tuple[str, str, str, int], Case]
+
+
+def _left(name: str, contender: Contender, plan: Plan, sweep: int, recorder: Recorder) -> Left:
+    """The cells of a server that have no line yet."""
+    cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in plan.cases}
+    left = {cell: case for cell, case in cells.items() if not recorder.has(cell)}
+    if contender.one_at_a_time:
+        pointless = {cell: case for cell, case in left.items() if case.needs_batching}
+        _note(pointless, recorder, _AT_ONCE)
+        return {cell: case for cell, case in left.items() if cell not in pointless}
+    return left
+
+
+def _note(cells: Left, recorder: Recorder, value: str) -> None:
+    for cell in cells:
+        recorder.add(cell, value=value)
 
 
 @contextmanager
@@ -98,39 +96,46 @@ def started(contender: Contender) -> Iterator[Live]:
         yield live
 
 
-async def _run_cases(contender: Contender, live: Live, plan: Plan, sweep: int, measured: Measured) -> None:
+async def _run_cases(contender: Contender, live: Live, plan: Plan, left: Left, recorder: Recorder) -> None:
     for endpoint_name in [name for name in plan.endpoints if name in live.endpoints]:
         endpoint = live.endpoints[endpoint_name]
+        cells = {cell: case for cell, case in left.items() if cell[1] == endpoint_name}
         try:
-            await warm_up(endpoint, plan.scale, plan.prompts, 2 if contender.one_at_a_time else _WARM_STREAMS)
-            for case in plan.cases:
-                if contender.one_at_a_time and case.needs_batching:
-                    measured.failures[case.name] = "answers one request at a time"
-                    continue
-                label = (sweep, endpoint_name)  # else the second endpoint would find the first one's prompts cached
-                figures = await _attempt(case, endpoint, live.pid, label, measured, plan.lenient)
-                if figures is not None:
-                    measured.add(endpoint_name, case.name, figures)
-                    plan.say(f"  {endpoint_name} {case.name}: {_brief(figures)}")
+            await warm_up(endpoint, plan.scale, plan.prompts, _warm_streams(contender, cells))
+            for cell, case in cells.items():
+                label = (cell[3], endpoint_name)  # else the second endpoint would find the first one's prompts cached
+                await _attempt(case, endpoint, live.pid, label, cell, plan, recorder)
         except (WrongCount, BadAnswer) as error:
             if not plan.lenient:
                 raise
-            measured.failures["warm-up"] = str(error)
-            plan.say(f"  {contender.name}: {error}")
+            plan.say(f"  {cell_name(cells)}: {error}")
+            _note({cell: case for cell, case in cells.items() if not recorder.has(cell)}, recorder, f"warm-up: {error}")
         finally:
             await endpoint.close()
 
 
+def cell_name(cells: Left) -> str:
+    return next(iter(cells))[0] if cells else ""
+
+
+def _warm_streams(contender: Contender, cells: Left) -> int:
+    """As many as the cases have at the most."""
+    if contender.one_at_a_time:
+        return 2
+    return min(_WARM_STREAMS, max((case.streams for case in cells.values()), default=1))
+
+
 async def _attempt(
-    case: Case, endpoint: Any, pid: int, label: object, measured: Measured, lenient: bool
-) -> Figures | None:
+    case: Case, endpoint: Any, pid: int, label: object, cell: tuple[str, str, str, int], plan: Plan, recorder: Recorder
+) -> None:
     try:
-        return await case.run(endpoint, pid, label)
-    except (WrongCount, BadAnswer, OSError, asyncio.TimeoutError) as error:
-        if not lenient:
+        figures = await case.run(endpoint, pid, label)
+        recorder.add(cell, figures)
+        plan.say(f"  {cell[1]} {case.name}: {_brief(figures)}")
+    except (WrongCount, BadAnswer, BatchTooShort, OSError, asyncio.TimeoutError) as error:
+        if not plan.lenient:
             raise type(error)(f"case {case.name}: {error}") from error
-        measured.failures[case.name] = str(error) or type(error).__name__
-        return None
+        recorder.add(cell, value=str(error) or type(error).__name__)
 
 
 def run_quietly(measuring: Coroutine[Any, Any, Result]) -> Result:

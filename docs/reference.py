@@ -71,7 +71,7 @@ _ERRORS = {
     "server.rest.connection": True,
     "handlers.pool.handler_request": True,
     "server.rest.batch_routes": False,
-    "batches.pages": False,
+    "cloud.batches.batch_store": False,
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.engine.api import (
@@ -85,7 +86,7 @@ class Arrivals(Generic[T]):
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MAX_CHARS_ON_LOOP = 4096
 _MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
-# The pieces of a text are tokenized again when they have grown by this factor, so that n pieces cost O(n).
+# The pieces of a text are checked again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
@@ -117,8 +118,8 @@ class PromptEncoder(Protocol):
         """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The compilation
         may raise InvalidInput."""
 
-    def stable_prefix(self, text: str) -> Sequence[int]:
-        """Ids of the part of ``text`` that further text cannot change."""
+    def check_length(self, text: str, field: str) -> None:
+        """Raises ContextLengthExceeded if no prompt that begins with ``text`` can fit."""
 
 
 class RequestObserver:
@@ -209,7 +210,7 @@ class Generator:
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
     ) -> None:
-        """Submits one prompt that arrives in pieces. The pieces are prefilled as they arrive; the last one ends it.
+        """Submits one prompt that arrives in pieces, which is queued when it is whole.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
         ``timeout`` seconds (0: at any time). Raises RequestError.
@@ -229,13 +230,16 @@ class Generator:
             stream.seal(ids)
 
     async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
-        """The prompt of all pieces. ``stream`` is extended by each of them."""
+        """The prompt of all pieces. A piece that makes it too long is refused."""
         parts: list[Prompt] = []
-        known = _KnownIds(self.codec)
+        lengths = _TextLength(self.codec)
         piece: Prompt | None = first
         while piece is not None:
             parts.append(piece)
-            stream.extend(await known.grow(piece))
+            if isinstance(piece, TokensPrompt):
+                stream.extend(piece.token_ids)
+            elif isinstance(piece, TextPrompt):
+                await lengths.add(piece.text)
             piece = await arrivals.next()
         return _join(parts)
 
@@ -282,31 +286,22 @@ def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
     return stream
 
 
-class _KnownIds:
-    """The ids of a growing prompt that no further piece will change. A chat has none before its end."""
+class _TextLength:
+    """Refuses a text that comes in pieces once it is certainly too long."""
 
     def __init__(self, codec: PromptEncoder) -> None:
         self._codec = codec
         self._texts: list[str] = []
-        self._length = 0
-        self._tokenized_length = 0
-        self._count = 0
+        self._length = self._checked = 0
 
-    async def grow(self, piece: Prompt) -> Sequence[int]:
-        """The newly known ids."""
-        if isinstance(piece, TokensPrompt):
-            return piece.token_ids
-        if isinstance(piece, ChatPrompt):
-            return ()
-        self._texts.append(piece.text)
-        self._length += len(piece.text)
-        if self._length < self._tokenized_length * _GROWTH:
-            return ()
-        self._tokenized_length = self._length
-        ids = await _off_loop_if_long(self._codec, self._codec.stable_prefix, "".join(self._texts))
-        fresh = ids[self._count :]
-        self._count = max(self._count, len(ids))
-        return fresh
+    async def add(self, text: str) -> None:
+        """Raises ContextLengthExceeded."""
+        self._texts.append(text)
+        self._length += len(text)
+        if self._length >= self._checked * _GROWTH:
+            self._checked = self._length
+            check = partial(self._codec.check_length, field="text_input")
+            await _off_loop_if_long(self._codec, check, "".join(self._texts))
 
 
 def _join(parts: Sequence[Prompt]) -> Prompt:

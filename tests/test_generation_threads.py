@@ -34,8 +34,7 @@ class Codec:
         assert isinstance(prompt, TextPrompt)
         return (len(prompt.text),)
 
-    def stable_prefix(self, text: str) -> Sequence[int]:
-        return ()
+    def check_length(self, text: str, field: str) -> None: ...
 
 
 class HeldCodec(Codec):

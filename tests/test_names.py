@@ -61,6 +61,18 @@ def test_no_attribute_chooses_the_kind_of_a_model() -> None:
     assert found == []
 
 
+def test_a_request_is_entered_and_its_refusal_recorded_in_one_place() -> None:
+    """Every door has a ``Request``; no door asks MLServer for its model, or reports a refusal, itself."""
+    found = defaultdict(set)
+    for path in _MODULES:
+        relative = str(path.relative_to(_PACKAGE))
+        if relative.startswith(("server/", "handlers/runtime/", "runtime", "generation")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute) and node.attr in ("enter", "refused"):
+                    found[node.attr].add(relative)
+    assert found["enter"] == found["refused"] == {"server/request.py"}
+
+
 def test_no_code_asks_which_forward_or_attention_it_has() -> None:
     """``LoadedForward`` and ``PagedAttention`` have what their callers ask of them."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in _MODULES}

@@ -41,7 +41,7 @@ _TIMEOUT_S = 120.0
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl|docker) ")
 
 _OF_THE_SDK = "from openai import"  # runs in an environment of its own, which takes a while to make
-_OF_STUBS = "import inference_pb2"  # tests/clients/test_torchserve_grpc.py makes the stubs and runs it
+_OF_STUBS = "import inference_pb2"  # tests/clients/test_clients.py makes the stubs and runs it
 _SHOWS_STATUS = re.compile(r"curl (-\w*i|.*-w)")
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.handwritten.peer import Handwritten
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.openvino_genai.peer import OpenVinoGenAI
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.transformers_serve import TransformersBatching, TransformersServe
 from benchmarks.peers.vllm_cpu import VllmCpu
 
 # Name -> class, and the folder of its environment.
 PEERS: dict[str, tuple[type[Peer], str]] = {
-    "handwritten": (Handwritten, "handwritten"),
     "vllm": (VllmCpu, "vllm"),
     "llama.cpp": (LlamaCpp, "llama.cpp"),
     "openvino": (OpenVinoGenAI, "openvino"),
-    "transformers": (TransformersServe, "transformers"),
-    "transformers-cb": (TransformersBatching, "transformers"),
 }

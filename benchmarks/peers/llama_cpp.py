@@ -1,6 +1,6 @@
 """llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` carries.
 
-Knows how it is built and started, and how its converter makes GGUF files of the model: in bf16, and in Q8_0.
+Knows how it is built and started, and how its converter makes GGUF files of the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.spellings import OpenAISpelling
 _SOURCE = "llama-cpp-python==0.3.36"
 _VENDORED = "llama_cpp_python-*/vendor/llama.cpp"
 _OFF = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")
+_QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S"}  # by another program than the converter
 _SLOTS = 32
 _SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its answer
 
@@ -41,7 +42,9 @@ class LlamaCpp(Peer):
         switches = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in _OFF)]
         self.run(["cmake", "-S", str(self._source), "-B", str(self._build), *switches])
         jobs = str(len(os.sched_getaffinity(0)))
-        self.run(["cmake", "--build", str(self._build), "--target", "llama-server", "--parallel", jobs])
+        self.run(
+            ["cmake", "--build", str(self._build), "--target", "llama-server", "llama-quantize", "--parallel", jobs]
+        )
         self.install_torch()
         self.pip("install", "--progress-bar", "off", "transformers==5.23.0", "sentencepiece", "protobuf")
         self.pip("install", "--progress-bar", "off", str(self._source / "gguf-py"))
@@ -77,12 +80,16 @@ class LlamaCpp(Peer):
             self.convert("bf16")
 
     def convert(self, kind: str) -> Path:
-        """Makes a GGUF file of the model's weights in ``bf16`` or ``q8_0``. Raises PeerUnavailable."""
+        """Makes a GGUF file of the weights in ``bf16``, ``q8_0``, ``q4_0`` or ``q4_k``. Raises PeerUnavailable."""
         made = self._converted(kind)
         if not made.is_file():
-            script = str(self._source / "convert_hf_to_gguf.py")
             partial = made.with_suffix(".partial")
-            self.run([str(self.python), script, str(self.model), "--outtype", kind, "--outfile", str(partial)])
+            if kind in _QUANTISED:
+                quantise = str(self._build / "bin" / "llama-quantize")
+                self.run([quantise, str(self.convert("bf16")), str(partial), _QUANTISED[kind]])
+            else:
+                script = str(self._source / "convert_hf_to_gguf.py")
+                self.run([str(self.python), script, str(self.model), "--outtype", kind, "--outfile", str(partial)])
             partial.rename(made)
         return made
 

@@ -17,14 +17,15 @@ from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEven
 DEFAULT_PRIORITY = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
-    The prompt of an ``open`` request grows by ``TokenStream.extend``; decoding starts after ``TokenStream.seal``.
-    The scheduler admits requests with a lower ``priority`` first. Waiting requests of one ``client`` share its place in
-    the queue. ``timeout_s`` after the submit, the sequences end with the tokens that they have. Each answer is kept to
-    the ``constraint``; the prompt is not. ``answer`` says how their text is divided; None: it is text as a whole.
+    The engine holds the object itself: it belongs to one submit. An ``open`` request waits for the rest of its prompt;
+    ``TokenStream.seal`` sets the whole, and then it is queued. The scheduler admits requests with a lower ``priority``
+    first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` after the submit, the
+    sequences end with the tokens that they have. Each answer is kept to the ``constraint``; the prompt is not.
+    ``answer`` says how their text is divided; None: it is text as a whole.
     """
 
     prompt_ids: tuple[int, ...]
@@ -66,8 +67,8 @@ class EngineStats(EngineCounters):
     waiting_requests: int = 0  # in the queue
     waiting_tokens: int = 0  # of the prompts of waiting requests
     prefilling_requests: int = 0
-    open_prompts: int = 0  # that are not whole yet: they hold no slot
-    kv_cache_bytes: int = 0  # in pages of running and prefilling sequences, and of open prompts
+    open_prompts: int = 0  # that are not whole yet: they hold no slot and no memory of the cache
+    kv_cache_bytes: int = 0  # in pages of running and prefilling sequences
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # used by the prefix cache
 
@@ -100,13 +101,13 @@ class TokenStream(Protocol):
         """Calls ``observer`` from now on."""
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Appends ids to the open request, which is the only one of its stream.
+        """Announces further ids of the open request, which is the only one of its stream.
 
-        The engine prefills them at once if it has free memory. Raises InvalidInput when the prompt is too long.
+        Raises InvalidInput once no prompt that begins with the ids so far can run.
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Gives an open request its whole prompt. If the prefilled ids are not a prefix of it, prefill starts again."""
+        """Gives an open request its whole prompt, which need not begin with the announced ids, and queues it."""
 
     def close(self) -> None:
         """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""

@@ -11,10 +11,10 @@ from functools import partial
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.cache.budget import HOST, cache_budget, free_bytes, prefix_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.config_fields import steady_positions
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
@@ -24,10 +24,10 @@ from mlserver_torch_stream.engine.loading.placement import describe_placement, n
 from mlserver_torch_stream.engine.machine import Host, read_host
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
-from mlserver_torch_stream.engine.step.batcher import Batcher, InlineForwards
-from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.step.batcher import Batcher
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine_settings import EngineSettings

@@ -27,8 +27,8 @@ from mlserver_torch_stream.engine.loading.pinned import release_pinned
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, give_back_weights, prepare
 from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.engine.shared_pool import PROCESS, Lease, ProcessResources
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

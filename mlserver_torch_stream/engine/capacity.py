@@ -35,12 +35,11 @@ from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors
 from mlserver_torch_stream.engine.attention.registered import CannotPage
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.budget import GPU_CACHE_SHARE
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all, page_size_of
 from mlserver_torch_stream.engine.cache.layout import CacheLayout, UnsupportedCache
 from mlserver_torch_stream.engine.cache.page_counts import largest, size_cache
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec, in_all, page_size_of
 from mlserver_torch_stream.engine.config_fields import layer_configs, max_model_len, read_config
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way

@@ -10,22 +10,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.event_delivery import Inbox, end_for_readers, post_events
 from mlserver_torch_stream.engine.failures import in_short
-from mlserver_torch_stream.engine.fair_lock import FairLock, Work
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.mailbox import Inbox, Mailbox, call_on
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
-from mlserver_torch_stream.engine.scheduler.queue import Admission
+from mlserver_torch_stream.engine.scheduler.queue import Admission, QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher, BatcherReplacement, DeadBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.engine.watchdog import EndRequest, PendingDeath, Watchdog, out_of_time, trouble
+from mlserver_torch_stream.engine.watchdog import (
+    EndRequest,
+    FairLock,
+    PendingDeath,
+    Watchdog,
+    Work,
+    out_of_time,
+    trouble,
+)
 from mlserver_torch_stream.errors import GenerationFailed, NotServing
-from mlserver_torch_stream.types import FinishReason, ModelInfo
+from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +112,10 @@ class EngineCore:
         for request in requests:
             self._batcher.check(request)
         self._admission.check(requests, self._batcher.refusal)
-        self._admission.check_queue(requests, self._batcher.stats())
+        opens = any(request.open for request in requests)
+        self._admission.check_queue(requests, self._batcher.stats(), self._open_prompts if opens else 0)
+        if opens and len(requests) != 1:
+            raise ValueError("an open prompt is the only request of its stream")
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
         mailbox = Mailbox(loop, sequences, self._closed)
         context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
@@ -114,35 +123,39 @@ class EngineCore:
             RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
             for request in requests
         ]
-        if any(request.open for request in requests):
-            self._feed_prompt(mailbox, requests)
-        self._admission.submitted(accepted)
         self._open[mailbox] = accepted  # now: the watchdog must find it even if the thread never takes it in
         self._watchdog.watch(accepted)
-        if not self._inbox.post(lambda: self._accept(mailbox, accepted)):
+        if opens:
+            mailbox.feed_prompt_to(self._prompt_feeder(requests[0]))
+        if not (self._inbox.post(lambda: None) if opens else self._queue(mailbox, accepted)):
             self._open.pop(mailbox, None)
             raise NotServing("the engine has just stopped")
         return mailbox
 
-    def _feed_prompt(self, mailbox: Mailbox, requests: Sequence[EngineRequest]) -> None:
-        """Lets the stream of an open request extend its prompt."""
-        if len(requests) != 1:
-            raise ValueError("an open prompt is the only request of its stream")
-        open_request = requests[0]
+    def _queue(self, mailbox: Mailbox, requests: list[RequestState]) -> bool:
+        """Gives whole requests to the engine's thread. Returns False if it takes in nothing any more."""
+        self._admission.submitted(requests)
+        return self._inbox.post(lambda: self._accept(mailbox, requests))
+
+    def _prompt_feeder(self, open_request: EngineRequest) -> Callable[[Mailbox, Sequence[int], bool], None]:
+        """Returns the function that takes the ids of an open request. The whole prompt is queued."""
         known = len(open_request.prompt_ids)
 
-        def extend(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
+        def feed(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
             nonlocal known
             known = len(prompt_ids) if whole else known + len(prompt_ids)
             self._admission.check_prompt(open_request, prompt_ids, known, self._batcher.refusal, whole=whole)
-            ids = list(prompt_ids)
-            for request in self._open.get(mailbox, ()) if whole else ():
-                # Its wait begins, even if the engine's thread is in a step that does not return.
-                request.whole_at = time.monotonic()
+            if whole and (requests := self._open.get(mailbox)):
+                (request,) = requests
+                request.seal(prompt_ids)
                 self._watchdog.watch_wait(request)
-            self._inbox.post(lambda: self._grow(mailbox, ids, whole))
+                self._queue(mailbox, requests)
 
-        mailbox.feed_prompt_to(extend)
+        return feed
+
+    @property
+    def _open_prompts(self) -> int:
+        return sum(request.input.open for request in self._all_requests())
 
     @property
     def load(self) -> int:
@@ -151,7 +164,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         stats = self._batcher.stats().counting_on(self._stats_before)
-        return replace(stats, cancelled_sequences=self._cancelled, timed_out_sequences=self._timed_out)
+        return replace(
+            stats,
+            open_prompts=self._open_prompts,
+            cancelled_sequences=self._cancelled,
+            timed_out_sequences=self._timed_out,
+        )
 
     def drain(self, why: str) -> None:
         self._draining = why
@@ -200,7 +218,8 @@ class EngineCore:
         if self._mark_dead(error):
             logger.error("The engine's thread does not return, so its streams end without it: %s", error)
             failure = GenerationFailed(f"the engine died: {in_short(error)}")
-            end_for_readers(self._all_requests(), FinishReason.ERROR, failure)
+            for request in self._all_requests():
+                request.end_for_reader(FinishReason.ERROR, failure)
             self._report_death(error)
         return True
 
@@ -218,11 +237,7 @@ class EngineCore:
             for request in requests:
                 self._batcher.add(request)
                 if request.timeout_s is not None and request.submitted_at + request.timeout_s <= now:
-                    self._time_out(out_of_time(request, request.sealed, now))
-
-    def _grow(self, mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
-        for request in self._open.get(mailbox, ()):
-            request.grow(prompt_ids, whole)
+                    self._time_out(out_of_time(request, True, now))
 
     def _cancel(self, mailbox: Mailbox) -> None:
         requests = self._open.get(mailbox)
@@ -351,9 +366,26 @@ class EngineCore:
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:
         """Posts the new events of the sequences and forgets the streams that have ended."""
-        post_events(sequences)
+        _post_events(sequences)
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 mailbox = sequence.request.mailbox
                 if mailbox in self._open and all(request.finished for request in self._open[mailbox]):
                     self._admission.service_rate.finished(len(self._open.pop(mailbox)))
+
+
+def _post_events(sequences: Sequence[SequenceState]) -> None:
+    """Posts the new events of the sequences, on the engine's thread, which owns them. Each loop is woken up once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
+    for sequence in sequences:
+        if events := sequence.take_events():
+            mailbox = sequence.request.mailbox
+            if mailbox.closed_at is None:
+                by_loop.setdefault(mailbox.loop, []).extend([(mailbox, event) for event in events])
+    for loop, of_loop in by_loop.items():
+        call_on(loop, partial(_deliver_all, of_loop))
+
+
+def _deliver_all(events: Sequence[tuple[Mailbox, TokenEvent]]) -> None:
+    for mailbox, event in events:
+        mailbox.deliver(event)

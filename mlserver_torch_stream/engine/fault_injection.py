@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.errors import LoadFailed
 

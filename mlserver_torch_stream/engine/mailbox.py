@@ -1,11 +1,16 @@
-"""Holds the events of one submit for their reader on the event loop, merged as far as ``MAX_PER_EVENT`` allows.
+"""Carries events from an engine's thread to their readers on event loops, and actions to the engine's thread.
 
-The engine never waits for a reader; the length of the sequences bounds what a mailbox holds for a slow one.
+A mailbox holds the events of one submit, merged as far as ``MAX_PER_EVENT`` allows. The engine never waits for a
+reader; the length of the sequences bounds what a mailbox holds for a slow one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import queue
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,6 +18,8 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.api import StreamObserver
 from mlserver_torch_stream.types import TokenEvent, add_event
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -115,3 +122,45 @@ class Mailbox:
             self._on_close(self)
         if self._observer is not None:
             self._observer.closed()
+
+
+def call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    """Calls ``action`` on the loop's thread. From any thread; does nothing if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(action)
+    except RuntimeError:  # there is no reader left
+        logger.debug("an event loop went away")
+
+
+class Inbox:
+    """Any thread may call ``post`` and ``close``; the engine's thread alone calls the rest."""
+
+    def __init__(self) -> None:
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._close_lock = threading.Lock()  # no action is posted between the last look and the end
+        self._closed = False
+
+    def post(self, action: Callable[[], None]) -> bool:
+        """Returns False if the inbox is closed: the action will not run."""
+        with self._close_lock:
+            if self._closed:
+                return False
+            self._actions.put(action)
+            return True
+
+    def close(self) -> None:
+        """Refuses all later actions. Wakes the engine's thread if it waits."""
+        with self._close_lock:
+            self._closed = True
+            self._actions.put(lambda: None)
+
+    def wait(self) -> None:
+        """Sleeps until there is an action, and runs it."""
+        self._actions.get()()
+
+    def take_in(self, *, last: bool) -> None:
+        """Runs all actions that are queued. ``last`` closes the inbox."""
+        with self._close_lock if last else contextlib.nullcontext():
+            self._closed = self._closed or last
+            while not self._actions.empty():
+                self._actions.get()()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
+from mlserver_torch_stream.engine.cache.pages import page_size_of
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.overlap import take_pipeline
@@ -22,7 +22,6 @@ from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.loading.gguf_packed import read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
@@ -41,6 +40,7 @@ from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
+from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)

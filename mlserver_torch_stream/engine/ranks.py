@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from mlserver_torch_stream.engine.cache.cache_spec import page_size_of
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import page_size_of
 from mlserver_torch_stream.engine.checks.forward_choice import with_attention
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching

@@ -6,19 +6,18 @@ import time
 import weakref
 from collections.abc import Sequence as Ids
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.failures import log_failure
-from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.text.answer_writer import AnswerWriter
-from mlserver_torch_stream.engine.text.detokenizer import StopStrings
+from mlserver_torch_stream.engine.mailbox import Mailbox, call_on
+from mlserver_torch_stream.engine.text.answer_writer import AnswerCodec, AnswerWriter, StopStrings
 from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 
 class SequenceState:
@@ -31,10 +30,9 @@ class SequenceState:
     It does not keep its request alive: whatever holds a sequence longer than a call holds the request, too.
     """
 
-    def __init__(self, request: RequestState, index: int, codec: TextCodec, stops: StopStrings) -> None:
+    def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
         self._request = weakref.ref(request)  # a cycle would keep both, and the token matcher, until a collection
-        self._prompt = request.prompt
-        self._params = request.params
+        self._input = request.input
         self._end_ids = request.end_ids
         self.index = index
         self.tokens: list[int] = []
@@ -43,7 +41,7 @@ class SequenceState:
         self.sampler: RowSampler | None = None
         self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
         self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
-        self._writer = AnswerWriter(index, self._params, request.answer, codec, stops)
+        self._writer = AnswerWriter(index, request.params, request.input.answer, codec, stops)
         self._first_token_at: float | None = None
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
@@ -57,11 +55,12 @@ class SequenceState:
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the sequence: as many are in the cache after the next decode step."""
-        return len(self._prompt) + len(self.tokens)
+        return len(self._input.prompt_ids) + len(self.tokens)
 
     def token_ids(self, start: int, stop: int) -> Ids[int]:
         """Returns the tokens from one position to another, of the prompt and of the answer together."""
-        prompt, known = self._prompt, len(self._prompt)
+        prompt = self._input.prompt_ids
+        known = len(prompt)
         if stop <= known:
             return prompt[start:stop]
         if start >= known:
@@ -110,7 +109,7 @@ class SequenceState:
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
         """Makes the text of the token with this number, from 1."""
-        params = self._params
+        params = self._input.sampling
         hidden = self._is_end(count) and not params.include_stop_str_in_output
         # Stop strings count from ``min_tokens`` on, as end ids do.
         self._writer.write(self.tokens[count - 1], logprob, hidden=hidden, stops=count > params.min_tokens)
@@ -121,7 +120,7 @@ class SequenceState:
 
     def _is_end(self, count: int) -> bool:
         """Whether the token with this number, from 1, ends the answer by its id."""
-        return self.tokens[count - 1] in self._end_ids and count > self._params.min_tokens
+        return self.tokens[count - 1] in self._end_ids and count > self._input.sampling.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
@@ -149,7 +148,7 @@ class SequenceState:
             return ()
         events = self._writer.take()
         for event in events:
-            event.num_input_tokens = len(self._prompt)
+            event.num_input_tokens = len(self._input.prompt_ids)
         if self.finish_reason is not None:
             self.last_event_taken = True
             last = events.pop() if events else self._writer.event()
@@ -169,42 +168,44 @@ class SequenceState:
             return None
         if self._writer.stop_string is not None:
             return self._writer.stop_string
-        return self.tokens[-1] if self.tokens[-1] in self._params.stop_token_ids else None
+        return self.tokens[-1] if self.tokens[-1] in self._input.sampling.stop_token_ids else None
 
 
 class RequestState:
-    """One prompt and its ``params.n`` sequences. An open prompt grows until it is ``sealed``."""
+    """The life of an ``EngineRequest``, its ``input``: its sequences, the mailbox of their events, and its times."""
 
     def __init__(
         self,
-        request: EngineRequest,
+        input: EngineRequest,
         mailbox: Mailbox,
-        codec: TextCodec,
+        codec: AnswerCodec,
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         default_timeout: float | None = None,
     ) -> None:
         """``max_model_len`` is the model's context, or less if the cache is small."""
-        self.prompt = list(request.prompt_ids)
-        self.params = request.sampling
+        self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
-        self.answer = request.answer
-        self.constraint = request.constraint
-        self.end_ids = _end_ids(request.sampling, eos_token_ids)
-        self.sealed = not request.open
-        self.priority = request.priority
-        self.client = request.client
+        self.end_ids = _end_ids(input.sampling, eos_token_ids)
         # From submit to the last token.
-        self.timeout_s = default_timeout if request.timeout_s is None else request.timeout_s
+        self.timeout_s = default_timeout if input.timeout_s is None else input.timeout_s
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
-        self.kept = 0  # the first ids of an open prompt that ``grow`` did not change when it was sealed
         self.cached_tokens = 0  # of the prompt: found in the prefix cache
-        indices = range(request.first_index, request.first_index + request.sampling.n)
-        stops = StopStrings(request.sampling.stop)
+        indices = range(input.first_index, input.first_index + input.sampling.n)
+        stops = StopStrings(input.sampling.stop)
         self.sequences = [SequenceState(self, index, codec, stops) for index in indices]
+
+    @property
+    def prompt(self) -> Ids[int]:
+        """The ids of the prompt; of an open one none."""
+        return self.input.prompt_ids
+
+    @property
+    def params(self) -> SamplingParameters:
+        return self.input.sampling
 
     @property
     def unfinished(self) -> int:
@@ -231,26 +232,25 @@ class RequestState:
         """The most tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
-    def grow(self, prompt_ids: Ids[int], whole: bool) -> None:
-        """Extends an open prompt, or sets it as a whole and seals it."""
-        if not whole:
-            self.prompt.extend(prompt_ids)
-            return
-        pairs = enumerate(zip(self.prompt, prompt_ids, strict=False))
-        changed = (index for index, (old, new) in pairs if old != new)
-        self.kept = next(changed, min(len(self.prompt), len(prompt_ids)))
-        self.prompt[:] = prompt_ids
-        self.sealed = True
+    def seal(self, prompt_ids: Ids[int]) -> None:
+        """Gives the open request its whole prompt. Its wait begins."""
+        self.input.prompt_ids = tuple(prompt_ids)
+        self.input.open = False
+        self.whole_at = time.monotonic()
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         for sequence in self.sequences:
             sequence.finish(reason, error)
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
-        """Gives the reader the last events of the sequences, with the tokens delivered so far. On the loop's thread.
+        """Sends the reader the last events of the sequences, with the tokens delivered so far. From any thread.
 
-        The sequences stay as they are: they belong to the engine's thread, whose step does not return.
+        The sequences stay as they are: they belong to the engine's thread, whose step does not return. One that has
+        ended already gets no further event.
         """
+        call_on(self.mailbox.loop, partial(self._end_for_reader, reason, error))
+
+    def _end_for_reader(self, reason: FinishReason, error: Exception) -> None:
         for sequence in self.sequences:
             delivered = self.mailbox.delivered(sequence.index)
             if delivered.ended:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.machine import default_kv_budget
 from mlserver_torch_stream.engine.text.text_process import TextProcesses
+from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.work_threads import WorkCancelled, raise_if_cancelled
 
 V = TypeVar("V")

@@ -1,27 +1,168 @@
-"""Keeps deadlines while the engine's thread is in a step that does not return, and in the end abandons the thread.
+"""Records the work of engines' threads, lets those of one device step in turn, and keeps the deadlines of requests.
 
-It asks the thread first, and then acts itself.
+While a thread is in a step that does not return, its watchdog asks it to end requests, then ends them itself, and in
+the end abandons the thread.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
-from mlserver_torch_stream.engine.event_delivery import end_for_readers
 from mlserver_torch_stream.engine.failures import StepTimeout
-from mlserver_torch_stream.engine.fair_lock import Work
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduler.limits import Deadlines, QueueLimits
+from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.errors import TimedOut
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Some work, with the number of tokens in its forward.
+
+    ``str(what)`` describes the work; it is formatted only when somebody reports it.
+    """
+
+    what: object
+    tokens: int
+    since: float
+
+
+class StepProgress:
+    """Holds the work of the engine's thread, if any, and of forwards in other threads, each under a key."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._current: Work | None = None
+        self._in_flight: dict[Hashable, Work] = {}
+
+    def at(self, what: object, tokens: int = 1) -> None:
+        """The engine's thread begins this work and has ended its previous work."""
+        self._current = Work(what, tokens, self._clock())
+
+    def rest(self) -> None:
+        """The engine's thread is idle, or waits for forwards in other threads."""
+        self._current = None
+
+    def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
+        self._in_flight[key] = Work(what, tokens, self._clock())
+
+    def completed(self, key: Hashable) -> None:
+        self._in_flight.pop(key, None)
+
+    def works(self) -> list[Work]:
+        """Returns all work that is not complete. From any thread."""
+        current = self._current
+        return [*list(self._in_flight.values()), *([current] if current is not None else [])]
+
+
+class FairLock:
+    """A lock that threads get in the order in which they ask, so that engines on the same cores step in turn.
+
+    Two OpenMP pools that spin on the same cores slow each other tenfold (measured). With a plain lock a busy engine
+    takes the lock again before a waiting engine wakes up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._held = False
+        self.progress: StepProgress | None = None  # of the engine that holds the lock
+
+    @contextmanager
+    def held_by(self, progress: StepProgress) -> Iterator[bool]:
+        """Holds the lock, and yields whether another thread had it.
+
+        In ``progress`` the engines that wait for the lock see how long the holder's step takes.
+        """
+        with self as waited:
+            self.progress = progress
+            try:
+                yield waited
+            finally:
+                self.progress = None
+
+    def __enter__(self) -> bool:
+        """Returns whether another thread had the lock."""
+        with self._lock:
+            if not self._held:
+                self._held = True
+                return False
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        gate.acquire()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+    def yield_turn(self) -> None:
+        """Releases the lock, which the caller holds, and takes it again after all waiting threads."""
+        progress, self.progress = self.progress, None
+        self.__exit__()
+        self.__enter__()
+        self.progress = progress
+
+
+_FEW = 64
+FAR = 3600.0  # seconds; a thread cannot wait for a timeout of 300 years
+
+
+class Deadlines:
+    """Holds the times at which requests must have started, or ended. It does not keep requests alive."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, weakref.ref[RequestState], bool]] = []
+        self._order = count()
+        self._most = _FEW
+
+    def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
+        """Adds a deadline, ``seconds`` after the submit. A ``while_waiting`` one counts from when the prompt is whole.
+
+        A ``while_waiting`` deadline holds only for a request that has not started by then.
+        """
+        if seconds is None:
+            return
+        since = request.whole_at if while_waiting else request.submitted_at
+        heapq.heappush(self._heap, (since + seconds, next(self._order), weakref.ref(request), while_waiting))
+        if len(self._heap) > self._most:
+            self._forget_freed()
+
+    def _forget_freed(self) -> None:
+        """Drops the deadlines of requests that have ended and were freed."""
+        self._heap = [entry for entry in self._heap if entry[2]() is not None]
+        heapq.heapify(self._heap)
+        self._most = max(_FEW, 2 * len(self._heap))
+
+    def seconds_left(self, now: float) -> float:
+        """Returns the seconds until the next deadline, at most ``FAR``."""
+        return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else FAR
+
+    def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
+        """Removes passed deadlines; yields the unfinished requests, each with whether it still waits."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, made_for, while_waiting = heapq.heappop(self._heap)
+            request = made_for()
+            if request is not None and not request.finished and (not while_waiting or request.started_at is None):
+                yield request, request.started_at is None and (while_waiting or not request.input.open)
+
 
 # Seconds for the engine's thread to end a request itself, with the text that it holds back. Most steps are shorter.
 PATIENCE = 0.5
@@ -73,7 +214,7 @@ class WatchdogState:
     def watch(self, requests: Sequence[RequestState]) -> None:
         """Adds the requests' timeouts, and for whole requests the settings' limit of the time in the queue."""
         for request in requests:
-            if request.sealed:
+            if not request.input.open:
                 self.watch_wait(request)
             self._deadlines.add(request, request.timeout_s, while_waiting=False)
 
@@ -245,5 +386,6 @@ class Watchdog:
         for end in decision.ask:
             self._engine.ask(end)
         for end in decision.unanswered:
-            end_for_readers(end.requests, end.reason, end.error)
+            for request in end.requests:
+                request.end_for_reader(end.reason, end.error)
         return decision.lost is not None and self._engine.give_up(decision.lost)

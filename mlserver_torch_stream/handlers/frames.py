@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
@@ -30,7 +30,12 @@ def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
         encoded = text.encode()
     except UnicodeEncodeError:
         encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
-    return b"".join((_LENGTHS.pack(len(encoded), len(body)), encoded, body))
+    return join_frame(encoded, body)
+
+
+def join_frame(header: bytes, body: bytes) -> bytes:
+    """A frame of a header that is encoded already."""
+    return b"".join((_LENGTHS.pack(len(header), len(body)), header, body))
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
@@ -39,27 +44,34 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 
 
 class FrameBuffer:
-    """Collects bytes, and returns the frames that are complete."""
+    """Collects bytes, and returns the frames that are complete. ``parse`` reads a header, and raises ValueError."""
 
-    def __init__(self) -> None:
+    def __init__(self, parse: Callable[[bytes], Any] = json.loads) -> None:
+        self._parse = parse
         self._data = bytearray()
+        self._taken = 0  # bytes at its beginning
 
     def feed(self, data: bytes) -> None:
+        if self._taken:
+            del self._data[: self._taken]
+            self._taken = 0
         self._data += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
         """The next frame; None: it is not complete. Raises BrokenFrame."""
-        start = _LENGTHS.size
+        start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _lengths(self._data)
+        header_bytes, body_bytes = _lengths(self._data, self._taken)
         middle, end = start + header_bytes, start + header_bytes + body_bytes
         if len(self._data) < end:
             return None
         with memoryview(self._data) as view:
             encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
-        del self._data[:end]
-        return _header(encoded), body
+        self._taken = end
+        if end == len(self._data):
+            self._data, self._taken = bytearray(), 0
+        return _header(encoded, self._parse), body
 
 
 class FrameReader:
@@ -74,7 +86,7 @@ class FrameReader:
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
-        header_bytes, body_bytes = _lengths(lengths, self._max_bytes)
+        header_bytes, body_bytes = _lengths(lengths, max_bytes=self._max_bytes)
         encoded = self._file.read(header_bytes)
         body = self._file.read(body_bytes)
         if len(encoded) < header_bytes or len(body) < body_bytes:
@@ -85,16 +97,16 @@ class FrameReader:
         self._file.close()
 
 
-def _lengths(data: bytes | bytearray, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
-    header_bytes, body_bytes = _LENGTHS.unpack_from(data)
+def _lengths(data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
+    header_bytes, body_bytes = _LENGTHS.unpack_from(data, start)
     if max(header_bytes, body_bytes) > max_bytes:
         raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
     return header_bytes, body_bytes
 
 
-def _header(encoded: bytes) -> dict[str, Any]:
+def _header(encoded: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     try:
-        header = json.loads(encoded)
+        header = parse(encoded)
     except ValueError as error:
         raise BrokenFrame(f"a header that is not JSON: {error}") from None
     if not isinstance(header, dict):

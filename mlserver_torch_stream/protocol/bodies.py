@@ -175,6 +175,7 @@ class _FailFast(FailFast):
 FAIL_FAST = _FailFast()  # of a list: one error is enough
 WHOLE = BeforeValidator(_whole)  # as JSON has it, where 1 is 1.0
 SPENDS = BeforeValidator(_spend)  # of a list whose elements take Python code: counts them before
+M = TypeVar("M", bound=Body)
 S = TypeVar("S")
 T = TypeVar("T")
 # A constraint makes pydantic refuse lone surrogates, which UTF-8 has not.
@@ -189,13 +190,20 @@ OrList = Annotated[
 ]
 
 
-def validate(place: str, kind: TypeAdapter[Any], value: Any, most: int | None = None) -> None:
-    """Raises InvalidInput, whose field begins with ``place``. ``most``: elements that are looked at."""
+def validate(place: str, kind: TypeAdapter[T], value: Any, most: int | None = None) -> T:
+    """The value as ``kind`` has it. Raises InvalidInput, whose field begins with ``place``. ``most``: elements that are
+    looked at."""
     try:
-        kind.validate_python(value, context=None if most is None else ElementBudget(most))
+        return kind.validate_python(value, context=None if most is None else ElementBudget(most))
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         raise InvalidInput(_field(place, value, found), _reason(found)) from None
+
+
+def read(body: Mapping[str, Any], model: type[M]) -> M:
+    """A body of a few fields as its model. Raises InvalidInput, which names the field."""
+    found: M = validate("", _adapter(model), dict(body))
+    return found
 
 
 def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[str, Any]:
@@ -215,7 +223,7 @@ def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[
 
 
 @cache
-def _adapter(model: type[Body]) -> TypeAdapter[Any]:
+def _adapter(model: type[M]) -> TypeAdapter[M]:
     return TypeAdapter(model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlserver_torch_stream.protocol.openai_batch_document import batch_paths, batch_schemas
+from mlserver_torch_stream.protocol.openai_batch_models import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest, CompletionRequest, ModelResponseRequest
 from mlserver_torch_stream.protocol.openapi_parts import (
     COUNT,

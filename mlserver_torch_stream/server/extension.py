@@ -19,7 +19,8 @@ from opentelemetry.instrumentation.grpc import aio_server_interceptor
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
-from mlserver_torch_stream.server.batches.service import BatchService, ServedRows
+from mlserver_torch_stream.server.batches import Batches
+from mlserver_torch_stream.server.grpc.torchserve import InferenceService
 from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
@@ -40,7 +41,6 @@ from mlserver_torch_stream.server.rest import (
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
-from mlserver_torch_stream.server.torchserve_grpc.inference_service import InferenceService
 
 
 async def open_port(
@@ -143,9 +143,8 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     page_routes.add_routes(host, options)
     predictions.add_routes(host, state.lifecycle, options)
     item_batch.add_routes(host, state.lifecycle)
-    models = ServedRows(host.registry, state.clients, state.lifecycle)
-    service = BatchService(options.batch_store, models, state.lifecycle)
-    batch_routes.add_batch_routes(host, service, options)
+    batches = Batches(options.batch_store, host.registry, state)
+    batch_routes.add_batch_routes(host, batches, options)
 
 
 def _warn_of_server_settings(settings: Settings) -> None:

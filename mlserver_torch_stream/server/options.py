@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
+# After ``stalled_reader_timeout``, until the reader is given up. If other work has held up the event loop for so long,
+# or the machine has, what the reader did meanwhile is still to be processed.
+LAST_LOOK_S = 0.1
 PREFIX = "MLSERVER_TORCH_STREAM_"
 # Other modules read these under the same prefix: the folder of converted models, faults for tests, which kernels.
 _ELSEWHERE = frozenset({"cache", "faults", "kernel"})

@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mlserver_torch_stream.batches.batch_record import BatchRecord, BatchRequest, IdMaker
-from mlserver_torch_stream.batches.batch_runner import BatchRunner
-from mlserver_torch_stream.batches.batch_store import BatchPlaces
+from mlserver_torch_stream.cloud.batches.batch_record import BatchRecord, IdMaker
+from mlserver_torch_stream.cloud.batches.batch_runner import BatchRunner
+from mlserver_torch_stream.cloud.batches.batch_store import BatchPlaces
+from mlserver_torch_stream.errors import UnknownModel
+from mlserver_torch_stream.protocol.openai_batch_models import BatchRequest
 from tests.batches.api import encoded
 
-CHAT = "/v1/chat/completions"
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 
 
 class Echo:
@@ -35,10 +37,12 @@ class Echo:
     async def settled(self) -> None:
         await self.loaded.wait()
 
-    def find(self, name: str) -> Echo | None:
-        return self if name in self.names else None
+    def has(self, name: str) -> bool:
+        return name in self.names
 
-    async def answer(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if name not in self.names:
+            raise UnknownModel(name)
         said = body["messages"][0]["content"]
         await self.before(said)
         self.answered[said] += 1
@@ -66,9 +70,9 @@ class Bench:
     async def create(self, rows: list[Any]) -> str:
         upload = self.places.files.begin()
         await upload.write(encoded(rows))
-        await upload.close()
         file = await upload.end("rows.jsonl")
-        return (await self.runner.create(BatchRequest(file["id"], CHAT, None))).id
+        request = BatchRequest(input_file_id=file["id"], endpoint=CHAT, completion_window="24h")
+        return (await self.runner.create(request)).id
 
     async def until(self, batch_id: str, condition: Callable[[BatchRecord], bool]) -> BatchRecord:
         end = time.monotonic() + 60
@@ -78,7 +82,7 @@ class Bench:
         return record
 
     async def ended(self, batch_id: str) -> BatchRecord:
-        return await self.until(batch_id, lambda record: record.status.ended)
+        return await self.until(batch_id, lambda record: record.ended)
 
     async def cleaned(self) -> None:
         """The parts of the runs are gone."""

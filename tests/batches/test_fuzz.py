@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.batches.batch_record import BATCH, FILE, BatchRequest, IdMaker, is_id, read_batch_request
-from mlserver_torch_stream.batches.pages import read_query
+from mlserver_torch_stream.cloud.batches.batch_record import IdMaker
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.bodies import fields
+from mlserver_torch_stream.protocol.bodies import fields, read
 from mlserver_torch_stream.protocol.openai_batch import read_body, read_custom_id
+from mlserver_torch_stream.protocol.openai_batch_models import BATCH, FILE, BatchRequest, FileQuery, is_id
 from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest
 from mlserver_torch_stream.protocol.openai_request import decode_body
 from mlserver_torch_stream.protocol.parameters import PARAMETERS
@@ -65,7 +65,7 @@ def test_no_content_type_breaks_the_reader_of_forms(content_type: str) -> None:
 @given(_NAMES, _JSON)
 def test_a_bad_value_of_a_batch_names_its_field(name: str, value: Any) -> None:
     try:
-        request = read_batch_request({**_GOOD, name: value})
+        request = read({**_GOOD, name: value}, BatchRequest)
     except InvalidInput as error:
         assert error.field == name
     else:
@@ -75,7 +75,7 @@ def test_a_bad_value_of_a_batch_names_its_field(name: str, value: Any) -> None:
 @given(st.dictionaries(st.text(), _JSON, min_size=1, max_size=4))
 def test_an_unknown_key_of_a_batch_is_named(body: dict[str, Any]) -> None:
     try:
-        read_batch_request({**_GOOD, **body})
+        read({**_GOOD, **body}, BatchRequest)
     except InvalidInput as error:
         assert error.field in {printable(key) for key, value in body.items() if value is not None}
     else:
@@ -114,11 +114,11 @@ def test_a_bad_value_in_the_body_of_a_row_is_refused_by_its_name(name: str) -> N
 @given(st.dictionaries(st.sampled_from(["limit", "after", "order", "purpose", "x"]), st.text(max_size=30), max_size=3))
 def test_a_bad_parameter_of_a_list_is_named_or_it_is_taken(query: dict[str, str]) -> None:
     try:
-        found = read_query(query, BATCH, ("limit", "after", "order", "purpose"), 100, 20)
+        found = read(query, FileQuery)
     except InvalidInput as error:
         assert error.field in query
     else:
-        assert 1 <= found.limit <= 100 and (found.after is None or is_id(BATCH, found.after))
+        assert 1 <= found.limit <= 10_000 and (found.after is None or is_id(FILE, found.after))
 
 
 @given(st.text(max_size=50))

@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from mlserver_torch_stream.batches import batch_files
-from mlserver_torch_stream.batches.batch_record import WINDOW_S, BatchRecord, BatchStatus, IdMaker
-from mlserver_torch_stream.batches.batch_run import PART_ROWS
-from mlserver_torch_stream.batches.batch_runner import MAX_UNFINISHED
-from mlserver_torch_stream.batches.file_store import content_key
-from mlserver_torch_stream.batches.pages import PageQuery
+from mlserver_torch_stream.cloud.batches.batch_files import MAX_ITEMS
+from mlserver_torch_stream.cloud.batches.batch_record import WINDOW_S, BatchRecord, IdMaker
+from mlserver_torch_stream.cloud.batches.batch_run import PART_ITEMS
+from mlserver_torch_stream.cloud.batches.batch_runner import MAX_UNFINISHED
+from mlserver_torch_stream.cloud.batches.batch_store import content_key, translating_store_errors
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, QueueFull
 from tests.batches.api import row
 from tests.batches.bench import CHAT, Bench, Echo
 
 
 def test_what_a_run_delivered_before_it_ended_is_not_answered_again(tmp_path: Path) -> None:
-    total, hold = 5 * PART_ROWS + 3, 3 * PART_ROWS + 5
+    total, hold = 5 * PART_ITEMS + 3, 3 * PART_ITEMS + 5
 
     async def run() -> None:
         models = Echo("tiny")
@@ -37,16 +36,16 @@ def test_what_a_run_delivered_before_it_ended_is_not_answered_again(tmp_path: Pa
         models.before = stick
         async with Bench(tmp_path, models) as first:
             batch_id = await first.create([row(n) for n in range(total)])
-            half = await first.until(batch_id, lambda record: record.completed == 3 * PART_ROWS)
-            assert half.status is BatchStatus.IN_PROGRESS and half.total == total
+            half = await first.until(batch_id, lambda record: record.completed == 3 * PART_ITEMS)
+            assert half.status == "in_progress" and half.total == total
         again = Echo("tiny")
         async with Bench(tmp_path, again) as second:
             ended = await second.ended(batch_id)
             lines = await second.lines(ended.output_file_id)
             await second.cleaned()
-        assert ended.status is BatchStatus.COMPLETED and (ended.completed, ended.failed) == (total, 0)
+        assert ended.status == "completed" and (ended.completed, ended.failed) == (total, 0)
         assert [line["custom_id"] for line in lines] == [f"row-{n}" for n in range(total)]
-        assert again.answered == Counter(f"row {n}" for n in range(3 * PART_ROWS, total))
+        assert again.answered == Counter(f"row {n}" for n in range(3 * PART_ITEMS, total))
 
     asyncio.run(run())
 
@@ -65,7 +64,7 @@ def test_a_run_that_ended_while_it_wrote_its_files_writes_the_same_files_again(t
         (parts / "part-000000.jsonl").write_text("\n".join(ours) + "\n")
         files = tmp_path / "contents" / content_key(str(ended.output_file_id))
         files.write_text("half of it")
-        await first.places.batches.change(batch_id, lambda batch: replace(batch, status=BatchStatus.FINALIZING))
+        await first.places.batches.change(batch_id, lambda batch: replace(batch, status="finalizing"))
         async with Bench(tmp_path, models) as second:
             again = await second.ended(batch_id)
             assert again.output_file_id == ended.output_file_id
@@ -91,7 +90,7 @@ def test_rows_that_the_completion_window_leaves_are_in_the_error_file_as_expired
         async with Bench(tmp_path, models) as second:
             ended = await second.ended(batch_id)
             failed = await second.lines(ended.error_file_id)
-        assert ended.status is BatchStatus.EXPIRED and ended.failed == 3
+        assert ended.status == "expired" and ended.failed == 3
         assert {line["error"]["code"] for line in failed} == {"batch_expired"}
 
     asyncio.run(run())
@@ -112,7 +111,7 @@ def test_a_row_waits_for_a_model_that_was_there_and_is_loaded_again(tmp_path: Pa
             batch_id = await bench.create([row(0), row(1, model="late"), row(2, model="never there")])
             await asyncio.wait_for(gone.wait(), 30)
             await asyncio.sleep(0.3)
-            assert not (await bench.places.batches.get(batch_id)).status.ended
+            assert not (await bench.places.batches.get(batch_id)).ended
             models.names.add("late")
             ended = await bench.ended(batch_id)
             (lost,) = await bench.lines(ended.error_file_id)
@@ -129,7 +128,7 @@ def test_a_batch_is_validated_when_the_models_of_a_starting_server_are_there(tmp
         async with Bench(tmp_path, models) as bench:
             batch_id = await bench.create([row(0, model="late"), row(1)])
             await asyncio.sleep(0.2)
-            assert (await bench.places.batches.get(batch_id)).status is BatchStatus.VALIDATING
+            assert (await bench.places.batches.get(batch_id)).status == "validating"
             models.names.add("late")
             models.loaded.set()
             ended = await bench.ended(batch_id)
@@ -183,9 +182,9 @@ def test_a_store_that_fails_is_503_and_one_that_is_not_there_any_more_too(tmp_pa
             shutil.rmtree(tmp_path / "store" / "contents")
             (tmp_path / "store" / "contents").write_text("no folder")
             upload = bench.places.files.begin()
-            with pytest.raises(NotServing, match="does not answer"):
+            with pytest.raises(NotServing, match="does not answer"), translating_store_errors():
                 await upload.write(b"{}\n")
-                await upload.close()
+                await upload.end("rows.jsonl")
 
     asyncio.run(run())
 
@@ -225,11 +224,11 @@ def test_a_cancellation_in_another_process_reaches_the_run_at_its_next_part(tmp_
         models.before = in_turn
         async with Bench(tmp_path, models) as first:
             batch_id = await first.create([row(n) for n in range(4000)])
-            await first.until(batch_id, lambda record: record.completed >= PART_ROWS)
+            await first.until(batch_id, lambda record: record.completed >= PART_ITEMS)
             async with Bench(tmp_path, Echo("tiny")) as second:
-                assert (await second.runner.cancel(batch_id)).status is BatchStatus.CANCELLING
+                assert (await second.runner.cancel(batch_id)).status == "cancelling"
                 ended = await second.ended(batch_id)
-        assert ended.status is BatchStatus.CANCELLED and PART_ROWS <= ended.completed < 4000
+        assert ended.status == "cancelled" and PART_ITEMS <= ended.completed < 4000
 
     asyncio.run(run())
 
@@ -239,11 +238,11 @@ def test_a_batch_that_was_cancelled_while_no_process_ran_it_ends_cancelled(tmp_p
         async with Bench(tmp_path, Echo("tiny")) as first:
             other = await first.ended(await first.create([row(0)]))
         record = BatchRecord(IdMaker().make("batch_"), other.input_file_id, CHAT, int(time.time()))
-        await first.places.batches.create(record.moved(BatchStatus.CANCELLING, int(time.time())))
+        await first.places.batches.put(record.id, record.moved("cancelling").dumps())
         async with Bench(tmp_path, Echo("tiny")) as second:
             ended = await second.ended(record.id)
             lines = await second.lines(ended.error_file_id)
-        assert ended.status is BatchStatus.CANCELLED and ended.output_file_id is None
+        assert ended.status == "cancelled" and ended.output_file_id is None
         assert [line["error"]["code"] for line in lines] == ["batch_cancelled"]
 
     asyncio.run(run())
@@ -263,12 +262,12 @@ def test_a_batch_that_is_cancelled_while_it_waits_for_its_turn_ends_with_an_erro
             for other in others:
                 await bench.until(other, lambda record: record.total > 0)
             batch_id = await bench.create([row(n) for n in range(rows)])
-            assert (await bench.runner.cancel(batch_id)).status is BatchStatus.CANCELLING
+            assert (await bench.runner.cancel(batch_id)).status == "cancelling"
             ended = await bench.ended(batch_id)
             lines = await bench.lines(ended.error_file_id)
-            assert not any([(await bench.places.batches.get(other)).status.ended for other in others])
+            assert not any([(await bench.places.batches.get(other)).ended for other in others])
         assert (ended.status, ended.output_file_id, ended.total, ended.failed) == (
-            BatchStatus.CANCELLED,
+            "cancelled",
             None,
             rows,
             rows,
@@ -293,11 +292,11 @@ def test_the_rows_of_a_stopped_batch_take_no_part_each(tmp_path: Path) -> None:
         models.before = before
         async with Bench(tmp_path, models) as bench:
             batch_id = await bench.create([row(n) for n in range(3000)])
-            await bench.until(batch_id, lambda record: record.completed == PART_ROWS)
+            await bench.until(batch_id, lambda record: record.completed == PART_ITEMS)
             parts = bench.places.open_run(batch_id)
             counts: list[int] = []
             await bench.runner.cancel(batch_id)
-            while not (ended := await bench.places.batches.get(batch_id)).status.ended:
+            while not (ended := await bench.places.batches.get(batch_id)).ended:
                 counts.append(len([info async for info in parts.list() if info.key.startswith("part-")]))
             answered, failed = await bench.lines(ended.output_file_id), await bench.lines(ended.error_file_id)
         assert [line["custom_id"] for line in answered] == [f"row-{n}" for n in range(20)], "what was answered stays"
@@ -326,10 +325,10 @@ def test_too_many_unfinished_batches_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_more_rows_than_openai_allows_fails(tmp_path: Path) -> None:
     async def run() -> None:
-        rows = [f'{{"custom_id": "{n}", "body": {{"prompt": ""}}}}' for n in range(batch_files.MAX_ROWS + 1)]
+        rows = [f'{{"custom_id": "{n}", "body": {{"prompt": ""}}}}' for n in range(MAX_ITEMS + 1)]
         async with Bench(tmp_path, Echo("tiny")) as bench:
             ended = await bench.ended(await bench.create(rows))
-        assert ended.status is BatchStatus.FAILED and ended.problems[0].code == "too_many_rows"
+        assert ended.status == "failed" and ended.problems[0].code == "too_many_rows"
 
     asyncio.run(run())
 
@@ -342,7 +341,7 @@ def test_a_record_that_cannot_be_read_keeps_no_other_batch_from_going_on(tmp_pat
             await first.ended(broken)
             await first.ended(whole)
         (tmp_path / "batches" / f"{broken}.json").write_text("{}")
-        await first.places.batches.change(whole, lambda batch: replace(batch, status=BatchStatus.VALIDATING))
+        await first.places.batches.change(whole, lambda batch: replace(batch, status="validating"))
         async with Bench(tmp_path, models) as second:
             assert (await second.ended(whole)).completed == 1
 
@@ -361,11 +360,11 @@ def test_a_damaged_record_hides_no_other_file_or_batch(tmp_path: Path, damage: b
             (tmp_path / "batches" / f"{damaged}.json").write_bytes(damage)
             (tmp_path / "files" / f"{file_id}.json").write_bytes(damage)
             files, batches = bench.places.files, bench.places.batches
-            page = await files.page(PageQuery(100, purpose="batch"))
+            page = await files.page(100, purpose="batch")
             assert [each["id"] for each in page["data"]] == [kept]
-            assert [each["id"] for each in (await batches.page(PageQuery(100)))["data"]] == [whole]
+            assert [each["id"] for each in (await batches.page(100))["data"]] == [whole]
             for read in (files.get(file_id), batches.get(damaged)):
-                with pytest.raises(NotServing):
+                with pytest.raises(NotServing), translating_store_errors():
                     await read
 
     asyncio.run(run())
@@ -381,7 +380,7 @@ def test_a_batch_outlives_a_store_that_cannot_take_its_run_for_a_while(tmp_path:
             batch_id = await bench.create([row(1)])
             await bench.until(batch_id, lambda record: record.total > 0)
             await asyncio.sleep(0.3)
-            assert not (await bench.places.batches.get(batch_id)).status.ended
+            assert not (await bench.places.batches.get(batch_id)).ended
             (tmp_path / "runs").unlink()
             assert (await bench.ended(batch_id)).completed == 1
 

@@ -1,8 +1,9 @@
-"""The measuring client against a real server: what it counts is what the server counts."""
+"""The measuring client: events and times out of raw bytes; of a real server it counts what the server counts."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -14,10 +15,14 @@ from benchmarks import load
 from benchmarks.answers import Ask, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
 from benchmarks.figures import Figures
-from benchmarks.http_endpoint import BadAnswer
+from benchmarks.http_endpoint import BadAnswer, HttpEndpoint, events
 from benchmarks.prompts import Prompts
+from benchmarks.recording import Recording
 from benchmarks.servers import Live, Ours
+from benchmarks.spellings import OpenAISpelling
 from benchmarks.sweep import started
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +70,25 @@ def test_a_refused_request_is_an_error(live: Live) -> None:
         endpoint.read(recordings[0])
 
 
-@pytest.mark.parametrize("name", ["c3", "p64", "p64-again", "mix", "copy", "prose", "prose-drawn"])
+@pytest.mark.parametrize(
+    "name", ["c3", "p64", "p64-again", "mix", "copy", "prose", "prose-drawn", "c3-free", "c3-list"]
+)
 def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -> None:
     figures = asyncio.run(Case(name, QUICK, prompts).run(live.endpoints["rest"], live.pid, 0))
     assert figures["tokens_per_s"] == pytest.approx(figures["new_tokens"] / figures["seconds"])
     _are_figures(figures)
+
+
+def test_turns_and_a_batch_have_figures_of_their_own(live: Live, prompts: Prompts) -> None:
+    turns, batch = make_cases(["turns3", "batch2"], replace(QUICK, batch_rows=200), prompts)
+    figures = asyncio.run(turns.run(live.endpoints["rest"], live.pid, 0))
+    assert (
+        figures["ratio"] == pytest.approx(figures["together_s"] / figures["in_turn_s"]) and figures["health_p99_ms"] > 0
+    )
+    figures = asyncio.run(batch.run(live.endpoints["rest"], live.pid, 0))
+    assert (
+        figures["ratio"] == pytest.approx(figures["beside_p50_ms"] / figures["alone_p50_ms"]) and figures["rows"] >= 2
+    )
 
 
 def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
@@ -101,3 +120,65 @@ def test_streams_in_turn_do_not_overlap(live: Live, prompts: Prompts) -> None:
 def test_a_name_that_is_no_case(name: str) -> None:
     with pytest.raises(UnknownCase, match="cases are named like"):
         make_cases([name], QUICK, None)  # type: ignore[arg-type]
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(body), body)
+
+
+def test_an_event_has_the_time_of_its_last_byte() -> None:
+    first, second = _chunk(b"data: one\n\n"), _chunk(b"data: two\n\n")
+    received = [(1.0, _HEAD + first[:5]), (2.0, first[5:]), (3.0, second + b"0\r\n\r\n")]
+    assert list(events(received)) == [(2.0, "one"), (3.0, "two")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_cuts_change_no_event(size: int) -> None:
+    raw = (
+        _HEAD
+        + _chunk(b"data: a\r\n\r\ndata: b\n\n: a comment\n\n")
+        + _chunk(b"data: c")
+        + _chunk(b"\n\n")
+        + b"0\r\n\r\n"
+    )
+    received = [(float(at), raw[at : at + size]) for at in range(0, len(raw), size)]
+    found = list(events(received))
+    assert [data for _, data in found] == ["a", "b", "c"]
+    assert [at for at, _ in found] == sorted(at for at, _ in found)
+
+
+def test_a_body_that_ends_with_the_connection() -> None:
+    assert list(events([(1.0, b"HTTP/1.1 200 OK\r\n\r\ndata: one\n"), (2.0, b"\n")])) == [(2.0, "one")]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}",
+        b"",
+        _HEAD + _chunk(b"data: one\n\n"),
+        _HEAD + b"ff",
+        b"HTTP/1.1 200 OK\r\n\r\ndata: half",
+    ],
+)
+def test_what_is_no_whole_stream_is_an_error(raw: bytes) -> None:
+    with pytest.raises(BadAnswer):
+        list(events([(1.0, raw)]))
+
+
+def test_openai_events_bring_text_and_at_last_the_usage() -> None:
+    texts = [{"choices": [{"text": ""}]}, {"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}], "usage": None}]
+    sent = [*texts, {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}]
+    recording = Recording(started=0.5, ended=9.0, chunks=[(1.0, b"HTTP/1.1 200 OK\r\n\r\n")])
+    for at, event in enumerate(sent, start=2):
+        recording.add(float(at), b"data: " + json.dumps(event).encode() + b"\n\n")
+    recording.add(8.0, b"data: [DONE]\n\n")
+    answer = HttpEndpoint(1, OpenAISpelling("m")).read(recording)
+    assert (answer.arrivals, answer.prompt_tokens, answer.new_tokens) == ((3.0, 4.0), 3, 2)
+    assert answer.ttft == 2.5
+
+
+def test_an_error_inside_a_stream_is_an_error() -> None:
+    recording = Recording(chunks=[(1.0, b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "out of memory"}\n\n')])
+    with pytest.raises(BadAnswer, match="out of memory"):
+        HttpEndpoint(1, OpenAISpelling("m")).read(recording)

@@ -1,11 +1,20 @@
-"""Percentiles, rates and steady spans of made-up answers, worked out by hand."""
+"""Figures of made-up answers, worked out by hand, and the limits of a machine: what a step cannot do without."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import asdict
+
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.answers import Answer, Ask, WrongCount, check
 from benchmarks.figures import best_and_median, disturbance, percentile, spread, summarize
+from benchmarks.limits import LimitsProgram, NotDense, model_of
+from benchmarks.roofline import UNITS, Limits, Model, Work, share
+from mlserver_torch_stream.engine.native.kernel_variants import runnable
+
+MODEL = Model(projections=1000, head=100, layers=2, heads=4, kv_heads=2, head_dim=8, weight_bytes=2 * 1100)
 
 
 def _answer(started: float, *arrivals: float, tokens: int | None = None) -> Answer:
@@ -73,3 +82,49 @@ def test_a_wrong_count_is_an_error() -> None:
         check(ask, _answer(0.0, 0.1, 0.2))
     with pytest.raises(WrongCount, match="prompt tokens"):
         check(Ask("text", 100, 2), _answer(0.0, 0.1, 0.2))
+
+
+def test_a_step_reads_all_weights_and_its_keys_and_values_once() -> None:
+    work = MODEL.decode(rows=3, context=9)
+    assert work.bytes == 2 * 1100 + 2 * 2 * (3 * 10) * 2 * (2 * 8)
+    assert work.operations == 2 * 3 * 1100 + 4 * (3 * 10) * 2 * (4 * 8)
+
+
+def test_of_a_prompt_only_the_last_token_meets_the_head() -> None:
+    work = MODEL.prefill(tokens=5)
+    assert work.operations == 2 * (5 * 1000 + 100) + 4 * 15 * 2 * (4 * 8)
+
+
+def test_the_longer_of_both_times_is_the_limit() -> None:
+    limits = Limits(read=1000.0, peaks={"matrix": 0.0, "bf16": 500.0, "fp32": 250.0, "int8": 0.0})
+    assert Work(2000, 500).least_ms(limits, limits.bf16_unit()) == (2000.0, "memory")
+    assert Work(2000, 1500).least_ms(limits, "bf16") == (3000.0, "the unit")
+    assert Work(2000, 1500).least_ms(limits, "fp32") == (6000.0, "the unit")
+
+
+def test_a_share_is_the_least_time_over_the_measured_one() -> None:
+    limits = Limits(read=1e6, peaks={"matrix": 0.0, "bf16": 1e6, "fp32": 5e5, "int8": 0.0})
+    roofline = {"limits": asdict(limits), "model": asdict(MODEL), "unit": "bf16"}
+    step = MODEL.decode(4, 9).least_ms(limits, "bf16")[0]
+    steady = {"steady_tokens_per_s": 4 * 1000 / (2 * step)}  # steps take twice as long as they must
+    assert share("c4", steady, 5, 8, roofline) == pytest.approx(0.5)
+    first = MODEL.prefill(100).least_ms(limits, "bf16")[0]
+    assert share("p100", {"ttft_p50_ms": 4 * first}, 5, 8, roofline) == pytest.approx(0.25)
+    assert share("mix", steady, 5, 8, roofline) is None and share("c4", {}, 5, 8, roofline) is None
+
+
+def test_a_dense_model_has_its_sizes_and_a_mixture_of_experts_is_refused() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=24, num_key_value_heads=1))
+    layers = 2 * (16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24)
+    assert model_of(model) == Model(layers, 50 * 16, 2, 2, 1, 8, 2 * (layers + 50 * 16))
+    assert model_of(model, weight_bytes=5).weight_bytes == 5
+    with pytest.raises(NotDense, match="mixtral"):
+        model_of(MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=24, num_key_value_heads=1)))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None or not runnable(), reason="no C++ compiler, or no variant for this CPU")
+def test_a_machine_has_a_memory_and_a_unit() -> None:
+    limits = LimitsProgram(runnable()[0].name, threads=2, seconds=0.02, megabytes=4).limits()
+    assert limits.read > 0 and limits.peaks["fp32"] > 0
+    assert limits.bf16_unit() in UNITS and limits.peaks[limits.bf16_unit()] > 0

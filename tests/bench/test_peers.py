@@ -6,23 +6,58 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from benchmarks import bench_peers
 from benchmarks.model_folder import NoFolder, gguf_file
 from benchmarks.peers import PEERS
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.shapes import SHAPES, Shape, written
 
 
 def test_all_peers_are_asked_with_bf16_and_those_that_read_gguf_files_with_others() -> None:
     assert bench_peers.parse([]).peers == tuple(PEERS)
-    assert bench_peers.parse(["--weights", "Q8_0"]).peers == ("llama.cpp", "openvino")
+    assert bench_peers.parse(["--format", "q8_0"]).peers == ("llama.cpp", "openvino")
 
 
-def test_a_peer_that_reads_no_gguf_files_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--format", "own", "--peers", "vllm"], "no peer 'vllm' that reads GGUF files; known are llama.cpp, openvino"),
+        (["--format", "q5"], "--format: no 'q5'; known are bf16, q8_0, q4_0, q4_k, own"),
+        (["--shape", "1.5B,2B"], "--shape: no '2B'; known are"),
+        (["--shape", "1.5B", "--format", "own"], "--format own: is the file of --uri"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        bench_peers.parse(["--weights", "Q4_1", "--peers", "vllm"])
-    assert "no peer 'vllm' that reads Q4_1; known are llama.cpp, openvino" in capsys.readouterr().err
+        bench_peers.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_streams_shapes_and_formats_are_rows_of_the_table() -> None:
+    options = bench_peers.parse(["--shape", "0.5B,1.5B", "--format", "bf16,q8_0", "--streams", "1,4,16"])
+    assert (options.shape, options.format) == (("0.5B", "1.5B"), ("bf16", "q8_0"))
+    assert options.cases == ("c1", "c4", "c16", "p128", "p2000") == bench_peers.parse(["--shape", "3B"]).cases
+    assert bench_peers.parse([]).cases == ("c1", "c4", "c16", "c32", "p128", "p2000")
+
+
+def test_a_shape_has_the_size_of_its_name_and_is_removed_after(tiny_model: Path, tmp_path: Path) -> None:
+    for name, shape in SHAPES.items():
+        assert shape.parameters(49152) / 1e9 == pytest.approx(float(name[:-1]), rel=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "tiny", Shape(32, 48, 2, 4, 2))
+        with written("tiny", tmp_path, tiny_model) as folder:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            vocabulary = model.config.vocab_size
+            counted = model.num_parameters() - 5 * 32  # norms
+            assert counted == SHAPES["tiny"].parameters(vocabulary)
+            (tmp_path / "peer").mkdir()
+            (tmp_path / "peer" / f"{folder.name}-q8_0.gguf").touch()
+    assert not list(tmp_path.rglob("llama-*"))
 
 
 def test_a_gguf_file_takes_the_place_of_the_converted_weights(tmp_path: Path) -> None:

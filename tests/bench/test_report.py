@@ -1,24 +1,19 @@
-"""The result's shape, its tables, and a whole quick run."""
+"""The lines of results: what is kept, what a stopped run goes on with, the tables and pages made of them."""
 
 from __future__ import annotations
 
-import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench, chart, report
-from benchmarks.sweep import Measured
-
-
-def _measured(name: str, rate: float, ttft: float) -> dict[str, Any]:
-    measured = Measured(name, {"torch": "1"}, starts_s=[2.0], idle_rss_mib=[100.0])
-    for factor in (1.0, 2.0):
-        figures = {"tokens_per_s": rate * factor, "ttft_p50_ms": ttft * factor, "itl_p99_ms": 5.0, "rss_mib": 300.0}
-        measured.add("rest", "c1", {**figures, "cpu_s": 1.0, "client_cpu_s": 0.1})
-    return measured.as_json()
-
+from benchmarks import bench, report
+from benchmarks.cases import QUICK, make_cases
+from benchmarks.prompts import Prompts
+from benchmarks.results import FOLDER, NO_FIT, START, Recorder, read_runs
+from benchmarks.servers import Ours, StartFailed
+from benchmarks.sweep import Plan, run_sweeps
 
 ROOFLINE = {
     "limits": {"read": 1e9, "peaks": {"matrix": 0, "bf16": 1e9, "fp32": 5e8, "int8": 0}},
@@ -28,79 +23,119 @@ ROOFLINE = {
 }  # fmt: skip
 
 
+HEAD = {
+    "run": "2026-01-01T00:00:00+00:00",
+    "name": "peers-bf16",
+    "commit": "abc",
+    "machine": {"date": "2026-01-01T00:00:00+00:00", "cpu": "some CPU", "cores": 2, "load_before": 0.1},
+    "model": "m",
+    "sweeps": 2,
+    "not_installed": {"gone": "no wheels"},
+    "servers": {"ours": {"torch": "1"}, "theirs": {"torch": "2"}},
+}
+
+
 @pytest.fixture
-def result() -> dict[str, Any]:
-    machine = {"date": "2026-01-01T00:00:00+00:00", "cpu": "some CPU", "cores": 2, "load_before": 0.1}
-    servers = [_measured("ours", 100.0, 10.0), _measured("theirs", 50.0, 40.0)]
-    servers[1]["failures"] = {"c4": "answers one request at a time"}
-    missing = {"gone": "no wheels"}
-    return {"machine": machine, "model": "m", "sweeps": 2, "servers": servers, "not_installed": missing}
+def recorder(tmp_path: Path) -> Recorder:
+    made = Recorder(tmp_path / "chip.jsonl", HEAD)
+    for sweep, factor in enumerate((1.0, 2.0)):
+        for name, rate, ttft in (("ours", 100.0, 10.0), ("theirs", 50.0, 40.0)):
+            made.add((name, "", START, sweep), {"ready_s": 2.0, "idle_rss_mib": 100.0})
+            figures = {"tokens_per_s": rate * factor, "ttft_p50_ms": ttft * factor, "itl_p99_ms": 5.0, "rss_mib": 300.0}
+            made.add((name, "rest", "c1", sweep), {**figures, "cpu_s": 1.0, "client_cpu_s": 0.1})
+    made.add(("theirs", "rest", "c4", 0), value=NO_FIT)
+    return made
 
 
-def test_ratios_are_of_the_best_runs(result: dict[str, Any]) -> None:
-    rows = report.ratio_table(result)
+def test_ratios_are_of_the_best_runs(recorder: Recorder) -> None:
+    rows = report.ratio_table(recorder.run.as_result())
     assert rows[0][2:] == ["ours", "theirs"]
     assert [row[3] for row in rows[1:]] == ["2.00 (100)", "0.25 (40.0)", "1.00 (5.0)"]
 
 
-def test_a_case_has_its_share_of_the_limit_where_the_limit_is_known(result: dict[str, Any]) -> None:
-    for run in result["servers"][0]["cases"]["rest"]["c1"].values():
-        if isinstance(run, dict):
-            run["steady_tokens_per_s"] = 62.5  # a step of 16 ms, where memory allows 8
+def test_a_case_has_its_share_of_the_limit_where_the_limit_is_known(recorder: Recorder) -> None:
+    result = recorder.run.as_result()
+    result["servers"][0]["cases"]["rest"]["c1"]["best"]["steady_tokens_per_s"] = 62.5  # 16 ms, where memory allows 8
     assert report.case_table(result["servers"][0], "rest", result)[1][8] == "-"
     result |= {"roofline": ROOFLINE, "scale": {"prompt_tokens": 128, "new_tokens": 128}}
     assert report.case_table(result["servers"][0], "rest", result)[1][8] == "0.50"
     assert "memory 1.0 GB/s; GFLOP/s of its units: bf16 1, fp32 0" in report.as_text(result)
 
 
-def test_what_is_missing_is_named_with_its_reason(result: dict[str, Any]) -> None:
-    text = report.as_text(result)
-    assert "gone: not installed: no wheels" in text
-    assert "theirs, c4: answers one request at a time" in text
+def test_what_is_missing_is_named_with_its_reason_and_is_the_value_of_its_cell(recorder: Recorder) -> None:
+    text = report.as_text(recorder.run.as_result())
+    assert "gone: not installed: no wheels" in text and "theirs, c4: does not fit" in text
+    rows = dict((row[0], row[2]) for row in report.comparison([recorder.run.as_result()])[1:])
+    assert rows["tokens/s at 1 / 4 streams, best"] == "100 / does not fit"
 
 
-def test_text_markdown_and_json_say_the_same(result: dict[str, Any], tmp_path: Path) -> None:
-    report.write(result, tmp_path, "peers", "Beside others")
-    assert json.loads((tmp_path / "peers.json").read_text()) == result
-    markdown = (tmp_path / "peers.md").read_text()
-    assert markdown.startswith("# Beside others\n")
-    assert "| c1 | 200 (150) | 10.0 |" in markdown
-    assert "200 (150)" in report.as_text(result)
+def test_a_run_that_was_stopped_goes_on_and_another_begins_anew(recorder: Recorder) -> None:
+    path, cell = recorder.path, ("ours", "rest", "c1", 1)
+    path.write_text(path.read_text() + '{"run": "2026-01-01T00:0', encoding="utf-8")  # killed as it wrote
+    later = {**HEAD, "run": "2026-01-02T00:00:00+00:00"}
+    assert Recorder(path, later).has(cell) and len(read_runs(path)) == 1
+    for other in ({**later, "commit": "abd"}, {**later, "model": "n"}):
+        assert not Recorder(path, other).has(cell)
+    assert not Recorder(path, {**later, "run": "2026-01-03T00:00:00+00:00"}, again=True).has(cell)
+    path.write_text("nonsense\n" + path.read_text(), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"chip\.jsonl:1: is no JSON"):
+        read_runs(path)
 
 
-def test_a_chart_is_drawn_of_what_is_there(result: dict[str, Any], tmp_path: Path) -> None:
+def test_only_what_has_no_line_is_run_and_what_does_not_fit_is_not_started(tiny_model: Path, tmp_path: Path) -> None:
+    started: list[str] = []
+
+    class Refused(Ours):
+        @contextmanager
+        def start(self, folder: Path) -> Any:
+            started.append(self.name)
+            raise StartFailed("ended with -9: ")
+            yield
+
+    head = {**HEAD, "servers": {"ours": {}}}
+    plan = Plan(make_cases(["c1", "p64"], QUICK, Prompts(tiny_model)), QUICK, Prompts(tiny_model), 1, lenient=True)
+    recorder = Recorder(tmp_path / "chip.jsonl", head)
+    for again in (False, False, True):
+        run_sweeps({"ours": Refused(str(tiny_model))}, plan, Recorder(recorder.path, head, again))
+        values = {line["value"] for line in read_runs(recorder.path)[-1].cells.values()}
+        assert values == {NO_FIT}
+    assert len(started) == 2, "the second time there is nothing left to run"
+    too_large = Plan(plan.cases, QUICK, plan.prompts, 1, lenient=True, least_mib=1e12)
+    run_sweeps({"ours": Refused(str(tiny_model))}, too_large, Recorder(recorder.path, head, again=True))
+    assert len(started) == 2
+
+
+def test_the_pages_say_what_the_results_say(tmp_path: Path) -> None:
+    assert report.write_pages(check=True) == []
+    for path in FOLDER.iterdir():
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    page = tmp_path / "README.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("150 / 461", "151 / 461"), encoding="utf-8")
+    assert report.write_pages(tmp_path) == ["README.md"]
+    assert page.read_text(encoding="utf-8") == (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_picture_is_drawn_of_what_is_there(recorder: Recorder, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result["servers"][1]["cases"] = {}
-    chart.draw(result, tmp_path / "docs" / "chart.png")
-    assert (tmp_path / "docs" / "chart.png").read_bytes().startswith(b"\x89PNG")
+    report.plot(recorder.run.as_result(), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--parts", "all,x"], ["--endpoints", "telnet"]])
+@pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--endpoints", "telnet"]])
 def test_wrong_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse(arguments)
 
 
-def test_only_a_whole_run_is_kept_as_the_projects_result() -> None:
-    assert bench.parse([]).output == bench.RESULTS
-    for arguments in (["--quick"], ["--cases", "c1"], ["--new-tokens", "3"], ["--parts", "growth"]):
-        assert bench.parse(arguments).output is None
-
-
 @pytest.mark.slow
 def test_a_quick_run_from_end_to_end(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--quick", "--uri", str(tiny_model), "--parts", "all", "--output", str(tmp_path)]
-    assert bench.main(options) == 0
-    printed = capfd.readouterr().out
-    assert "at once" in printed
-    kept = json.loads((tmp_path / "bench.json").read_text())
-    (server,) = kept["servers"]
+    kept = tmp_path / "chip.jsonl"
+    assert bench.main(["--quick", "--uri", str(tiny_model), "--output", str(kept)]) == 0
+    assert "c4" in capfd.readouterr().out
+    (run,) = read_runs(kept)
+    (server,) = run.as_result()["servers"]
     assert set(server["cases"]) == {"rest", "grpc"}
     for by_case in server["cases"].values():
         assert set(by_case) == {"c1", "c4", "p200"}
         assert by_case["c4"]["best"]["new_tokens"] == 4 * 8
     assert server["failures"] == {}
-    assert kept["gains"]["health_p99_ms"] > 0
-    assert kept["growth"]["memory"]["waiting"] == 16
-    assert [point["chunked_prefill_size"] for point in kept["chunks"]] == [64, 256]
-    assert (tmp_path / "bench.md").is_file()

@@ -1,4 +1,5 @@
-"""The soak finds growth and lost counts, and its requests, each checked, are answered by a real server."""
+"""The soak finds growth and lost counts, and its requests are answered by a real server; the checks of GPUs are refused
+by name where there is none, and explained by their page."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.breaking import started
+from benchmarks import gpu
+from benchmarks.servers import Ours
 from benchmarks.soak import Held, problems, soak, summary
 from benchmarks.soak_requests import SoakClient, WrongAnswer
+from benchmarks.sweep import started
+from tests import markdown
 
 _FLAT = [Held(100 * number, 500.0, 40, 20) for number in range(1, 41)]
 
@@ -41,9 +46,9 @@ def test_the_summary_compares_what_is_held_at_the_end_with_the_time_after_the_wa
 
 
 @pytest.mark.slow
-def test_every_request_is_answered_and_its_tokens_are_counted(tiny_model: Path, tmp_path: Path) -> None:
-    with started(str(tiny_model), {}, batch_store=str(tmp_path)) as server:
-        client = SoakClient(server.port, server.grpc_port)
+def test_every_request_is_answered_and_its_tokens_are_counted(tiny_model: Path) -> None:
+    with started(Ours(str(tiny_model))) as server:
+        client = SoakClient(server.http_port, server.grpc_port)
         count = len(client.requests)
         client.close()
         held, tokens, counted = soak(server, 4 * count)
@@ -52,5 +57,42 @@ def test_every_request_is_answered_and_its_tokens_are_counted(tiny_model: Path, 
 
 @pytest.mark.slow
 def test_a_wrong_answer_ends_the_soak(tiny_model: Path) -> None:
-    with started(str(tiny_model), {}) as server, pytest.raises(WrongAnswer, match="/v1/files"):  # there is no store
+    with started(Ours(str(tiny_model), model="other")) as server, pytest.raises(WrongAnswer, match="404"):
         soak(server, 100)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_the_page_explains_every_check() -> None:
+    rows = markdown.table("docs/gpu.md", "GPUs")
+    assert [name.strip("`") for name, _ in rows] == list(gpu.CHECKS)
+
+
+def test_what_needs_no_gpu_runs_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--dry"]) == 0
+    said = capsys.readouterr().out
+    assert "1 streams: " in said and "3 streams: " in said
+
+
+def test_a_check_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(bench: gpu.Bench) -> None:
+        raise RuntimeError("no kernel")
+
+    ran: list[gpu.Bench] = []
+    monkeypatch.setitem(gpu.CHECKS, "tokens", broken)
+    monkeypatch.setitem(gpu.CHECKS, "streams", ran.append)
+    bench = gpu.Bench(Path(), layers=2, seconds=0.0, gpus=1)
+    assert gpu.run(bench, ["tokens", "streams"]) == 1
+    assert bench.wrong == ["tokens: RuntimeError: no kernel"] and ran == [bench]
+
+
+@pytest.mark.parametrize(("check", "what"), [("several", "a map over several GPUs"), ("ranks", "a split model")])
+def test_what_needs_two_gpus_is_skipped_by_name(capsys: pytest.CaptureFixture[str], check: str, what: str) -> None:
+    bench = gpu.Bench(Path(), layers=2, seconds=0.0, gpus=1)
+    gpu.CHECKS[check](bench)
+    assert f"skipped: {what}: needs two GPUs, here is 1" in capsys.readouterr().out
+    assert not bench.wrong

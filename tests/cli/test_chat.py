@@ -1,4 +1,4 @@
-"""The terminal chat, piped, against a scripted server: history, errors, commands."""
+"""The terminal chat, piped, against a scripted server: history, errors, commands; what it shows of an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import IO
 import pytest
 
 from mlserver_torch_stream import __version__, cli, client
-from mlserver_torch_stream.cli.chat import Chat
+from mlserver_torch_stream.cli.chat import AnswerMeter, AnswerView, Chat
+from mlserver_torch_stream.client import Delta, RequestUsage, ToolCallDelta
 from tests.cli.scripted import ScriptedServer, event, scripted_server
 
 
@@ -246,3 +247,81 @@ def test_a_number_that_is_none_is_told_what_it_must_be(typed: str, capsys: pytes
     with pytest.raises(SystemExit):
         cli.main(["chat", f"--max-tokens={typed}"])
     assert f"--max-tokens: must be a whole number, at least 1, got '{typed}'" in capsys.readouterr().err
+
+
+def _summary(*deltas: tuple[float, Delta]) -> str:
+    meter = AnswerMeter(100.0)
+    for now, delta in deltas:
+        meter.add(delta, now)
+    return meter.summary()
+
+
+def test_the_servers_count_beats_the_number_of_events() -> None:
+    usage = RequestUsage(5, 21)
+    assert _summary((100.5, Delta("a")), (102.5, Delta("b", usage=usage, final=True))) == (
+        "21 tokens, 10.0 tokens/s, first token after 0.50 s"
+    )
+
+
+def test_tokens_that_come_with_the_first_are_no_pace() -> None:
+    """A reader that lags gets its first tokens in one event."""
+    assert _summary((101, Delta("abc", token_ids=(1, 2, 3))), (103, Delta("d", token_ids=(4,)))) == (
+        "4 tokens, 0.5 tokens/s, first token after 1.00 s"
+    )
+    assert _summary((101, Delta("abc", token_ids=(1, 2, 3)))) == "3 tokens, first token after 1.00 s"
+
+
+def test_an_answer_that_nobody_counts_is_estimated_by_its_events() -> None:
+    assert _summary((101, Delta("a")), (102, Delta("b")), (103, Delta("c"))) == (
+        "~3 tokens, 1.0 tokens/s, first token after 1.00 s"
+    )
+
+
+def test_an_event_without_token_and_text_is_no_first_token() -> None:
+    last = Delta("a", usage=RequestUsage(1, 1), final=True)
+    assert _summary((101, Delta()), (104, last)) == "1 token, first token after 4.00 s"
+
+
+def test_a_token_whose_text_is_held_back_is_the_first() -> None:
+    assert _summary((101, Delta(token_ids=(7,))), (104, Delta("a", token_ids=(8,)))) == (
+        "2 tokens, 0.3 tokens/s, first token after 1.00 s"
+    )
+
+
+def test_an_answer_without_a_token_has_no_line() -> None:
+    assert _summary((101, Delta(final=True))) == ""
+
+
+_DELTAS = [
+    Delta(reasoning="Hm"),
+    Delta(reasoning=".\x1b[31m"),
+    Delta("Wait"),
+    Delta("."),
+    Delta(tool_calls=(ToolCallDelta(0, "a", "look"), ToolCallDelta(0, arguments='{"at": '))),
+    Delta(tool_calls=(ToolCallDelta(0, arguments='"x"}'), ToolCallDelta(1, "b", "go", "{}"))),
+]
+
+
+def _shown(deltas: list[Delta], *, styled: bool) -> str:
+    sink = io.StringIO()
+    view = AnswerView(sink, styled=styled)
+    for delta in deltas:
+        view.add(delta)
+    view.end()
+    return sink.getvalue()
+
+
+def test_reasoning_and_calls_are_dimmed_and_the_text_is_not() -> None:
+    assert _shown(_DELTAS, styled=True) == (
+        "\x1b[2mHm.[31m\x1b[0m\nWait.\n" + '\x1b[2mlook({"at": "x"})\x1b[0m\n\x1b[2mgo({})\x1b[0m'
+    )
+
+
+def test_an_answer_that_is_stopped_leaves_no_style() -> None:
+    for count in range(len(_DELTAS)):
+        shown = _shown(_DELTAS[: count + 1], styled=True)
+        assert shown.count("\x1b[2m") == shown.count("\x1b[0m")
+
+
+def test_where_there_is_no_terminal_the_text_is_alone() -> None:
+    assert _shown(_DELTAS, styled=False) == "Wait."

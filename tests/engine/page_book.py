@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from tests.engine.tiny_models import prompt_of, reference
 

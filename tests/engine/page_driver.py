@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.page_book import Held, PageBook

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
-from mlserver_torch_stream.engine.batch import BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import BatchSequence
 
 
 class ReferenceAttention(PagedAttention):

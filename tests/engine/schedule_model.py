@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepPlan
-from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
-from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
+from mlserver_torch_stream.engine.scheduler.ledger import StepPart
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
+from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 CONTEXT = 120
@@ -49,13 +48,12 @@ def request_of(
     max_tokens: int,
     n: int = 1,
     *,
-    is_open: bool = False,
     priority: int = 0,
     context: int = CONTEXT,
     stop: tuple[str, ...] = (),
 ) -> RequestState:
     sampling = SamplingParameters(max_tokens=max_tokens, n=n, stop=stop)
-    given = EngineRequest(tuple(prompt), sampling, open=is_open, priority=priority)
+    given = EngineRequest(tuple(prompt), sampling, priority=priority)
     return RequestState(given, Mailbox(LOOP, n, lambda mailbox: None), Codec(), (), context)  # type: ignore[arg-type]
 
 
@@ -180,7 +178,7 @@ class ModelledEngine:
 
     @property
     def busy(self) -> set[SequenceState]:
-        return {part.sequence for each in self.in_flight for part in each.plan.scheduled}
+        return {part.sequence for each in self.in_flight for part in each.plan.parts}
 
     @property
     def idle(self) -> bool:
@@ -188,20 +186,21 @@ class ModelledEngine:
 
     def add(self, request: RequestState) -> bool:
         """Asks as the engine does. Returns False if the request is refused."""
-        if self.refuses(request, request.prompt):
+        if self.refuses(request):
             return False
         self.requests.append(request)
         self.scheduler.add(request)
         return True
 
-    def refuses(self, request: RequestState, prompt: Sequence[int]) -> bool:
-        final = min(CONTEXT, len(prompt) + (request.params.max_tokens or CONTEXT))
-        return len(prompt) >= CONTEXT or self.scheduler.refusal(request.params.n, len(prompt), final) is not None
+    def refuses(self, request: RequestState) -> bool:
+        prompt = len(request.prompt)
+        final = min(CONTEXT, prompt + (request.params.max_tokens or CONTEXT))
+        return prompt >= CONTEXT or self.scheduler.refusal(request.params.n, prompt, final) is not None
 
     def step(self) -> StepPlan:
         """Launches as many batches as there are stages, and completes the first."""
         first = self.launch_all()
-        assert self.in_flight or self.scheduler.open_prompts or self.idle, "an engine with work has nothing to run"
+        assert self.in_flight or self.idle, "an engine with work has nothing to run"
         if self.in_flight:
             flight = self.in_flight.popleft()
             self.complete(flight)
@@ -222,24 +221,24 @@ class ModelledEngine:
         return first
 
     def check_plan(self, plan: StepPlan) -> None:
-        assert [each.count for each in plan.scheduled] == [each.count for each in plan.batch.sequences]
-        sequences = [each.sequence for each in plan.scheduled]
+        assert [each.count for each in plan.parts] == [each.count for each in plan.batch.sequences]
+        sequences = [each.sequence for each in plan.parts]
         assert len(set(sequences)) == len(sequences)
         assert not self.busy & set(sequences)
-        prompts = [each for each in plan.scheduled if each.prefills]
-        tokens = sum(each.count for each in prompts) + sum(len(each.drafts) for each in plan.scheduled)
+        prompts = [each for each in plan.parts if each.prefills]
+        tokens = sum(each.count for each in prompts) + sum(len(each.drafts) for each in plan.parts)
         if self.limits.whole_prompts:
             assert len(prompts) <= 1
-            assert all(part.samples and (part.start == 0 or part.count == 1) for part in plan.scheduled)
+            assert all(part.samples and (part.start == 0 or part.count == 1) for part in plan.parts)
         elif self.limits.token_budget is not None:
             assert tokens <= self.limits.token_budget
-            if self.limits.beside_budget is not None and len(prompts) < len(plan.scheduled):
+            if self.limits.beside_budget is not None and len(prompts) < len(plan.parts):
                 assert tokens <= self.limits.beside_budget
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:
-        self.started.update(dict.fromkeys(part.sequence.request for part in plan.scheduled))
-        ids = [self._ids(part) for part in plan.scheduled]
+        self.started.update(dict.fromkeys(part.sequence.request for part in plan.parts))
+        ids = [self._ids(part) for part in plan.parts]
         culprit, self.fail_next = self.fail_next, None
         if culprit is None or culprit % 2:  # a forward that fails may have made the copies, or not
             self.forward.prepare(plan.batch)
@@ -248,10 +247,10 @@ class ModelledEngine:
             found = None
         else:
             found = self.forward.run(plan.batch, ids)
-        self.void -= {part.sequence for part in plan.scheduled}
+        self.void -= {part.sequence for part in plan.parts}
         self.in_flight.append(_InFlight(plan, ids, found, culprit, _tables(plan)))
 
-    def _ids(self, part: ScheduledSequence) -> list[int]:
+    def _ids(self, part: StepPart) -> list[int]:
         sequence, end = part.sequence, part.start + part.count
         return [*sequence.request.prompt, *sequence.tokens, *part.drafts][:end]
 
@@ -261,29 +260,29 @@ class ModelledEngine:
             assert flight.culprit is not None
             self.retry(flight, flight.culprit)
         else:
-            for part, keys in zip(flight.plan.scheduled, flight.found, strict=True):
+            for part, keys in zip(flight.plan.parts, flight.found, strict=True):
                 self.take(part, keys)
-        self.leave([part.sequence for part in flight.plan.scheduled])
+        self.leave([part.sequence for part in flight.plan.parts])
 
     def retry(self, flight: _InFlight, culprit: int) -> None:
         """Tries each sequence alone, or computes all again: states, for one, may have advanced already."""
-        parts = flight.plan.scheduled
+        parts = flight.plan.parts
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)
         if self.spec.state_bytes or culprit % 3 == 0:
-            self.void.update(self.scheduler.recompute([part.sequence for part in parts]))
+            self.void.update(self.scheduler.ledger.recompute([part.sequence for part in parts]))
         else:
-            self.void.update(self.scheduler.isolate(parts))
+            self.void.update(self.scheduler.ledger.isolate(parts))
         gone = [each for each in guilty.sequences if each not in self.busy]
         self.void.update(self.scheduler.release(gone, forget=culprit % 2 == 0))
         for part, batched, ids in zip(parts, flight.plan.batch.sequences, flight.ids, strict=True):
-            account = self.scheduler._accounts.get(part.sequence)
-            assert part.sequence in self.void or part.sequence in gone or (account is not None and account.part is part)
-            if account is not None and account.part is part:
+            valid = not self.scheduler.ledger.is_void(part)
+            assert part.sequence in self.void or part.sequence in gone or valid
+            if valid:
                 (keys,) = self.forward.run(Batch((batched,)), [ids])
                 self.take(part, keys)
 
-    def take(self, part: ScheduledSequence, keys: list[int] | None) -> None:
+    def take(self, part: StepPart, keys: list[int] | None) -> None:
         if part.sequence.finish_reason is not None:
             assert not self.scheduler.advance(part, part.count - len(part.drafts)) or keys is not None
             return
@@ -309,10 +308,10 @@ class ModelledEngine:
             sequence.accept(token, None)
 
     def write(self, flight: _InFlight) -> None:
-        for part in flight.plan.scheduled:
+        for part in flight.plan.parts:
             for sequence in part.samples:
                 sequence.write()
-        self.leave([part.sequence for part in flight.plan.scheduled])
+        self.leave([part.sequence for part in flight.plan.parts])
 
     def leave(self, sequences: Sequence[SequenceState]) -> None:
         busy = self.busy
@@ -342,9 +341,9 @@ class ModelledEngine:
     # --- invariants ---
 
     def check(self) -> None:
-        scheduler, pool = self.scheduler, self.scheduler._pool
-        accounts = list(scheduler._accounts.values())
-        held = Counter(page for account in accounts for page in account.pages)
+        scheduler, ledger = self.scheduler, self.scheduler.ledger
+        pool, sequences = ledger._pool, list(ledger._sequences.values())
+        held = Counter(page for scheduled in sequences for page in scheduled.pages)
         used = cached = 0
         for group, pages in enumerate(pool._groups):
             size = self.spec.page_bytes(group)
@@ -356,21 +355,21 @@ class ModelledEngine:
             assert not set(free) & set(pages.digests)
             used += size * len(pages.references)
             cached += size * len(pages.cached)
-        slots = [account.slot for account in accounts if account.slot >= 0]
+        slots = [scheduled.slot for scheduled in sequences if scheduled.slot >= 0]
         assert len(set(slots)) == len(slots)
         if self.spec.state_bytes:
-            assert sorted([*slots, *scheduler._slots]) == list(range(self.limits.max_num_seqs))
-        assert scheduler.used_bytes == used + len(slots) * self.spec.state_bytes
-        assert scheduler.cached_bytes == cached <= self.limits.prefix_bytes
-        assert scheduler.used_bytes + cached <= self.limits.cache_bytes
-        assert sum(1 + len(account.forks) for account in scheduler.admitted) <= self.limits.max_num_seqs
+            assert sorted([*slots, *ledger._slots]) == list(range(self.limits.max_num_seqs))
+        assert ledger.used_bytes == used + len(slots) * self.spec.state_bytes
+        assert ledger.cached_bytes == cached <= self.limits.prefix_bytes
+        assert ledger.used_bytes + cached <= self.limits.cache_bytes
+        assert sum(1 + len(scheduled.forks) for scheduled in scheduler.admitted) <= self.limits.max_num_seqs
         assert [each.order for each in scheduler.admitted] == sorted(each.order for each in scheduler.admitted)
 
     def check_end(self) -> None:
         """All sequences have the tokens that they would have alone, and nothing is held any more."""
         self.check()
-        assert not self.scheduler._accounts
-        assert self.scheduler.used_bytes == 0
+        assert not self.scheduler.ledger._sequences
+        assert self.scheduler.ledger.used_bytes == 0
         for request in self.requests:
             for sequence in request.sequences:
                 assert sequence.finish_reason is not None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchesAhead
 
 PAGE = 4

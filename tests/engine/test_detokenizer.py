@@ -19,8 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, WindowDetokenizer
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.text.tokenizer import ByteDetokenizer, TextCodec, WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TextPrompt
 from tests.engine import tiny_tokenizers
 from tests.examples import examples

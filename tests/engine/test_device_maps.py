@@ -10,10 +10,10 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_ho
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.devices import input_device, plain_forward, weight_device

@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.devices import check_devices
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

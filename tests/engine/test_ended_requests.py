@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.step import continuous

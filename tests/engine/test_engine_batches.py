@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.mailbox import Mailbox
@@ -129,7 +129,7 @@ def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
             batcher.add(requests[-1])
         with torch.inference_mode():
             batcher.step(lambda sequences: None, lambda: False, lambda: None)
-        computed = [account.computed for account in scheduler.admitted]
+        computed = [each.computed for each in scheduler.admitted]
         if len(computed) >= 8:
             ratios.append(batcher.stats().kv_cache_bytes / TOKEN_BYTES / sum(computed))
         if not loads and all(request.finished for request in requests):

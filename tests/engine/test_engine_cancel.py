@@ -3,18 +3,12 @@
 import asyncio
 import random
 
-import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
-from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.tiny import (
-    CONTEXT,
     Watch,
-    batcher_over,
     decodes,
     greedy,
     idle,
@@ -204,19 +198,3 @@ def test_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) 
     with running(model) as engine:
         run(scenario(engine))
         assert not engine._open
-
-
-def test_an_open_prompt_whose_stream_is_closed_is_not_computed(
-    model: PreTrainedModel, watch: Watch, codec: TextCodec, loop: asyncio.AbstractEventLoop
-) -> None:
-    """The engine's thread may not have evicted it yet. The prompt of another request is computed."""
-    batcher = batcher_over(model, prefill_tokens=4)
-    mailboxes = [Mailbox(loop, 1, lambda mailbox: None) for _ in range(2)]
-    for number, mailbox in enumerate(mailboxes):
-        given = EngineRequest(prompt_of(9, number), greedy(5), open=True)
-        batcher.add(RequestState(given, mailbox, codec, (), CONTEXT))
-    mailboxes[0].close()
-    seen = len(watch.calls)
-    with torch.inference_mode():
-        assert batcher.step(lambda sequences: None, lambda: False, lambda: None)
-    assert watch.calls[seen:] == [[list(prompt_of(9, 1)[:4])]]

@@ -10,8 +10,8 @@ import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

@@ -9,9 +9,9 @@ import pytest
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduler.limits import Deadlines, ServiceRate
-from mlserver_torch_stream.engine.scheduler.queue import FairQueue
+from mlserver_torch_stream.engine.scheduler.queue import FairQueue, ServiceRate
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.watchdog import Deadlines
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.fast_families import fast

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, BatchTensors, PagedAttention
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_forward
 from mlserver_torch_stream.engine.config_fields import named_lengths

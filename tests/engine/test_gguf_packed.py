@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from mlserver_torch_stream.engine import build as build_module
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
@@ -38,6 +37,7 @@ from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
+from tests.engine.perplexity import TEXT, perplexity_of_forward, perplexity_of_model
 from tests.engine.process_jobs import check_and_remove_the_file, check_other_kernels, check_with_wrong_kernels, die
 from tests.engine.tiny_gguf import write_tiny_gguf
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import LogitAdjuster, RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

@@ -25,9 +25,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     PagedAttention,
     batch_tensors,
 )
-from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.checks import attention as attention_check
 from mlserver_torch_stream.engine.checks.attention import attention_kinds, choose_attention
 from mlserver_torch_stream.engine.checks.harness import Verdict

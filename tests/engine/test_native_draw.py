@@ -14,8 +14,7 @@ from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeDraw, NativeForward
 from mlserver_torch_stream.engine.sampling import sampler
 from mlserver_torch_stream.engine.sampling.candidates import UNDECIDED, draw
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import LogitAdjuster, RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.page_book import PageBook

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import forward_choice
 from mlserver_torch_stream.engine.checks.forward_choice import take_rounded
@@ -27,6 +26,7 @@ from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import errors_of
+from tests.engine.perplexity import TEXT, perplexity_of_forward, perplexity_of_model, windows
 from tests.engine.test_native import KNOWN, in_company, known_model
 from tests.engine.tiny_models import tiny_model
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup, page_size_of
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, pages_on_host, size_cache
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, longest_sequence
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup, page_size_of
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, longest_sequence
 
 FULL = CacheSpec(16, (LayerGroup((0, 1), token_bytes=100),))
 MIXED = CacheSpec(16, (LayerGroup((0,), token_bytes=100), LayerGroup((1, 2), window=64, token_bytes=200)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.cache.page_pool import PagePool, page_digest
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup, PagePool, page_digest
 
 SPEC = CacheSpec(2, (LayerGroup((0,), token_bytes=5), LayerGroup((1,), token_bytes=20)))  # pages of 10 and 40 bytes
 

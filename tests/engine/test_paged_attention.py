@@ -14,9 +14,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     BatchTensors,
     batch_tensors,
 )
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
-from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, LayerGroup
 from mlserver_torch_stream.engine.checks.attention_error import farthest
 from mlserver_torch_stream.engine.checks.overlap import count_waits
 from tests.engine.reference_attention import reference_attention

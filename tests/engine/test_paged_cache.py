@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.tiny_models import prompt_of, reference, tiny_model
@@ -70,7 +70,7 @@ def test_no_memory_for_the_values_leaves_the_layer_as_it_was(monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", fails_at_the_second)
-        with pytest.raises(MemoryError, match=r"1.7 KiB for 8 pages of a layer's KV cache cannot be allocated on cpu"):
+        with pytest.raises(MemoryError, match=r"1.5 KiB for 8 pages of a layer's KV cache cannot be allocated on cpu"):
             layer.write(key, value, torch.tensor([5]))
     assert layer.keys is None and layer.values is None and layer.token_bytes == 0
     layer.write(key, value, torch.tensor([5]))
@@ -98,7 +98,7 @@ def test_layers_that_share_the_pages_of_one_pool_hold_their_own_tokens() -> None
 
     for _ in range(2):
         cache.reserve(like, allocate)
-    assert sizes == [(8 + 1) * 2 * 2 * 2 * 4 * 8 * 4] and cache.layers[1].keys is own
+    assert sizes == [8 * 2 * 2 * 2 * 4 * 8 * 4] and cache.layers[1].keys is own
     tokens = {index: (torch.randn(6, 2, 8), torch.randn(6, 2, 8)) for index in cache.layers}
     for index, (keys, values) in tokens.items():
         cache.layers[index].write(keys, values, torch.tensor([12, 13, 14, 15, 4, 5]))

@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.overlap import Overlap, take_pipeline, waits_midway
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
@@ -47,7 +47,6 @@ from tests.engine.tiny import (
     reference,
     run,
     running,
-    spelled,
     tiny_model,
     tokens_of,
     until,
@@ -340,72 +339,6 @@ def test_few_pages_change_no_token_in_whatever_order_steps_come_back(family: str
         assert run(together(engine, requests)) == expected
 
 
-@pytest.mark.parametrize(("whole", "others"), [("The end", 2), ("The ca", 2), ("The ca", 1)])
-def test_an_open_prompt_that_ends_otherwise_than_a_piece_under_way_begins_anew(whole: str, others: int) -> None:
-    """Or exactly with the piece; and where it has to wait for its place, too: then there is one, for one other."""
-    model = laid_out(tiny_model("llama"), 2)
-    ids = spelled(whole)
-    expected = reference(model, ids, 10)
-    reached, gate = threading.Event(), threading.Event()
-
-    def hold(forward: Forward) -> Forward:
-        """Before any stage, so that the other batch goes on."""
-
-        def held(batch: Batch, cache: PagedCache) -> Logits:
-            if any(each.count == 6 for each in batch.sequences):
-                reached.set()
-                assert gate.wait(30)
-            return forward(batch, cache)
-
-        return held
-
-    async def scenario(engine: EngineCore) -> None:
-        beside = [engine.submit([EngineRequest(prompt_of(3, i), greedy(LONG))]) for i in range(others)]
-        for other in beside:
-            await anext(other)
-        stream = engine.submit([EngineRequest((), greedy(10), open=True)])
-        stream.extend(spelled("The cap"))  # all but the last one go in
-        await until(reached.is_set, "the piece")
-        stream.seal(ids)
-        if others > 1:  # one may be in the batch of the piece
-            steps = engine.stats().decode_steps
-            await until(lambda: engine.stats().decode_steps > steps + 1, "two steps, between which the seal is read")
-        gate.set()
-        if others == 1:
-            await until(lambda: engine.stats().waiting_requests == 1, "the prompt in the queue")
-            beside[0].close()
-        assert [token async for event in stream for token in event.token_ids] == expected
-        for other in beside:
-            other.close()
-
-    seats = 8 if others > 1 else 1
-    with pipelined(model, prefill_tokens=8, max_num_seqs=seats, context=2 * LONG) as (engine, _):
-        batcher = engine._batcher
-        assert isinstance(batcher, ContinuousBatcher)
-        batcher._forward = hold(batcher._forward)
-        try:
-            run(scenario(engine))
-        finally:
-            gate.set()
-
-
-@pytest.mark.parametrize("whole", ["The capital of France is", "The capital of Spain"])
-def test_an_open_prompt_is_prefilled_as_it_comes(whole: str) -> None:
-    model = laid_out(tiny_model("llama"), 2)
-    ids = spelled(whole)
-    expected = reference(model, ids, 10)
-
-    async def scenario(engine: EngineCore) -> None:
-        stream = engine.submit([EngineRequest((), greedy(10), open=True)])
-        for byte in spelled("The capital of France"):
-            stream.extend([byte])
-        stream.seal(ids)  # the second time with other ids than some that are in, or on their way
-        assert [token async for event in stream for token in event.token_ids] == expected
-
-    with pipelined(model) as (engine, _):
-        run(scenario(engine))
-
-
 def test_a_sequence_that_a_stage_cannot_compute_ends_alone() -> None:
     model = laid_out(tiny_model("llama"), 3)
     good = [(prompt_of(6, i), 30) for i in range(4)]
@@ -514,7 +447,7 @@ def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
         "from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards\n"
-        "from mlserver_torch_stream.engine.batch import Batch\n"
+        "from mlserver_torch_stream.engine.cache.pages import Batch\n"
         "InFlightForwards(1, 1, 16).launch('one', lambda: time.sleep(600), Batch(()))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

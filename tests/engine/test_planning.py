@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from mlserver_torch_stream.engine.cache.page_counts import size_cache
 from mlserver_torch_stream.engine.capacity import KNOWN, DeviceSpec, ModelSize, find_device, make_plan, read_size
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, fits_alone
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.model_source import ModelSource
 from tests.engine.tiny_models import tiny_model as make

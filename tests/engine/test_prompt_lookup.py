@@ -13,7 +13,7 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step.drafts import NgramIndex, PromptLookup, StepTime
-from mlserver_torch_stream.engine.text.detokenizer import WindowDetokenizer
+from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import SamplingParameters
 
 LOOP = asyncio.new_event_loop()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.tensor_parallel.leader import (
     Operation,
     batch_numbers,

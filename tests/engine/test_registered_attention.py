@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.attention.registered import CannotPage, give_attention_back, paged, take_attention
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from tests.engine.page_driver import PageDriver, Way
 from tests.engine.tiny_models import prompt_of, reference, tiny_model

@@ -21,8 +21,7 @@ from transformers.generation.logits_process import (
 from mlserver_torch_stream.engine.constraints.constraint_compiler import ConstraintCompiler
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.sampling import candidates
-from mlserver_torch_stream.engine.sampling.logit_adjuster import FEW, LogitAdjuster
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import FEW, LogitAdjuster, RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import Constraint, ConstraintKind, SamplingParameters

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from mlserver_torch_stream.engine.sampling.logit_adjuster import LogitAdjuster, adjust_rows
+from mlserver_torch_stream.engine.sampling.row_sampler import LogitAdjuster, adjust_rows
 from mlserver_torch_stream.types import SamplingParameters
 
 _VOCAB = 300

@@ -14,9 +14,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, fits_alone, longest_sequence
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, fits_alone, longest_sequence
 from tests.engine.schedule_model import CONTEXT, ModelledEngine, choice, expected, key_after, request_of
 
 FULL = LayerGroup((0,), token_bytes=4)
@@ -86,10 +86,8 @@ def job_from(dice: random.Random) -> Job:
 
 
 def event_from(dice: random.Random) -> tuple[str, Any]:
-    event = dice.choices(
-        ["request", "open", "grow", "seal", "cancel", "fail", "nan", "steps"], [6, 2, 4, 2, 1, 1, 1, 8]
-    )[0]
-    return event, job_from(dice) if event in ("request", "open") else dice.randint(1, 60 if event == "seal" else 12)
+    event = dice.choices(["request", "cancel", "fail", "nan", "steps"], [8, 1, 1, 1, 8])[0]
+    return event, job_from(dice) if event == "request" else dice.randint(1, 12)
 
 
 STOPS: list[tuple[str, ...]] = [(), ("abba",), ("aaab", "cb")]
@@ -103,42 +101,17 @@ class Visitors:
         """``stops``: two of three requests have stop strings."""
         self.engine = engine
         self.stops = STOPS if stops else [()]
-        self.growing: list[tuple[RequestState, list[int]]] = []  # open requests, and what their prompts become
         self.number = 0
 
     def happens(self, event: str, value: Any) -> None:
         getattr(self, event)(value)
 
-    def request(self, job: Job, *, is_open: bool = False) -> None:
+    def request(self, job: Job) -> None:
         text, shared, own, tokens, n, priority = job
         self.number += 1
         prompt = [*TEXTS[text][:shared], *(2000 + self.number for _ in range(own))][: CONTEXT - 1]
         stop = self.stops[self.number % len(self.stops)]
-        request = request_of([] if is_open else prompt, tokens, n, is_open=is_open, priority=priority, stop=stop)
-        if self.engine.add(request) and is_open:
-            self.growing.append((request, prompt))
-
-    def open(self, job: Job) -> None:
-        self.request(job, is_open=True)
-
-    def grow(self, count: int) -> None:
-        for request, text in self.growing[-2:]:
-            known = len(request.prompt)
-            if not self.engine.refuses(request, text[: known + count]):
-                request.grow(text[known : known + count], False)
-
-    def seal(self, changed: int) -> None:
-        """The whole prompt is what was announced, or differs from some place on, or is shorter."""
-        if self.growing:
-            request, text = self.growing.pop()
-            whole = [*text[:changed], *(token + 5000 for token in text[changed : changed + 30])]
-            self.end(request, text if changed > 40 else whole)
-
-    def end(self, request: RequestState, prompt: list[int]) -> None:
-        if self.engine.refuses(request, prompt) or not prompt:
-            self.engine.cancel(request)
-        elif not request.finished:
-            request.grow(prompt, True)
+        self.engine.add(request_of(prompt, tokens, n, priority=priority, stop=stop))
 
     def cancel(self, index: int) -> None:
         if self.engine.requests:
@@ -149,7 +122,9 @@ class Visitors:
 
     def nan(self, index: int) -> None:
         """The logits of a running sequence hold NaN: it ends, and nobody goes on from its keys."""
-        running = [each for each in self.engine.scheduler._accounts if each.tokens and each not in self.engine.busy]
+        running = [
+            each for each in self.engine.scheduler.ledger._sequences if each.tokens and each not in self.engine.busy
+        ]
         if running:
             self.engine.forget(running[index % len(running)])
 
@@ -160,8 +135,8 @@ class Visitors:
 
 @settings(max_examples=int(os.environ.get("SCHEDULES", "50")), deadline=None)
 @given(seed=st.integers(0, 2**40), count=st.integers(0, 60), stops=st.booleans(), overlap=st.booleans())
-@example(seed=212656, count=26, stops=False, overlap=False)  # resumes; the prefix cache has all but the last token
-@example(seed=10360, count=34, stops=False, overlap=False)  # a chunk of a sequence that resumes, likewise
+@example(seed=468, count=41, stops=False, overlap=False)  # resumes; the prefix cache has all but the last token
+@example(seed=663, count=53, stops=False, overlap=False)  # a chunk of a sequence that resumes, likewise
 def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
     seed: int, count: int, stops: bool, overlap: bool
 ) -> None:
@@ -176,8 +151,6 @@ def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
     for _ in range(count):
         visitors.happens(*event_from(dice))
     engine.fail_next = None
-    for request, text in visitors.growing:
-        visitors.end(request, text)
     engine.run()
     engine.check_end()
 
@@ -227,7 +200,7 @@ def test_a_prompt_of_a_higher_priority_comes_before_the_rest_of_a_begun_one() ->
     engine.add(equal)
     engine.add(urgent)
     plans = [engine.step() for _ in range(3)]
-    found = [[part.sequence.request for part in plan.scheduled] for plan in plans]
+    found = [[part.sequence.request for part in plan.parts] for plan in plans]
     assert found == [[urgent], [urgent, long], [urgent, long]]
     assert engine.scheduler.waiting.has_before(3)  # the equal one waits for the rest of the long one
     engine.run()
@@ -281,9 +254,9 @@ def test_each_stage_of_a_pipeline_gets_its_share_of_the_sequences_that_decode() 
     engine.step()
     busy = engine.busy
     plan = engine.scheduler.schedule(busy)
-    assert len(plan.scheduled) <= 3
-    assert len(busy) + len(plan.scheduled) == 7
-    assert not busy & {part.sequence for part in plan.scheduled}
+    assert len(plan.parts) <= 3
+    assert len(busy) + len(plan.parts) == 7
+    assert not busy & {part.sequence for part in plan.parts}
 
 
 # --- what is shared ---
@@ -298,7 +271,7 @@ def test_a_shared_beginning_of_prompts_that_arrive_together_is_computed_and_held
     held = 0
     while any(not request.sequences[0].tokens for request in requests):
         engine.step()
-        held = max(held, engine.scheduler.used_bytes)
+        held = max(held, engine.scheduler.ledger.used_bytes)
     assert engine.prefilled == 80 + 32
     assert held <= (80 // 4 + 2 * 32) * SPEC.page_bytes(0)
     assert sorted(request.cached_tokens for request in requests) == [0] + [80] * 31
@@ -343,7 +316,7 @@ def test_nothing_is_kept_of_ended_sequences_without_bytes_for_it() -> None:
         engine.add(request_of(prompt_of(32), 4))
         engine.run()
     assert engine.scheduler.hit_tokens == 0
-    assert engine.scheduler.cached_bytes == 0
+    assert engine.scheduler.ledger.cached_bytes == 0
 
 
 def test_keys_that_may_hold_nan_are_not_found() -> None:
@@ -362,10 +335,10 @@ def test_sequences_of_one_request_share_their_prompt_and_copy_its_last_page() ->
     engine = engine_of()
     engine.add(request_of(prompt_of(14), 20, n=4))
     engine.step()
-    assert engine.scheduler.used_bytes == 4 * SPEC.page_bytes(0)
+    assert engine.scheduler.ledger.used_bytes == 4 * SPEC.page_bytes(0)
     plan = engine.step()
     assert len(plan.batch.copies) == 3
-    assert engine.scheduler.used_bytes == (3 + 4) * SPEC.page_bytes(0)
+    assert engine.scheduler.ledger.used_bytes == (3 + 4) * SPEC.page_bytes(0)
     engine.run()
     engine.check_end()
 
@@ -409,7 +382,7 @@ def test_the_last_admitted_of_the_lowest_priority_is_preempted_and_gets_the_same
         engine.add(request)
     while not engine.scheduler.preemptions:
         engine.step()
-    (preempted,) = [account for account in engine.scheduler.admitted if account.restarts]
+    (preempted,) = [each for each in engine.scheduler.admitted if each.restarts]
     assert preempted.sequence.request is late
     engine.run()
     engine.check_end()
@@ -421,7 +394,7 @@ def test_a_sequence_that_fills_the_cache_goes_on_after_it_has_lost_its_pages() -
     engine.add(request)
     while len(request.sequences[0].tokens) < 35:
         engine.step()
-    engine.scheduler.recompute(request.sequences)
+    engine.scheduler.ledger.recompute(request.sequences)
     engine.run()
     engine.check_end()
 
@@ -434,7 +407,7 @@ def test_a_fresh_prompt_waits_for_the_pages_of_all_of_it_and_for_preempted_ones(
     engine.add(second)
     while not first.finished:
         engine.step()
-        assert engine.scheduler.admitted.prefilling_requests + engine.scheduler.admitted.running_sequences <= 1
+        assert engine.scheduler.prefilling_requests + engine.scheduler.running_sequences <= 1
     engine.run()
     assert engine.scheduler.preemptions == 0
 
@@ -467,72 +440,6 @@ def test_what_can_never_run_is_refused_with_a_reason() -> None:
     assert scheduler.refusal(8, 1, 16) is not None
 
 
-# --- open prompts ---
-
-
-def opened(engine: ModelledEngine, prompt: list[int], tokens: int = 5) -> RequestState:
-    request = request_of([], tokens, is_open=True)
-    engine.add(request)
-    request.grow(prompt, False)
-    return request
-
-
-def test_an_open_prompt_is_computed_as_it_comes_and_takes_no_place() -> None:
-    engine = engine_of(max_num_seqs=1, token_budget=100)
-    request = opened(engine, prompt_of(30))
-    assert computed(engine) == 29
-    assert len(engine.scheduler.open_prompts) == 1
-    engine.add(request_of(prompt_of(10, 1), 2))
-    assert computed(engine) == 10
-    request.grow(prompt_of(30), True)
-    engine.run()
-    engine.check_end()
-    assert engine.prefilled == 40
-    assert request.cached_tokens == 0
-
-
-def test_the_common_beginning_of_a_whole_prompt_that_differs_is_kept() -> None:
-    engine = engine_of(token_budget=100, prefix_bytes=0)
-    request = opened(engine, prompt_of(30))
-    engine.step()
-    request.grow([*prompt_of(30)[:18], *prompt_of(9, 2)], True)
-    assert computed(engine) == 9
-    engine.run()
-    engine.check_end()
-
-
-def test_nobody_finds_the_page_in_which_a_whole_prompt_differs_by_its_old_tokens() -> None:
-    engine = engine_of(token_budget=100)
-    request = opened(engine, prompt_of(30))
-    engine.step()
-    request.grow([*prompt_of(30)[:18], *prompt_of(9, 2)], True)
-    engine.run()
-    again = request_of(prompt_of(30), 5)
-    engine.add(again)
-    engine.run()
-    engine.check_end()
-    assert again.cached_tokens == 16
-
-
-def test_paused_prompts_keep_nobody_out_and_are_given_up_once() -> None:
-    engine = engine_of(pages=40, token_budget=100, prefix_bytes=0)
-    paused = [opened(engine, prompt_of(50, seed)) for seed in range(3)]
-    for _ in range(3):
-        engine.step()
-    assert engine.scheduler.used_bytes == 39 * SPEC.page_bytes(0)
-    engine.add(request_of(prompt_of(60, 9), 9))
-    engine.step()
-    assert engine.scheduler.admitted.running_sequences == 1
-    assert engine.scheduler.used_bytes == (13 + 15) * SPEC.page_bytes(0)  # one is left: the last that grew
-    paused[0].grow(prompt_of(5, 7), False)
-    assert computed(engine) == 0  # it would be computed and given up again and again
-    for seed, request in enumerate(paused):
-        request.grow(prompt_of(50, seed), True)
-    engine.run()
-    engine.check_end()
-    assert engine.scheduler.preemptions == 0
-
-
 # --- failures and drafts ---
 
 
@@ -541,15 +448,15 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
     for number in range(3):
         engine.add(request_of([*prompt_of(32), 5000 + number], 4))
     plan = engine.scheduler.schedule()
-    writer, *sharing = [part.sequence for part in plan.scheduled]
+    writer, *sharing = [part.sequence for part in plan.parts]
     assert len(sharing) == 2
-    assert engine.scheduler.isolate(plan.scheduled) == sharing
-    assert not any(engine.scheduler.advance(part, part.count) for part in plan.scheduled[1:])
+    assert engine.scheduler.ledger.isolate(plan.parts) == sharing
+    assert not any(engine.scheduler.advance(part, part.count) for part in plan.parts[1:])
     assert engine.scheduler.release([writer], forget=True) == []
     again = engine.scheduler.schedule()
-    assert [part.start for part in again.scheduled] == [0, 32]
-    assert engine.scheduler.recompute([again.scheduled[0].sequence]) == sharing
-    (first, second) = [part.sequence for part in engine.scheduler.schedule().scheduled]
+    assert [part.start for part in again.parts] == [0, 32]
+    assert engine.scheduler.ledger.recompute([again.parts[0].sequence]) == sharing
+    (first, second) = [part.sequence for part in engine.scheduler.schedule().parts]
     assert engine.scheduler.release([first]) == [second]
 
 
@@ -561,12 +468,12 @@ def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_withou
         engine.step()
         plan = engine.scheduler.schedule()
         targets = {copy[-1] for copy in plan.batch.state_copies or plan.batch.copies}
-        parts = zip(plan.scheduled, plan.batch.sequences, strict=True)
+        parts = zip(plan.parts, plan.batch.sequences, strict=True)
         copied = [part.sequence for part, each in parts if targets & {each.state_slot, each.tables[0][-1]}]
         assert len(copied) == len(targets) == 2
-        assert engine.scheduler.isolate(plan.scheduled) == copied
-        assert [engine.scheduler.is_void(part) for part in plan.scheduled] == [
-            part.sequence in copied for part in plan.scheduled
+        assert engine.scheduler.ledger.isolate(plan.parts) == copied
+        assert [engine.scheduler.ledger.is_void(part) for part in plan.parts] == [
+            part.sequence in copied for part in plan.parts
         ]
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE, Batch
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_forward, check_generate
 from mlserver_torch_stream.engine.forward.interface import Logits

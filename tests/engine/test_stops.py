@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.text.detokenizer import StopMatcher, StopStrings
+from mlserver_torch_stream.engine.text.answer_writer import StopMatcher, StopStrings
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.tiny_tokenizers import byte_level

@@ -19,22 +19,21 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.fair_lock import FairLock, StepProgress
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.step.batcher import InlineForwards
-from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
+from mlserver_torch_stream.engine.watchdog import FairLock, StepProgress
 from mlserver_torch_stream.types import (
     Constraint,
     ConstraintKind,

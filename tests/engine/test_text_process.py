@@ -112,7 +112,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(letter: str)
         with pytest.raises(ContextLengthExceeded, match="text_input: the prompt has at least"):
             codec.encode(TextPrompt(text))
         with pytest.raises(ContextLengthExceeded, match="text_input: the prompt has at least"):
-            codec.stable_prefix(text)
+            codec.check_length(text, "text_input")
     assert len(codec.encode(TextPrompt("x" * 900))) == 900
 
 

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ChatPrompt, TextPrompt, TokensPrompt
-from tests.engine.tiny_tokenizers import byte_fallback, byte_level, word_piece
-from tests.examples import examples
+from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 
 _TEMPLATE = (
     "{% if tools %}tools:{{ tools | length }}\n{% endif %}"
@@ -132,31 +129,3 @@ def test_the_vocabulary_reaches_to_the_highest_id_where_ids_have_holes() -> None
     codec = TextCodec(tokenizer)
     assert codec.vocab_size == max(codec.encode(TextPrompt("c")) + codec.encode(TextPrompt("d"))) + 1 > len(tokenizer)
     assert codec.decode([9, 5], False) == "c"
-
-
-@pytest.mark.parametrize("build", [byte_level, lambda: byte_level(bos=True), byte_fallback, word_piece])
-def test_the_stable_prefix_of_words_is_a_prefix_of_the_whole(build: Callable[[], PreTrainedTokenizerBase]) -> None:
-    codec = TextCodec(build())
-    text = (
-        "The quick brown fox jumps over the lazy dog. A model streams its answer, token by token.  Twice\n\nover. " * 3
-    )
-    whole = codec.encode(TextPrompt(text))
-    lengths = []
-    for end in range(0, len(text), 5):
-        prefix = codec.stable_prefix(text[:end])
-        assert prefix == whole[: len(prefix)]
-        lengths.append(len(prefix))
-    assert lengths[-1] > len(whole) / 2
-
-
-@given(text=st.text(max_size=200))
-@examples(100)
-def test_the_stable_prefix_holds_back_some_tokens_but_not_all_for_ever(text: str) -> None:
-    codec = _STABLE
-    ids = codec.encode(TextPrompt(text))
-    prefix = codec.stable_prefix(text)
-    assert prefix == ids[: len(prefix)]
-    assert min(len(ids), 4) <= len(ids) - len(prefix) <= 64
-
-
-_STABLE = TextCodec(byte_level())

@@ -9,8 +9,8 @@ import torch
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, batch_tensors
 from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def varlen_call(heads: int, **options: Any) -> dict[str, Any]:
 
 def test_varlen_is_called_with_the_pages_and_the_tables() -> None:
     call = varlen_call(heads=4)
-    assert call["key"].shape == call["value"].shape == (31, 256, 2, 64) and call["key"].is_contiguous()
+    assert call["key"].shape == call["value"].shape == (30, 256, 2, 64) and call["key"].is_contiguous()
     assert call["cu_seq_q"].tolist() == [0, 3, 4] and call["cu_seq_k"].tolist() == [0, 5, 306]
     assert call["seqused_k"].tolist() == [5, 301]
     assert call["block_table"].tolist() == [[7, 0], [3, 9]]

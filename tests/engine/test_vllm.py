@@ -61,7 +61,9 @@ def greedy(count: int, **changes: Any) -> SamplingParameters:
     return SamplingParameters(max_tokens=count, ignore_eos=True, **changes)
 
 
-def generated(built: BuiltEngine, params: SamplingParameters, prompt: tuple[int, ...] = PROMPT) -> dict[int, TokenEvent]:
+def generated(
+    built: BuiltEngine, params: SamplingParameters, prompt: tuple[int, ...] = PROMPT
+) -> dict[int, TokenEvent]:
     events: dict[int, TokenEvent] = run(collect(built.engine, [EngineRequest(prompt, params)]))  # type: ignore[arg-type]
     return events
 
@@ -102,7 +104,9 @@ def test_tokens_text_usage_and_cached_tokens_come_from_the_worker(start: Start) 
 
 def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(start: Start, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    events = generated(start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2))
+    events = generated(
+        start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2)
+    )
     assert sorted(events) == [0, 1, 2]
     assert {tuple(event.token_ids) for event in events.values()} == {tuple(answer(list(PROMPT), 4))}
     first = events[0].logprobs[0]
@@ -267,7 +271,9 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
         for stream in streams:
             await anext(stream)
         os.kill(worker, signal.SIGKILL)
-        ends = [[event async for event in stream if event.finish_reason is not None] for stream in streams]
+        ends = []
+        for stream in streams:
+            ends.append([event async for event in stream if event.finish_reason is not None])
         assert [[event.finish_reason for event in each] for each in ends] == 3 * [2 * [FinishReason.ERROR]]
         assert "vLLM's worker was killed by SIGKILL" in str(ends[0][0].error)
         await until(lambda: built.engine.trouble is None, "the next worker")

@@ -15,18 +15,20 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.fair_lock import FairLock, StepProgress, Work
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits
+from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import (
     PATIENCE,
     EndRequest,
+    FairLock,
     PendingDeath,
+    StepProgress,
     StepTimeout,
     WatchdogState,
+    Work,
     trouble,
 )
 from mlserver_torch_stream.errors import GenerationFailed, NotServing, TimedOut

@@ -14,24 +14,24 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
 from mlserver_torch_stream.engine.loading.model_files import locate
-from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits, SchedulerLimits
+from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.queue import QueueLimits, SchedulerLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
 from tests.engine.tiny_models import (  # noqa: F401 tests import these from here, too

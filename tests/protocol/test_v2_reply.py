@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from mlserver.types import InferenceResponse
+from mlserver.grpc.converters import ModelMetadataResponseConverter
+from mlserver.types import InferenceResponse, MetadataModelResponse
 
+from mlserver_torch_stream.protocol import v2_names as names
+from mlserver_torch_stream.protocol.seldon_spelling import SELDON
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.protocol.v2_reply import StreamReply, UnaryReply, as_response
+from mlserver_torch_stream.protocol.v2_reply import (
+    StreamReply,
+    UnaryReply,
+    as_response,
+    input_metadata,
+    output_metadata,
+)
+from mlserver_torch_stream.tool_calls import ToolCallDelta
 from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
@@ -245,3 +256,26 @@ def test_an_echoed_prompt_stands_before_each_of_its_answers() -> None:
 def test_a_unary_reply_before_its_end_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
         collected(REQUEST, TokenEvent(0, "so far")).body()
+
+
+def test_every_tensor_that_is_accepted_is_declared_once() -> None:
+    spellings = []
+    for tensor in input_metadata():
+        aliases = tensor.parameters.model_extra["aliases"].split(",") if tensor.parameters else []
+        spellings += [tensor.name, *aliases]
+    assert sorted(spellings) == sorted(names.INPUT_TENSORS)
+
+
+def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
+    reply = SELDON.whole(asked(cumulative_logprob=True, logprobs=True, token_ids=True), ReplyContext("m"))
+    end = TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1))
+    reply.add(replace(end, reasoning="so", tool_calls=(ToolCallDelta(0, "c", "f", "{}"),)))
+    sent = {output["name"]: output["datatype"] for output in reply.body()["outputs"]}
+    assert sent == {tensor.name: tensor.datatype for tensor in output_metadata()}
+
+
+def test_the_declaration_survives_grpc() -> None:
+    metadata = MetadataModelResponse(name="m", platform="p", inputs=input_metadata(), outputs=output_metadata())
+    message = ModelMetadataResponseConverter.from_types(metadata)
+    assert [tensor.name for tensor in message.inputs] == [tensor.name for tensor in input_metadata()]
+    assert message.inputs[0].parameters["aliases"].string_param.startswith("prompt,")

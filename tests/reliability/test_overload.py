@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.flood import Answered, flood
 from mlserver_torch_stream.client import EventParser
 from tests import plain_http
 from tests.reliability.calls import ENDPOINTS, Endpoint, ask, calling
 from tests.reliability.conftest import STEP_S
 from tests.reliability.counts import counts, idle, until
+from tests.reliability.flood import Answered, flood
 from tests.reliability.reciter import recital
 from tests.reliability.usage import rss_of
 from tests.server import raw, v2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -148,18 +149,18 @@ def test_pieces_of_a_prompt_are_answered_as_the_whole(stub: Stub, paced: Stub) -
     assert at_once.final and at_once.outputs["num_input_tokens"] == whole.outputs["num_input_tokens"]
 
 
-def test_pieces_are_prefilled_before_the_last_has_come(server: Server, stub: Stub) -> None:
-    before = server.counters("tiny")["prefill_tokens"]
-    prefilled_early = []
+def test_a_prompt_in_pieces_that_grows_too_long_is_refused_before_its_last_piece(stub: Stub) -> None:
+    refused = threading.Event()
 
     def pieces() -> Iterator[pb.ModelInferRequest]:
-        yield v2.grpc_request("tiny", "The quick brown fox jumps over ", stream_mode="prompt", max_tokens=4)
-        counters = server.wait_for("tiny", lambda now: now["prefill_tokens"] > before)
-        prefilled_early.append(counters["prefill_tokens"] - before)
-        yield v2.grpc_request("tiny", "the lazy dog")
+        yield v2.grpc_request("tiny", "The quick brown fox ", stream_mode="prompt", max_tokens=4)
+        yield v2.grpc_request("tiny", "jumps over the lazy dog " * 20_000)
+        refused.wait(v2.TIMEOUT_S)
 
-    replies = [v2.grpc_reply(each) for each in stub.ModelStreamInfer(pieces(), timeout=v2.TIMEOUT_S)]
-    assert prefilled_early and replies[-1].final
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stub.ModelStreamInfer(pieces(), timeout=v2.TIMEOUT_S))
+    refused.set()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "text_input" in caught.value.details()
 
 
 def test_a_bad_piece_is_invalid_argument(stub: Stub) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from tests import plain_http
 from tests.server import openai
 from tests.server.harness import Server

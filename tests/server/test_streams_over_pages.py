@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
 from tests.server.openai import TEXT, joined, prompt, stream, whole

@@ -9,6 +9,7 @@ import pytest
 from mlserver.settings import ModelParameters, ModelSettings
 from pydantic import ValidationError
 
+from mlserver_torch_stream.byte_size import format_bytes, parse_bytes
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.settings import KNOWN_KEYS, ResolvedSettings, parse_settings
 
@@ -232,3 +233,11 @@ def test_the_default_time_of_a_step_is_for_the_slowest_that_is_not_broken() -> N
     """A chunk through a model of 70B parameters at 50 GFLOP/s takes 1434 s."""
     settings = parse_settings(EMBEDDED, {}, environ={}).settings
     assert settings.step_timeout >= 2 * 70e9 * settings.chunked_prefill_size / 50e9
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 bytes"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (3 * 2**29, "1.5 GiB")]
+)
+def test_bytes_in_words(count: int, words: str) -> None:
+    assert format_bytes(count) == words
+    assert parse_bytes(words.removesuffix(" bytes")) == count

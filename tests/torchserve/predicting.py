@@ -58,6 +58,21 @@ def handle(data, context):
     if text == "late":
         send(["first"], context.request_ids, "ok", 200, context)
         raise ValueError("after the first piece")
+    if text in ("206 at first", "503 at last"):
+        first, last = (206, 202) if text == "206 at first" else (200, 503)
+        for number, status in enumerate((first, 299)):
+            context.set_response_status(status, "Own", 0)
+            send([f"piece {number}"], context.request_ids, "ok", 200, context)
+        context.set_response_status(last, "Own", 0)
+        return ["the end"]
+    if text == "code":
+        send(["lost"], context.request_ids, "enough", 429, context)
+        send(["ignored"], context.request_ids, "ok", 200, context)
+        return ["ignored"]
+    if text == "late code":
+        send(["first"], context.request_ids, "ok", 200, context)
+        send(["lost"], context.request_ids, "enough", 429, context)
+        return ["ignored"]
     if text == "pieces":
         context.set_response_content_type(0, "text/plain")
         for piece in ("one", "", b"\\xff\\x00", {"three": 3}):

@@ -11,7 +11,6 @@ import pytest
 
 from mlserver_torch_stream.errors import QueueFull
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, read_config
-from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
 from mlserver_torch_stream.handlers.pool.handler_request import (
     HandlerFailed,
@@ -21,7 +20,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     RequestTooLarge,
     ResponsePiece,
 )
-from mlserver_torch_stream.handlers.pool.worker_process import batch_message
+from mlserver_torch_stream.handlers.pool.worker_process import batch_frame
 from tests.torchserve.workshop import COUNTER, outcome, request, run, running, texts, write_handler
 
 SMALL = {"most_bytes": 5000}  # of the message of a batch
@@ -94,12 +93,26 @@ def test_a_batch_is_no_larger_than_one_message_carries() -> None:
     assert refused.value.status == 413
 
 
+def test_a_request_that_has_left_makes_no_batch_due() -> None:
+    waiting = BatchQueue(read_config({}, {"batchSize": 8, "maxBatchDelay": 1000}), most_bytes=5000)
+    jobs = [_job(f"r{index}", size=1800) for index in range(3)]
+    for job in jobs:
+        waiting.add(job, 0.0)
+    assert waiting.due(0, 0.0, 0.0) == 0.0  # they fill a message
+    waiting.remove(jobs[1], 0.0)
+    assert waiting.due(0, 0.0, 0.0) == 1.0
+    taken = waiting.take(0, 8)
+    waiting.take_back(taken[0])
+    assert (len(waiting), waiting.due(0, 0.0, 0.0), waiting.clear()) == (1, 1.0, [jobs[0]])
+    assert waiting.due(0, 0.0, 0.0) is None
+
+
 def test_what_a_frame_takes_is_not_underestimated() -> None:
     """Names and headers may have any characters."""
     wide = "\U0001f600" * 50
     request = HandlerRequest(wide, [RequestPart(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
     job = HandlerJob(request, wide, 0.0, lambda job: None)
-    assert len(encode_frame(*batch_message([job]))) <= job.bytes
+    assert len(batch_frame([job])) <= job.bytes
 
 
 @pytest.mark.parametrize("how", [{}, {"continuousBatching": True}, {"asyncCommunication": True}])

@@ -16,7 +16,7 @@ import pytest
 from google.protobuf import empty_pb2
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from mlserver_torch_stream.server.torchserve_grpc import inference_service
+from mlserver_torch_stream.server.grpc import torchserve
 from tests import plain_http
 from tests.server.conftest import FOREIGN, with_foreign
 from tests.server.harness import HOST, Model, Server, free_ports, serve
@@ -528,7 +528,7 @@ def _succeeded(served: Served) -> int:
 
 def test_our_messages_have_the_fields_that_clients_know() -> None:
     for name in ("PredictionsRequest", "PredictionResponse", "TorchServeHealthResponse"):
-        ours = getattr(inference_service, name).DESCRIPTOR.fields
+        ours = getattr(torchserve, name).DESCRIPTOR.fields
         theirs = _POOL.FindMessageTypeByName(f"org.pytorch.serve.grpc.inference.{name}").fields
         assert [(field.name, field.number, field.type) for field in ours] == [
             (field.name, field.number, field.type) for field in theirs
@@ -563,5 +563,5 @@ def test_at_sigterm_a_stream_in_flight_ends_and_new_requests_are_refused(tmp_pat
 
 
 def test_responses_are_what_protoc_describes() -> None:
-    response = PredictionResponse.FromString(inference_service.PredictionResponse(prediction=b"x").SerializeToString())
+    response = PredictionResponse.FromString(torchserve.PredictionResponse(prediction=b"x").SerializeToString())
     assert not response.HasField("status") and not response.HasField("sequence_id")

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.cli import main
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.handlers.config.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.worker_settings import find_worker_files
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics, HandlerMetricsCollector
 from tests.torchserve.workshop import HELLO, ask, run, running, until, write_handler, write_mar
 
@@ -103,7 +104,7 @@ def test_the_environment_names_the_file_where_the_model_does_not(
     monkeypatch.setenv("TS_METRICS_CONFIG", str(tmp_path / "server.yaml"))
 
     def names(**extra: str) -> list[str]:
-        config = read_worker_settings(extra, str(tmp_path)).metrics
+        config = find_worker_files(read_config({}, extra), str(tmp_path)).metrics
         return [each["name"] for each in config["model_metrics"]["gauge"]]
 
     assert names() == ["server"]
@@ -126,13 +127,13 @@ def test_the_environment_names_the_file_where_the_model_does_not(
 def test_a_file_that_is_wrong_is_named_with_the_place(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(SettingsError, match=rf"(?s)parameters.extra.metrics_config: .*m.yaml: .*{said}"):
-        read_worker_settings({"metrics_config": "m.yaml"}, str(tmp_path))
+        find_worker_files(read_config({}, {"metrics_config": "m.yaml"}), str(tmp_path))
 
 
-@pytest.mark.parametrize(("given", "said"), [("none.yaml", "no such file: none.yaml"), (3, "the path of a file")])
+@pytest.mark.parametrize(("given", "said"), [("none.yaml", "no such file: none.yaml"), (3, "a valid string")])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, given: object, said: str) -> None:
-    with pytest.raises(SettingsError, match=f"parameters.extra.metrics_config: .*{said}"):
-        read_worker_settings({"metrics_config": given}, str(tmp_path))
+    with pytest.raises(SettingsError, match=f"parameters.extra.+metrics_config: .*{said}"):
+        find_worker_files(read_config({}, {"metrics_config": given}), str(tmp_path))
 
 
 def test_import_mar_takes_the_servers_file_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +146,7 @@ def test_import_mar_takes_the_servers_file_along(tmp_path: Path, capsys: pytest.
     folder = tmp_path / "models/ok"
     extra = json.loads((folder / "model-settings.json").read_text())["parameters"]["extra"]
     assert extra == {"metrics_config": "./metrics.yaml"}
-    assert "Steps" in str(read_worker_settings(extra, str(folder)).metrics)
+    assert "Steps" in str(find_worker_files(read_config({}, extra), str(folder)).metrics)
     said = capsys.readouterr().out
     assert "not carried over from config.properties: metrics_mode" in said
     assert "not carried over from config.properties: metrics_config" not in said

@@ -14,7 +14,7 @@ from mlserver.settings import ModelParameters, ModelSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.handlers.config.archive import open_archive
 from mlserver_torch_stream.handlers.config.model_config import read_config
-from mlserver_torch_stream.handlers.config.worker_settings import WorkerSettings
+from mlserver_torch_stream.handlers.config.worker_settings import WorkerFiles
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
 from mlserver_torch_stream.handlers.runtime.build import build, worker_order
 from tests.torchserve.workshop import HELLO, run, running, write_handler
@@ -33,7 +33,10 @@ def _settings(**parameters: Any) -> ModelSettings:
     [
         ({}, "parameters.uri"),
         ({"uri": "nowhere.mar"}, "no such archive"),
-        ({"uri": "HANDLER", "extra": {"ts": "own"}}, "parameters.extra.ts: must be one of auto, shim, package"),
+        (
+            {"uri": "HANDLER", "extra": {"ts": "own"}},
+            "extra: ts: Input should be 'auto', 'shim' or 'package'",
+        ),
         *(
             (
                 {"uri": "HANDLER", "extra": {"parallelType": kind, "torchrun": {"nproc-per-node": 2}, how: True}},
@@ -44,7 +47,10 @@ def _settings(**parameters: Any) -> ModelSettings:
         ),
         ({"uri": "HANDLER", "extra": {"batchSise": 2}}, "unknown key 'batchSise'; did you mean 'batchSize'"),
         ({"uri": "HANDLER", "extra": {"metric_config": "m"}}, "'metric_config'; did you mean 'metrics_config'"),
-        ({"uri": "HANDLER", "extra": {"python": 3.8}}, "parameters.extra.python: must be the path of a file, got 3.8"),
+        (
+            {"uri": "HANDLER", "extra": {"python": 3.8}},
+            "extra: python: Input should be a valid string, got 3.8",
+        ),
         ({"uri": "HANDLER", "extra": {"python": "none"}}, "parameters.extra.python: no such interpreter: none"),
     ],
 )
@@ -66,7 +72,7 @@ def test_settings_that_are_wrong_are_named(tmp_path: Path, parameters: dict[str,
 )
 def test_workers_take_gpus_in_turn(tmp_path: Path, config: dict[str, Any], expected: list[Any]) -> None:
     archive = open_archive(write_handler(tmp_path, HELLO), None)
-    orders = [worker_order("m", archive, read_config(config, {}), WorkerSettings(), number) for number in range(3)]
+    orders = [worker_order("m", archive, read_config(config, {}), WorkerFiles(), number) for number in range(3)]
     seen = [(each.message["gpu"], each.environment[0].get("CUDA_VISIBLE_DEVICES")) for each in orders]
     assert seen == expected
 

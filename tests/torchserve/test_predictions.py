@@ -152,14 +152,37 @@ def test_each_intermediate_response_is_one_chunk_and_the_final_one_is_the_last(s
     assert chunks == [b"one", b"\xff\x00", b'{\n  "three": 3\n}', b"last"]
 
 
-def _chunks(server: Server, path: str, body: bytes) -> tuple[bytes, list[bytes]]:
+def test_a_stream_has_torchserves_header_of_its_first_response(server: Server) -> None:
+    assert b"\r\nts_stream_next: true\r\n" in _chunks(server, "predictions/echo", b"pieces")[0]
+    body = {"id": "v2", "inputs": [{"name": "body", "datatype": "BYTES", "shape": [1], "data": ["pieces"]}]}
+    url = f"{server.url}/v2/models/echo/infer_stream"
+    with plain_http.stream("POST", url, json=body, timeout=_TIMEOUT_S) as response:
+        assert response.status_code == 200 and "ts_stream_next" not in response.headers
+
+
+def test_the_status_of_a_stream_is_that_of_its_first_response(server: Server) -> None:
+    """As in TorchServe, which has no place for the other statuses, not even for that of an error in the last one."""
+    head, chunks = _chunks(server, "predictions/echo", b"206 at first", 206)
+    assert chunks == [b"piece 0", b"piece 1", b"the end"] and b"ts_stream_next: true" in head
+    assert _chunks(server, "predictions/echo", b"503 at last")[1] == [b"piece 0", b"piece 1", b"the end"]
+
+
+def test_a_code_of_an_error_ends_the_request_with_its_message(server: Server) -> None:
+    """The handler goes on: later responses to the request are dropped, and the next request is answered."""
+    assert _error(_post(server, content=b"code")) == (429, "InternalServerException", "enough")
+    with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+        _post(server, content=b"late code")
+    assert _post(server, content=b"created").status_code == 201
+
+
+def _chunks(server: Server, path: str, body: bytes, status: int = 200) -> tuple[bytes, list[bytes]]:
     """The head of the reply in lower case, and its chunks up to the empty one."""
     with socket.create_connection((HOST, server.http_port), timeout=_TIMEOUT_S) as connection:
         connection.sendall(b"POST /%b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)))
         connection.sendall(body)
         reader = connection.makefile("rb")
         head = b"".join(iter(reader.readline, b"\r\n")).lower()
-        assert head.startswith(b"http/1.1 200") and b"transfer-encoding: chunked" in head
+        assert head.startswith(b"http/1.1 %d" % status) and b"transfer-encoding: chunked" in head
         chunks = []
         while size := int(reader.readline(), 16):
             chunks.append(reader.read(size))

@@ -17,7 +17,8 @@ import pytest
 from mlserver.settings import ModelParameters, ModelSettings
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
-from mlserver_torch_stream.handlers.config.worker_settings import install_requirements, read_worker_settings
+from mlserver_torch_stream.handlers.config.model_config import read_config
+from mlserver_torch_stream.handlers.config.worker_settings import install_requirements
 from mlserver_torch_stream.handlers.runtime.build import build
 from tests import plain_http
 from tests.server.harness import HOST, TORCHSERVE_PORT, Server, free_ports, serve
@@ -178,11 +179,11 @@ def test_requirements_are_installed_into_no_folder_of_the_users_own(tmp_path: Pa
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"blacklist_env_vars": "("}, r"blacklist_env_vars: '\(' is not a regular expression"),
-        ({"install_py_dep_per_model": "yes"}, "install_py_dep_per_model: must be true or false, got 'yes'"),
-        ({"service_envelope": 1}, "service_envelope: must be the name of an envelope, got 1"),
+        ({"blacklist_env_vars": "("}, "blacklist_env_vars: is not a regular expression"),
+        ({"install_py_dep_per_model": "yes"}, "install_py_dep_per_model: Input should be a valid boolean, got 'yes'"),
+        ({"service_envelope": 1}, "service_envelope: Input should be a valid string, got 1"),
     ],
 )
 def test_a_wrong_key_of_a_model_is_named(extra: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=f"parameters.extra.{said}"):
-        read_worker_settings(extra, None)
+    with pytest.raises(SettingsError, match=f"parameters.extra: {said}"):
+        read_config({}, extra)

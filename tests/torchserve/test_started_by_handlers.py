@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import ask, outcome, request, run, running, until, write_handler
 
@@ -133,5 +136,64 @@ def test_processes_that_end_after_their_parents_leave_no_zombies(tmp_path: Path)
             assert await ask(pool, "orphans") == ["done"]
             (supervisor,) = pool.supervisor.slots[0].worker.pids  # type: ignore[union-attr]
             await until(lambda: len(psutil.Process(supervisor).children(recursive=True)) == 1)
+
+    run(scenario())
+
+
+# The first request is answered with the modules that were imported after the worker had said that it is ready.
+_LATE_IMPORTS = """
+import json, sys
+
+at_ready = set()
+
+def note(context):
+    send = context.metrics._channel.send
+
+    def noted(kind, **fields):
+        if kind == "ready":
+            at_ready.update(sys.modules)
+        send(kind, **fields)
+
+    context.metrics._channel.send = noted
+
+class Handler:
+    def initialize(self, context):
+        note(context)
+
+    DEF handle(self, data, context):
+        return [json.dumps([sorted(set(sys.modules) - at_ready), "torch" in at_ready])] * len(data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "config"),
+    [
+        ("package", {}),
+        ("shim", {}),
+        ("shim", {"continuousBatching": True}),
+        ("shim", {"asyncCommunication": True}),
+    ],
+)
+def test_a_worker_that_is_ready_imports_nothing_for_its_first_request(
+    tmp_path: Path, which: str, config: dict[str, Any]
+) -> None:
+    source = _LATE_IMPORTS.replace("DEF", "async def" if "asyncCommunication" in config else "def")
+
+    async def scenario() -> None:
+        async with running(write_handler(tmp_path, source, config), which) as pool:
+            late, with_torch = json.loads("".join(await ask(pool)))
+        assert late == []
+        assert with_torch == (which == "package")
+
+    run(scenario())
+
+
+def test_a_package_of_torchserve_that_cannot_be_used_fails_the_load_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: no such file')")
+
+    async def scenario() -> None:
+        with pytest.raises(LoadFailed, match="package cannot be used: OSError: libtorch_cpu"):
+            async with running(write_handler(tmp_path, "def handle(data, context): return data"), "package"):
+                pass
 
     run(scenario())

@@ -19,7 +19,7 @@ import yaml
 
 from mlserver_torch_stream.handlers.config.archive import open_archive
 from mlserver_torch_stream.handlers.config.model_config import read_config
-from mlserver_torch_stream.handlers.config.worker_settings import read_worker_settings
+from mlserver_torch_stream.handlers.config.worker_settings import find_worker_files
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, PieceStream, RequestPart
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
@@ -101,8 +101,8 @@ async def running(
     """
     archive = open_archive(uri, None)
     try:
-        config = read_config(archive.yaml, overrides)
-        settings = read_worker_settings({"ts": which, **(workers or {})}, None)
+        config = read_config(archive.yaml, {"ts": which, **(workers or {}), **overrides})
+        settings = find_worker_files(config, None)
         order = partial(worker_order, "model", archive, config, settings)
         pool = WorkerPool("model", config, order, metrics or HandlerMetrics(), **limits or {})
         await pool.start()

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.devices import sent
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, in_all
 from mlserver_torch_stream.engine.machine import Host
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
@@ -45,21 +45,16 @@ def cache_budget(
                 spec,
                 resources.promise(owner, None, min(host.available_bytes, most), engines)
                 if device == HOST
-                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE) - spare_bytes(device, spec),
+                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE),
             )
             for device, spec in specs.items()
         ]
     else:
-        rooms = [(in_all(specs.values()), setting - sum(spare_bytes(*each) for each in specs.items()))]
+        rooms = [(in_all(specs.values()), setting)]
     size = size_cache(rooms, sequences=sequences, tokens=tokens, step=step)
     if HOST in specs:
         resources.promise(owner, size.bytes_of(specs[HOST]), host.available_bytes)
     return size
-
-
-def spare_bytes(device: torch.device, spec: CacheSpec) -> int:
-    """Returns the bytes of the pages that belong to no sequence. A host never writes to them, so none are counted."""
-    return 0 if device.type == "cpu" else spec.bytes_of([1] * len(spec.groups), 0)
 
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:

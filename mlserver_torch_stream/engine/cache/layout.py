@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.failures import Unsuitable
 
 # Layers with states and attention both. transformers has had the sliding ones since 5.20.

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import CacheSpec
 
 _MOST = 1 << 40
 

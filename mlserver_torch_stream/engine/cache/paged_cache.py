@@ -9,20 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.cache.states import StateSlots
 
 
 @dataclass(slots=True)
 class LayerPages:
-    """Keys and values of one layer, ``[pages + 1, kv_heads, page_size, head_dim]``; None before the first forward.
+    """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    The last page, ``spare``, belongs to no sequence: the padding rows of a captured step write to it. On a CPU a head's
-    page is one piece of memory, which is not resident before it is written. On CUDA (``tokens_first``) the heads of a
-    token lie together, as torch's varlen attention reads them. After ``PagedCache.reserve`` the pages are strided:
-    between them lie pages of the group's other layers.
+    On a CPU a head's page is one piece of memory, which is not resident before it is written. On CUDA
+    (``tokens_first``) the heads of a token lie together, as torch's varlen attention reads them. After
+    ``PagedCache.reserve`` the pages are strided: between them lie pages of the group's other layers.
     """
 
     group: int
@@ -31,10 +29,6 @@ class LayerPages:
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     tokens_first: bool | None = None  # None: as the device asks for it
-
-    @property
-    def spare(self) -> int:
-        return self.pages
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once.
@@ -48,7 +42,7 @@ class LayerPages:
             self.keys, self.values = keys, values
 
     def _pool(self, like: torch.Tensor) -> torch.Tensor:
-        shape = [self.pages + 1, like.shape[-3], self.page_size, like.shape[-1]]
+        shape = [self.pages, like.shape[-3], self.page_size, like.shape[-1]]
         if self.tokens_first:
             shape[1:3] = reversed(shape[1:3])
         try:
@@ -136,7 +130,7 @@ class PagedCache:
             if not layers:
                 continue
             pages = layers[0].pages
-            shape = (pages + 1, 2 * len(layers), like.shape[-3], self.page_size, like.shape[-1])
+            shape = (pages, 2 * len(layers), like.shape[-3], self.page_size, like.shape[-1])
             size = math.prod(shape) * like.element_size()
             with torch.inference_mode(False):  # a tensor made inside could not be written to outside
                 try:

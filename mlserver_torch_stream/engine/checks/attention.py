@@ -22,9 +22,9 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     PagedAttention,
 )
 from mlserver_torch_stream.engine.attention.varlen import VarlenAttention, find_varlen
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.checks.attention_error import farthest, narrowed
 from mlserver_torch_stream.engine.checks.harness import Check, Verdict, accepted
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult

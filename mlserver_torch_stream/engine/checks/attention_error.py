@@ -14,8 +14,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     PagedAttention,
     batch_tensors,
 )
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 
 _CPU = torch.device("cpu")
 _FAR = 300  # a window or chunk that is shorter than some of the sequences that are compared
@@ -89,7 +89,6 @@ def fill_randomly(layer: LayerPages, batch: Batch, shape: AttentionShape, number
     for pool in (layer.keys, layer.values):
         assert pool is not None
         pool.fill_(torch.nan)
-        pool[layer.spare] = 0
     size = layer.page_size
     for each in batch.sequences:
         slots = [each.tables[0][position // size] * size + position % size for position in range(each.length)]

@@ -12,10 +12,9 @@ from itertools import accumulate
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.budget import free_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import LayerGroup, in_all
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, LayerGroup, in_all
 from mlserver_torch_stream.engine.checks.logits import far_columns
 from mlserver_torch_stream.engine.checks.trial import Trial, TrialSequence
 from mlserver_torch_stream.engine.config_fields import comparable_context, named_lengths

@@ -135,12 +135,12 @@ def take_rounded(
 
     Raises LoadFailed if there is none: no other forward can use such weights.
     """
-    verdict = Verdict[NativeForward](None, findings.problem or "")
-    if findings.problem is None:
+    if (reason := findings.problem) is None:
         verdict = take_kernels(expected, findings, kernels, weights)
-    if verdict.candidate is None:
-        raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {verdict.reason}")
-    return verdict.candidate
+        if verdict.candidate is not None:
+            return verdict.candidate
+        reason = verdict.reason
+    raise LoadFailed(f"parameters.extra.weights: {weights} cannot be used for this model here: {reason}")
 
 
 def release_weights(model: nn.Module) -> None:

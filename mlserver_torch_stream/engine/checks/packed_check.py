@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult

@@ -15,9 +15,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.cache_spec import CPU_PAGE_SIZE, CacheSpec, in_all
 from mlserver_torch_stream.engine.cache.layout import CacheLayout, UnsupportedCache
+from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE, Batch, CacheSpec, in_all
 from mlserver_torch_stream.engine.checks.far import compare_far, far_lengths
 from mlserver_torch_stream.engine.checks.harness import Check, accepted
 from mlserver_torch_stream.engine.checks.logits import Comparison, ExpectedLogits

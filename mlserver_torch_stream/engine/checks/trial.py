@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.checks.logits import Comparison, ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import comparable_context
 from mlserver_torch_stream.engine.forward.interface import Forward

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.sampling.candidates import RowDraw
 
 

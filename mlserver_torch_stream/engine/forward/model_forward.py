@@ -20,8 +20,8 @@ import transformers
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.attention.paged_attention import PagedAttention, packed_ids
 from mlserver_torch_stream.engine.attention.registered import give_attention_back, paged, take_attention
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
 from mlserver_torch_stream.engine.forward.interface import LoadedForward, Logits
 from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, Way

@@ -20,8 +20,8 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
     batch_tensors,
 )
 from mlserver_torch_stream.engine.attention.registered import CannotPage
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Writes the keys and values of the new tokens, and returns the keys and values that a model's attention gets."""

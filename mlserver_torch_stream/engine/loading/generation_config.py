@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RENAMED = {

@@ -45,7 +45,7 @@ from mlserver_torch_stream.engine.loading.quantised import (
     wants_packed_gguf,
 )
 from mlserver_torch_stream.engine.machine import Host, ranks_here, read_host
-from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.did_you_mean import did_you_mean
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize
+from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import computing_device, device_name, input_device
 from mlserver_torch_stream.errors import LoadFailed

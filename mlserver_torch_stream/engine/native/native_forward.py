@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.forward.interface import LoadedForward, Logits
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL

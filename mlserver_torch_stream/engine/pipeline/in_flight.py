@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.pages import Batch
 
 K = TypeVar("K", bound=Hashable)
 Pages = Mapping[int, set[int]]  # of each group

@@ -22,11 +22,11 @@ import torch
 import transformers
 from torch import nn
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.devices import computing_device, execution_device
-from mlserver_torch_stream.engine.fair_lock import FairLock
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
+from mlserver_torch_stream.engine.watchdog import FairLock
 
 
 @dataclass(frozen=True, slots=True, eq=False)

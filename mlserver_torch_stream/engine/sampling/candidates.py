@@ -14,8 +14,7 @@ import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
 from mlserver_torch_stream.engine.devices import from_host
-from mlserver_torch_stream.engine.sampling.logit_adjuster import FEW
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler, gumbel
+from mlserver_torch_stream.engine.sampling.row_sampler import FEW, RowSampler, gumbel
 
 FAILED = -1  # no finite logit to choose
 # No token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it.

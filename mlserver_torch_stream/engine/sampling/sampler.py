@@ -1,7 +1,8 @@
-"""Chooses the next token of each row of a batch, and its log-probabilities."""
+"""Chooses the next token of each row of a batch, and its log-probabilities. Makes the samplers of new sequences."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,18 @@ import numpy as np
 import torch
 
 from mlserver_torch_stream.engine.devices import from_host, to_host
+from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, UNDECIDED, RowDraw, draw
-from mlserver_torch_stream.engine.sampling.logit_adjuster import NO_TOKEN, RowEdits, adjust_rows, few_allowed
-from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
+from mlserver_torch_stream.engine.sampling.row_sampler import (
+    NO_TOKEN,
+    GenerationRules,
+    LogitAdjuster,
+    RowEdits,
+    RowSampler,
+    adjust_rows,
+    few_allowed,
+)
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import TokenLogprob
 
@@ -157,3 +167,29 @@ def _logprobs(
         pairs = tuple(zip(ids, values, strict=True))[: rows[i].top_logprobs]
         found[i] = TokenLogprob(token_ids[i], logprob, pairs)
     return found
+
+
+class SamplerFactory:
+    """Gives each sequence of a request its ``RowSampler``."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int, rules: GenerationRules | None = None) -> None:
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._rules = rules
+
+    def begin(self, request: RequestState) -> None:
+        params, constraint = request.params, request.input.constraint
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()
+        for number, sequence in enumerate(request.sequences):
+            adjuster = LogitAdjuster(
+                params,
+                prompt_ids=request.prompt,
+                vocab_size=self._vocab_size,
+                end_ids=request.end_ids,
+                bad_words_ids=bad_words,
+                rules=self._rules,
+                max_tokens=request.max_tokens,
+                matcher=None if constraint is None else constraint.matcher(request.end_ids),
+            )
+            sequence.sampler = RowSampler(params, adjuster, self._vocab_size, seed, number)

@@ -1,19 +1,93 @@
-"""Orders the waiting requests by priority and fair shares, and refuses those that cannot run.
+"""Orders the waiting requests by priority and fair shares, and refuses those that cannot run within the limits.
 
 The order and the refusals read no clock and import no torch. The same checks hold for every batcher.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.cache.page_counts import largest
+from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.scheduler.limits import QueueLimits, ServiceRate
 from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput, QueueFull
 from mlserver_torch_stream.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+
+    ``token_budget`` bounds the prompt tokens and drafts of one step, ``beside_budget`` those of a step in which
+    sequences decode, which wait for its end; None: no bound. The newest token of a sequence that decodes does not
+    count, as it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least: where each
+    chunk is a separate forward, many short ones would delay the sequences that decode. With ``whole_prompts`` a step
+    takes one prompt at most, and takes it whole.
+
+    ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
+    """
+
+    max_num_seqs: int
+    token_budget: int | None
+    pages: tuple[int, ...]
+    cache_bytes: int
+    prefix_bytes: int = 0
+    stages: int = 1
+    whole_prompts: bool = False
+    prefill_floor: int = 1
+    beside_budget: int | None = None
+
+    def budget(self, *, decodes: bool) -> float:
+        """Returns the prompt tokens and drafts of one step; ``decodes``: whether sequences decode in it."""
+        budgets = (self.token_budget, self.beside_budget if decodes else None)
+        return min((each for each in budgets if each is not None), default=math.inf)
+
+    def chunk(self, tokens: int) -> int:
+        """Returns the most of so many tokens that one step computes."""
+        return tokens if self.whole_prompts or self.token_budget is None else min(self.token_budget, tokens)
+
+
+def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
+    """Whether a request of ``sequences`` of ``final`` tokens could run on an idle engine to its last token.
+
+    The sequences share the full pages of the prompt.
+    """
+    pages = []
+    for one, group in zip(spec.most_pages(final, limits.chunk(final)), spec.groups, strict=True):
+        shared = min(one, prompt // spec.page_size) if group.span is None else 0
+        pages.append(one + (sequences - 1) * (one - shared))
+    return (
+        sequences <= limits.max_num_seqs
+        and spec.bytes_of(pages, sequences) <= limits.cache_bytes
+        and all(count <= most for count, most in zip(pages, limits.pages, strict=True))
+    )
+
+
+def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: int) -> int:
+    """Returns the most tokens, prompt included, of a single sequence that the cache can hold."""
+    return largest(max_model_len, lambda length: fits_alone(spec, limits, 1, length, length))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Times are in seconds. None means no limit."""
+
+    max_queued_requests: int = 256  # waiting requests
+    max_queued_tokens: int | None = None  # of the prompts of waiting requests
+    queue_timeout: float | None = None  # from submit to the start of the prefill
+    request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
+    step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens
+    chunk: int = 512
+
+    def step_limit(self, tokens: int) -> float:
+        """Returns the seconds that a forward of so many tokens may take: the timeout for each ``chunk`` in it."""
+        return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
+
 
 # How many later requests may be admitted before one that does not fit yet. Then all requests wait for that one.
 _MAX_OVERTAKEN = 16
@@ -40,27 +114,27 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         """Yields the requests in the order in which admission tries them."""
-        return iter(sorted(self._tags, key=lambda request: (request.priority, self._tags[request])))
+        return iter(sorted(self._tags, key=lambda request: (request.input.priority, self._tags[request])))
 
     def __contains__(self, request: RequestState) -> bool:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
         """Whether a request of a higher priority, which is a lower number, waits."""
-        return any(request.priority < priority for request in self._tags)
+        return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
-        self._backlog[request.client] += 1
-        self._tags[request] = self._virtual_time + request.work * self._backlog[request.client]
+        self._backlog[request.input.client] += 1
+        self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
 
     def remove(self, request: RequestState) -> None:
         del self._tags[request]
         self._overtaken.pop(request, None)
         self.tokens -= len(request.prompt)
-        self._backlog[request.client] -= 1
-        if not self._backlog[request.client]:
-            del self._backlog[request.client]
+        self._backlog[request.input.client] -= 1
+        if not self._backlog[request.input.client]:
+            del self._backlog[request.input.client]
 
     def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Removes and returns the first request that ``fits``.
@@ -78,6 +152,26 @@ class FairQueue:
                 return None
             passed.append(request)
         return None
+
+
+class ServiceRate:
+    """Estimates how long requests take, from those that have ended."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._requests = 0
+
+    def note(self, busy_s: float) -> None:
+        self._busy_s += busy_s
+
+    def finished(self, requests: int) -> None:
+        self._requests += requests
+
+    def seconds_for(self, requests: int) -> int:
+        """Returns the whole seconds that this many requests are likely to take, from 1 to 120."""
+        if not self._requests:
+            return 1
+        return min(120, max(1, math.ceil(requests * self._busy_s / self._requests)))
 
 
 Refusal = Callable[[int, int, int], str | None]
@@ -145,8 +239,8 @@ class Admission:
             too_many = request.sampling.n > 1 and refusal(1, prompt, final) is None
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
-    def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats) -> None:
-        """Checks whether the queue has room, from the batcher's ``stats``."""
+    def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats, open_prompts: int) -> None:
+        """Checks whether the queue has room, from the batcher's ``stats``, and the engine for one more open prompt."""
         limits, waiting = self._queue_limits, self.waiting(stats)
         most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
         if waiting + len(requests) > most:
@@ -155,6 +249,5 @@ class Admission:
         tokens += sum(len(request.prompt_ids) for request in requests)
         if limits.max_queued_tokens is not None and waiting and tokens > limits.max_queued_tokens:
             raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queued_tokens} allowed", retry_after)
-        already_open = self._submitted - self._accepted + stats.open_prompts
-        if already_open >= most and any(request.open for request in requests):
-            raise QueueFull(f"{already_open} prompts are being sent in pieces already, of {most} allowed", 1)
+        if open_prompts >= most and any(request.open for request in requests):
+            raise QueueFull(f"{open_prompts} prompts are being sent in pieces already, of {most} allowed", 1)

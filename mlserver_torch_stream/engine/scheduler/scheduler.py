@@ -6,24 +6,115 @@ Decides and returns the work; it imports no torch, runs nothing and reads no clo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import takewhile
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits, fits_alone
-from mlserver_torch_stream.engine.scheduler.pages import AdmittedSequences, Busy, CachedSequences, added
-from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, SequenceAccount, StepDraft, StepPlan
-from mlserver_torch_stream.engine.scheduler.queue import FairQueue
+from mlserver_torch_stream.engine.scheduler.ledger import Order, PageLedger, ScheduledSequence, StepPart
+from mlserver_torch_stream.engine.scheduler.queue import FairQueue, SchedulerLimits, fits_alone
 
+Busy = Collection[SequenceState]
 Drafts = Callable[[SequenceState, int], Sequence[int]]
 """Returns the tokens that are likely to follow a sequence, when so many sequences decode; none is fine."""
 
+# Tokens that each running sequence shall have pages for when a prompt is admitted. 150 requests of some 60 tokens, at
+# most 32 at a time, in pages of 16 that are full: 0 leads to 32 preemptions in 206 steps, 8 to none in 224, 16 to none
+# in 245.
+_SOON = 8
 
-class Scheduler(CachedSequences):
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The parts of one step, in the order of the sequences of their batch. An empty plan has nothing to run.
+
+    ``prompt_tokens`` are those of all chunks of prompts and of sequences that resume.
+    """
+
+    parts: tuple[StepPart, ...] = ()
+    batch: Batch = field(default_factory=lambda: Batch(()))
+    prompt_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def __str__(self) -> str:
+        """Describes the step in words."""
+        words = [f"the prefill of {prompts} tokens"] if (prompts := self.prompt_tokens) else []
+        decoding = sum(not part.prefills for part in self.parts)
+        words += [f"the decode step of {decoding} sequence{'s' if decoding > 1 else ''}"] if decoding else []
+        return " and ".join(words)
+
+
+class StepDraft:
+    """Has ``left`` tokens of the budget. Keeps the parts in their order, and the sequences that decode."""
+
+    def __init__(self, limits: SchedulerLimits, page_size: int, *, decodes: bool) -> None:
+        """``decodes``: whether sequences decode in this step."""
+        self._limits = limits
+        self._page_size = page_size
+        self._parts: dict[ScheduledSequence, StepPart] = {}
+        self._prompt_tokens = 0
+        self.left = limits.budget(decodes=decodes)
+        self.decoding: list[ScheduledSequence] = []
+        self.copies: list[tuple[int, int, int]] = []
+
+    def __contains__(self, scheduled: ScheduledSequence) -> bool:
+        return scheduled in self._parts
+
+    @property
+    def takes_prompts(self) -> bool:
+        return not self._prompt_tokens if self._limits.whole_prompts else self.left > 0
+
+    def chunk(self, start: int, tokens: int) -> int:
+        """Returns how many of a prompt's next ``tokens`` the step takes. A chunk ends with a page if it can.
+
+        Then the next chunk may find its first page in the prefix cache, if another sequence has computed that page.
+        """
+        if self._limits.whole_prompts or tokens <= self.left:
+            return tokens
+        end = start + int(self.left)
+        whole = end // self._page_size * self._page_size
+        return (whole if whole > start else end) - start
+
+    def add(self, scheduled: ScheduledSequence, count: int, *, decodes: bool) -> None:
+        """Adds the next ``count`` tokens of a sequence, which has pages and a slot for them."""
+        sequence, start = scheduled.sequence, scheduled.pages.computed
+        end = start + count
+        ends = end == sequence.length
+        token_ids = sequence.token_ids(start, end)
+        batched = BatchSequence(token_ids, start, scheduled.pages.tables, int(ends), scheduled.slot)
+        part = StepPart(sequence, batched, scheduled.samples if ends else (), not decodes)
+        scheduled.part = self._parts[scheduled] = part
+        if decodes:
+            self.decoding.append(scheduled)
+        else:
+            self._prompt_tokens += count
+            self.left -= max(count, self._limits.prefill_floor)
+
+    def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
+        part = self._parts[scheduled]
+        part.drafts = tuple(drafts)
+        part.input.token_ids = [*part.input.token_ids, *drafts]
+        part.input.wanted += len(drafts)
+        self.left -= len(drafts)
+
+    def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
+        if not self._parts:
+            return StepPlan()
+        parts = tuple(self._parts.values())
+        batch = Batch(tuple([part.input for part in parts]), tuple(self.copies), tuple(state_copies))
+        return StepPlan(parts, batch, self._prompt_tokens)
+
+
+class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
+
+    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by
+    admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
     ``advance(part, tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens
@@ -42,19 +133,21 @@ class Scheduler(CachedSequences):
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
-        super().__init__(limits, spec, finds=finds)
+        self.limits = limits
+        self.ledger = PageLedger(limits, spec, finds=finds)
         self.waiting = FairQueue()
-        self.admitted = AdmittedSequences(limits, spec)
+        self.admitted: list[ScheduledSequence] = []
+        self._admissions = count()
+        self._spec = spec
         self.preemptions = 0  # since the start
         self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
         self._drafts = drafts if goes_on else None
-        self.open_prompts: list[RequestState] = []  # requests whose prompts are not whole yet
 
     # --- arrival and departure ---
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         """Returns why a request of this size could never run; None if it can."""
-        if fits_alone(self.spec, self.limits, sequences, prompt, final_length):
+        if fits_alone(self._spec, self.limits, sequences, prompt, final_length):
             return None
         return (
             f"{sequences} x {final_length} tokens never fit at most {self.limits.max_num_seqs} sequences "
@@ -63,12 +156,8 @@ class Scheduler(CachedSequences):
 
     def add(self, request: RequestState) -> None:
         first, *forks = request.sequences
-        account = self._accounts[first] = SequenceAccount(first, self.spec, self._pool)
-        account.forks = tuple(forks)
-        if request.sealed:
-            self.waiting.add(request)
-        else:
-            self.open_prompts.append(request)
+        self.ledger.add(first).forks = tuple(forks)
+        self.waiting.add(request)
 
     def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
@@ -76,110 +165,100 @@ class Scheduler(CachedSequences):
         With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
         computed again, as they share pages that were not written: the result of their part is void.
         """
-        leaving = [self._accounts.pop(each) for each in sequences if each in self._accounts]
-        void = self._void(leaving)
-        for account in leaving:
-            if forget:
-                account.pages.forget_all()
-            self._clear(account)
-            self._remove(account)
+        leaving, void = self.ledger.remove(sequences, forget=forget)
+        for scheduled in leaving:
+            if scheduled.admitted:
+                self.admitted.remove(scheduled)
+            elif scheduled.request in self.waiting:
+                self.waiting.remove(scheduled.request)
         return void
 
-    def _remove(self, account: SequenceAccount) -> None:
-        request = account.request
-        self._given_up.discard(account)
-        if account.admitted:
-            self.admitted.remove(account)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        elif request in self.open_prompts:
-            self.open_prompts.remove(request)
+    # --- gauges ---
+
+    @property
+    def running_sequences(self) -> int:
+        """The number of sequences whose prompt has been computed."""
+        return sum([bool(scheduled.sequence.tokens) for scheduled in self.admitted])
+
+    @property
+    def prefilling_requests(self) -> int:
+        """The number of requests whose prompt is being computed."""
+        return len(self.admitted) - self.running_sequences
 
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = ()) -> StepPlan:
         """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
-        self._queue_sealed(busy)
         decoding = self._to_decode(busy)
-        draft = StepDraft(self.limits, self.spec.page_size, decodes=bool(decoding))
-        for account in list(self.admitted):
-            if account in decoding and not account.restarts:
-                self._take(account, 1, draft, busy, decodes=True)
-            elif account.left and not account.decodes and account.sequence not in busy:
-                self._admit_all(draft, busy, account.priority)
-                self._take_chunk(account, draft, busy)
+        draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding))
+        for scheduled in list(self.admitted):
+            if scheduled in decoding and not scheduled.restarts:
+                self._take(scheduled, 1, draft, busy, decodes=True)
+            elif scheduled.left and not scheduled.decodes and scheduled.sequence not in busy:
+                self._admit_all(draft, busy, scheduled.priority)
+                self._take_chunk(scheduled, draft, busy)
         self._admit_all(draft, busy)
-        self._take_open_prompts(draft, busy)
         self._take_drafts(draft)
-        plan = draft.plan(self._state_copies)
+        plan = draft.plan(self.ledger.state_copies)
         if plan:
-            self._state_copies = []
+            self.ledger.state_copies = []
         return plan
 
-    def _queue_sealed(self, busy: Busy) -> None:
-        """Lets the open prompts that are sealed now wait for admission."""
-        for request in [each for each in self.open_prompts if each.sealed and each.sequences[0] not in busy]:
-            self.open_prompts.remove(request)
-            self._accounts[request.sequences[0]].cut(request.kept)
-            self.waiting.add(request)
-
-    def _to_decode(self, busy: Busy) -> set[SequenceAccount]:
+    def _to_decode(self, busy: Busy) -> set[ScheduledSequence]:
         """Returns the sequences that may decode in this step: each stage of a pipeline gets its share of them."""
-        decoding = [account for account in self.admitted if account.decodes]
+        decoding = [scheduled for scheduled in self.admitted if scheduled.decodes]
         share = -(-len(decoding) // self.limits.stages)
-        return set([account for account in decoding if account.sequence not in busy][:share])
+        return set([scheduled for scheduled in decoding if scheduled.sequence not in busy][:share])
 
-    def _take(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
+    def _take(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
-        if decodes and account.pages.has_room:  # as most steps of most sequences
-            draft.add(account, 1, decodes=True)
+        if decodes and scheduled.pages.has_room:  # as most steps of most sequences
+            draft.add(scheduled, 1, decodes=True)
             return
-        account.pages.drop_passed()
-        without_preemption = self._fitting(account, tokens, lambda pages: self._make_room(account, pages, busy))
-        if tokens := without_preemption or self._preempt(account, tokens, draft, busy):
-            self._add(account, tokens, draft, decodes=decodes)
-
-    def _add(self, account: SequenceAccount, tokens: int, draft: StepDraft, *, decodes: bool) -> None:
-        assert account.part is None, "a part is neither in flight nor back"
-        end = account.computed + tokens
-        self._take_slot(account)
-        copies = account.pages.extend(end)
-        account.copied |= bool(copies)
+        scheduled.pages.drop_passed()
+        tokens = self.ledger.fitting(scheduled, tokens) or self._preempt(scheduled, tokens, draft, busy)
+        if not tokens:
+            return
+        assert scheduled.part is None, "a part is neither in flight nor back"
+        end = scheduled.computed + tokens
+        self.ledger.take_slot(scheduled)
+        copies = scheduled.pages.extend(end)
+        scheduled.copied |= bool(copies)
         draft.copies += copies
-        account.pages.name(end)
-        account.restarts = False
-        draft.add(account, tokens, decodes=decodes)
+        scheduled.pages.name(end)
+        scheduled.restarts = False
+        draft.add(scheduled, tokens, decodes=decodes)
 
-    def _take_chunk(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> None:
-        if not draft.takes_prompts or (account.restarts and not self._may_restart(account)):
+    def _take_chunk(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> None:
+        if not draft.takes_prompts or (scheduled.restarts and not self._may_restart(scheduled)):
             return
-        account.look_up()
+        scheduled.look_up()
         # Also where the prefix cache has all but its last token: the step was begun without it as one that decodes.
-        self._take(account, draft.chunk(account.computed, account.left), draft, busy, decodes=False)
+        self._take(scheduled, draft.chunk(scheduled.computed, scheduled.left), draft, busy, decodes=False)
 
-    def _may_restart(self, account: SequenceAccount) -> bool:
+    def _may_restart(self, scheduled: ScheduledSequence) -> bool:
         """Whether a preempted sequence may begin again: its pages are free, or no sequence before it holds any.
 
         Otherwise it would be preempted again and again.
         """
-        if not any(other.holds_something for other in self.admitted if other.order < account.order):
+        if not any(other.holds_something for other in self.admitted if other.order < scheduled.order):
             return True
-        return self._fits(account, added(account.needed(self.limits), self.admitted.soon_needed()))
+        return self.ledger.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
 
     def _take_drafts(self, draft: StepDraft) -> None:
         """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
         if self._drafts is None:
             return
-        for account in draft.decoding:
-            sequence, pages = account.sequence, account.pages
+        for scheduled in draft.decoding:
+            sequence, pages = scheduled.sequence, scheduled.pages
             if draft.left <= 0 or not (drafts := self._drafts(sequence, len(draft.decoding))):
                 continue
-            most = int(min(draft.left, account.request.max_tokens - len(sequence.tokens) - 1))
+            most = int(min(draft.left, scheduled.request.max_tokens - len(sequence.tokens) - 1))
             drafts = drafts[: max(0, most)]
             end = sequence.length + len(drafts)
-            if drafts and self._pool.fits(pages.lacking(end)):
+            if drafts and self.ledger.fits(pages.lacking(end)):
                 pages.grow(end)
-                draft.add_drafts(account, drafts)
+                draft.add_drafts(scheduled, drafts)
 
     # --- admission ---
 
@@ -193,105 +272,115 @@ class Scheduler(CachedSequences):
         """Admits the next such request of the queue, and adds its first chunk. Returns False if there is none."""
         if not self.waiting:
             return False
-        places, below = self.admitted.places, min(below, self.admitted.restarting_priority)
+        places, below = self._places, min(below, self._restarting_priority)
         if places <= 0 or not self.waiting.has_before(below):
             return False
-        reserved = self.admitted.reserved()
-        if not self._ahead and not self._pool.fits(reserved):
+        reserved = self._reserved()
+        if not self.ledger.fits(reserved):
             return False  # now: a long queue would be looked up in the prefix cache for nothing
 
         def fits(request: RequestState) -> bool:
-            if request.params.n > places or request.priority >= below:
+            if request.params.n > places or request.input.priority >= below:
                 return False
-            return self._prompt_fits(self._accounts[request.sequences[0]], reserved, busy)
+            return self._prompt_fits(self.ledger[request.sequences[0]], reserved)
 
         request = self.waiting.admit(fits)
         if request is None:
             return False
-        account = self._accounts[request.sequences[0]]
-        self._ahead.pop(account, None)
-        self._given_up.discard(account)
-        self.admitted.add(account)
-        self._take_chunk(account, draft, busy)
+        scheduled = self.ledger[request.sequences[0]]
+        self._insert(scheduled, (request.input.priority, next(self._admissions), 0))
+        self._take_chunk(scheduled, draft, busy)
         return True
 
-    def _prompt_fits(self, account: SequenceAccount, reserved: list[int], busy: Busy) -> bool:
+    def _insert(self, scheduled: ScheduledSequence, order: Order) -> None:
+        scheduled.order, scheduled.admitted = order, True
+        insort(self.admitted, scheduled, key=lambda each: each.order)
+
+    def _prompt_fits(self, scheduled: ScheduledSequence, reserved: list[int]) -> bool:
         """Whether there are pages for the whole prompt, beside the pages that it shares and the reserved ones."""
-        account.look_up()
-        needed = added(account.needed_with_forks(self.limits), reserved)
-        if self._make_room(account, needed, busy, 1 + len(account.forks)):
+        scheduled.look_up()
+        needed = _added(scheduled.needed_with_forks(self.limits), reserved)
+        if self.ledger.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
             return True
-        if account not in self._ahead:
-            self._clear(account)
+        self.ledger.clear(scheduled)
         return False
+
+    @property
+    def _places(self) -> int:
+        """How many more sequences may be admitted."""
+        return self.limits.max_num_seqs - sum(1 + len(scheduled.forks) for scheduled in self.admitted)
+
+    @property
+    def _restarting_priority(self) -> float:
+        """The lowest priority number of the sequences that have lost their pages; infinity without such sequences."""
+        return min((scheduled.priority for scheduled in self.admitted if scheduled.restarts), default=math.inf)
+
+    def _soon_needed(self) -> list[int]:
+        """Returns the pages of each group that running sequences need soon.
+
+        They are not preempted for a request that is admitted.
+        """
+        pages = math.ceil(self.running_sequences * min(1.0, _SOON / self._spec.page_size))
+        return [pages] * len(self._spec.groups)
+
+    def _reserved(self) -> list[int]:
+        """Returns the pages that running sequences need soon, and those that the rest of begun prompts needs."""
+        reserved = self._soon_needed()
+        for scheduled in self.admitted:
+            if not scheduled.decodes and not scheduled.restarts:
+                reserved = _added(reserved, scheduled.needed_with_forks(self.limits))
+        return reserved
 
     # --- preemption ---
 
-    def _preempt(self, account: SequenceAccount, tokens: int, draft: StepDraft, busy: Busy) -> int:
+    def _preempt(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy) -> int:
         """Preempts sequences after this one until it can have one page, or those of a prompt that is taken whole.
 
         Returns how many of the next ``tokens`` can have pages then.
         """
-        size, start = self.spec.page_size, account.computed
+        size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
-        while not self._fits(account, account.pages.missing(start + least)):
-            victim = self._victim(account, draft, busy)
+        while not self.ledger.fits_for(scheduled, scheduled.pages.missing(start + least)):
+            victim = self._victim(scheduled, draft, busy)
             if victim is None:
                 return 0
-            self._restart(victim)
+            self.ledger.restart(victim)
             self.preemptions += 1
         return least
 
-    def _victim(self, account: SequenceAccount, draft: StepDraft, busy: Busy) -> SequenceAccount | None:
+    def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
         """Returns the last sequence after this one that holds pages, and is neither in this step nor in flight."""
-        after = takewhile(lambda each: each is not account, reversed(self.admitted))
+        after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)
 
-    # --- open prompts ---
-
-    def _take_open_prompts(self, draft: StepDraft, busy: Busy) -> None:
-        """Adds chunks of prompts that are not whole yet, in pages that no admitted sequence needs."""
-        if self.limits.whole_prompts:
-            return
-        for request in self.open_prompts:
-            account = self._accounts[request.sequences[0]]
-            if account.sequence in busy or account in self._given_up or account.left <= 0 or not draft.takes_prompts:
-                continue
-            account.look_up()
-            account.pages.drop_passed()
-            tokens = draft.chunk(account.computed, account.left) if account.left > 0 else 0
-            fits = partial(self._fits_beside, account, self.admitted.reserved())
-            if tokens := self._fitting(account, tokens, fits):
-                self._add(account, tokens, draft, decodes=False)
-            if account.holds_something:
-                self._ahead.pop(account, None)
-                self._ahead[account] = None
-
-    def _fits_beside(self, account: SequenceAccount, reserved: list[int], needed: list[int]) -> bool:
-        return self._fits(account, added(needed, reserved))
-
     # --- after the forward ---
 
-    def advance(self, part: ScheduledSequence, tokens: int) -> bool:
+    def advance(self, part: StepPart, tokens: int) -> bool:
         """Counts the first ``tokens`` of a part as computed: ``part.count``, or less where drafts were rejected.
 
         Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
         there.
         """
-        if self.is_void(part):
+        if self.ledger.is_void(part):
             return False
-        account = self._accounts[part.sequence]
-        account.advance(part, tokens)
-        if part.samples and not account.sequence.tokens:
-            account.request.cached_tokens = account.found
-            self.hit_tokens += account.found
-            account.found = 0
-            self._fork(account)
+        scheduled = self.ledger[part.sequence]
+        scheduled.advance(part, tokens)
+        if part.samples and not scheduled.sequence.tokens:
+            scheduled.request.cached_tokens = scheduled.found
+            self.hit_tokens += scheduled.found
+            scheduled.found = 0
+            self._fork(scheduled)
         return True
 
-    def _fork(self, account: SequenceAccount) -> None:
-        forks, account.forks = account.forks, ()
-        for sequence in forks:
+    def _fork(self, scheduled: ScheduledSequence) -> None:
+        forks, scheduled.forks = scheduled.forks, ()
+        priority, admission, _ = scheduled.order
+        for position, sequence in enumerate(forks, 1):
             if sequence.finish_reason is None:
-                self.admitted.add_fork(self._twin(account, sequence), account)
+                self._insert(self.ledger.fork(scheduled, sequence), (priority, admission, position))
+
+
+def _added(*pages: list[int]) -> list[int]:
+    """Returns the sum of numbers of pages, for each group."""
+    return [sum(each) for each in zip(*pages, strict=True)]

@@ -1,20 +1,28 @@
-"""Chooses the next tokens of all sequences of a step, and verifies drafts with the tokens that are chosen."""
+"""Holds the result of a step: which parts were computed, and the tokens that their sequences get.
+
+The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
+forward of all sequences raises, each sequence runs again alone. That is safe for its pages: a sequence writes the same
+keys and values to the same pages. The copies of the batch are not made again, as another sequence may have taken the
+source page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
-from mlserver_torch_stream.engine.failures import log_failure
+from mlserver_torch_stream.engine.failures import drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-from mlserver_torch_stream.engine.sampling.sampler import SampledToken, sample
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.plan import ScheduledSequence, StepPlan
-from mlserver_torch_stream.engine.step.batcher import StepResult
+from mlserver_torch_stream.engine.sampling.sampler import SampledToken, SamplerFactory, sample
+from mlserver_torch_stream.engine.scheduler.ledger import StepPart
+from mlserver_torch_stream.engine.scheduler.scheduler import StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -23,25 +31,34 @@ from mlserver_torch_stream.types import FinishReason
 class _LogitsRow:
     """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
 
-    part: ScheduledSequence
+    part: StepPart
     sequence: SequenceState
     sampler: RowSampler
     index: int
     accepted: int = 0
 
 
-@dataclass(slots=True)
-class ChosenTokens:
-    """The tokens that a step gives its sequences; the sequences hold the tokens themselves.
+@dataclass(eq=False, slots=True)
+class StepResult:
+    """The ``logits`` of the parts that were computed, and the tokens that a step gives its sequences, which hold them.
 
-    ``tokens_before`` says of each sequence with new tokens how many it had before the step. ``verified`` says of each
-    part with drafts how many of its tokens count: all but the rejected drafts. The logits of ``spoiled`` sequences hold
-    NaN, and so may their pages: they get no token from that row, and have not ended.
+    ``rows`` says of each part that was computed where its rows of the logits begin; ``failures`` are the errors of the
+    others. ``tokens_before`` says of each sequence with new tokens how many it had before the step. ``verified`` says
+    of each part with drafts how many of its tokens count: all but the rejected drafts. The logits of ``spoiled``
+    sequences hold NaN, and so may their pages: they get no token from that row, and have not ended.
     """
 
-    verified: dict[ScheduledSequence, int]
+    rows: dict[StepPart, int]
+    logits: Logits
+    failures: dict[StepPart, Exception] = field(default_factory=dict)
+    verified: dict[StepPart, int] = field(default_factory=dict)
     tokens_before: dict[SequenceState, int] = field(default_factory=dict)
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
+
+    def drop(self, sequences: Collection[SequenceState]) -> None:
+        """Leaves out the parts of these sequences."""
+        for part in [part for part in self.rows if part.sequence in sequences] if sequences else ():
+            del self.rows[part]
 
     def take_forced(self, row: _LogitsRow) -> bool:
         """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
@@ -79,6 +96,50 @@ class ChosenTokens:
         return not sequence.ended
 
 
+def no_result() -> StepResult:
+    return StepResult({}, Logits(torch.empty(0)))
+
+
+def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
+    return StepResult(_rows(plan.parts), logits)
+
+
+def each_alone(
+    plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
+) -> StepResult:
+    """Runs each sequence of a plan alone, except the ``void`` ones. ``error`` is that of the forward of all sequences.
+
+    So if only the batch fails, for example for its memory, no sequence does. A plan of one sequence is not run again.
+    """
+    result = no_result()
+    if len(plan.parts) == 1:
+        result.failures = dict.fromkeys(plan.parts, error)
+        return result
+    computed: list[StepPart] = []
+    logits: list[torch.Tensor] = []
+    for part in plan.parts:
+        if part.sequence in void:
+            continue
+        try:
+            logits.append(run(Batch((part.input,))).tensor.clone())  # the next call may overwrite them
+            computed.append(part)
+        except Exception as failure:
+            drop_tracebacks(failure)
+            result.failures[part] = failure
+    if logits:
+        result.rows, result.logits = _rows(computed), Logits(torch.cat(logits))
+    return result
+
+
+def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
+    """Returns where the rows of each part begin in the logits of all of them."""
+    rows, row = {}, 0
+    for part in parts:
+        rows[part] = row
+        row += part.input.wanted
+    return rows
+
+
 class TokenChoice:
     """Samples the rows of all sequences at once. If that raises, it samples each sequence's row alone.
 
@@ -94,31 +155,29 @@ class TokenChoice:
         self._check_devices = check_devices
         self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends when this object is deleted
 
-    def choose(self, result: StepResult) -> ChosenTokens:
+    def choose(self, result: StepResult) -> None:
         """Gives the unfinished sequences of a step their tokens."""
-        chosen = ChosenTokens({})
         rows: list[_LogitsRow] = []
-        for computed in result.computed:
-            part = computed.part
+        for part, first_row in result.rows.items():
             if part.drafts:
-                chosen.verified[part] = part.count - len(part.drafts)
+                result.verified[part] = part.count - len(part.drafts)
             for sequence in part.samples:
                 if not sequence.ended and (sampler := sequence.sampler or self._made_sampler(sequence)):
-                    rows.append(_LogitsRow(part, sequence, sampler, computed.first_row))
-        while rows := [row for row in rows if row.sampler.matcher is None or chosen.take_forced(row)]:
+                    rows.append(_LogitsRow(part, sequence, sampler, first_row))
+        while rows := [row for row in rows if row.sampler.matcher is None or result.take_forced(row)]:
             choices = self._sample(result.logits, rows)
-            rows = [row for row, choice in zip(rows, choices, strict=True) if chosen.take(row, choice)]
-        return chosen
+            rows = [row for row, choice in zip(rows, choices, strict=True) if result.take(row, choice)]
 
     def prepare(self, plan: StepPlan) -> None:
         """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
         matchers = [
             matcher
-            for part in plan.scheduled
+            for part in plan.parts
             for sequence in part.samples
             if (matcher := sequence.matcher) is not None and len(matcher.forced) <= len(part.drafts)
         ]
-        TokenMatcher.start_masks(matchers, self._mask_worker)
+        if matchers:
+            TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
         """Makes the samplers of a request once, when its prompt is computed. Returns None if its parameters fail."""

@@ -7,44 +7,88 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.engine.batch import Batch
-from mlserver_torch_stream.engine.cache.cache_spec import CacheSpec
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.pipeline.in_flight import BatchAheadFailed, InFlightForwards
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
-from mlserver_torch_stream.engine.scheduler.limits import SchedulerLimits
-from mlserver_torch_stream.engine.scheduler.plan import StepPlan
-from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
-from mlserver_torch_stream.engine.step.batcher import (
-    NO_RESULT,
-    Batcher,
-    ComputedPart,
-    Deliver,
-    InlineForwards,
-    Poll,
-    StepResult,
-    YieldDevice,
-    each_alone,
-    whole_result,
-)
-from mlserver_torch_stream.engine.step.choose import ChosenTokens, TokenChoice
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.scheduler.ledger import StepPart
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
+from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
+from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, each_alone, no_result, whole_result
 from mlserver_torch_stream.engine.step.drafts import Drafter, PromptLookup
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class InlineForwards(Generic[K, T]):
+    """``overlap``: a call of the forward returns before its device is done, as on a GPU. Then ``launch`` calls it.
+
+    Otherwise the call lasts until the logits are there, so it is made in ``completed``. In both cases the engine's
+    thread calls the forward; ``called_at_launch`` says whether it has returned before ``completed``.
+    """
+
+    most = 1
+
+    def __init__(self, *, overlap: bool = False) -> None:
+        self.overlap = self.called_at_launch = overlap
+        self._launched: list[tuple[K, _Call[T]]] = []
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
+        call = _Call(work)
+        self._launched.append((key, call))
+        if self.called_at_launch:
+            call.run()
+
+    def completed(self) -> list[tuple[K, _Call[T]]]:
+        launched, self._launched = self._launched, []
+        for _, call in launched if not self.called_at_launch else ():
+            call.run()
+        return launched
+
+    def close(self) -> None:
+        """Does nothing: no forward runs between the calls."""
+
+
+class _Call(Generic[T]):
+    """A call whose result is asked for later, as that of a ``Future``."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
 
 Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
@@ -137,8 +181,8 @@ class ContinuousBatcher(Batcher):
         if self._flights.overlap:
             poll()  # the next step takes new requests, and none whose stream was closed
             self._launch()
-        for step, chosen in completed:
-            self._write(step, chosen, deliver)
+        for step, tokens_before in completed:
+            self._write(step, tokens_before, deliver)
         return True
 
     def _launch(self) -> None:
@@ -157,35 +201,38 @@ class ContinuousBatcher(Batcher):
                 self.progress.completed(step)
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
-        requests = dict.fromkeys([part.sequence.request for part in plan.scheduled])
+        requests = dict.fromkeys([part.sequence.request for part in plan.parts])
         for request in requests if plan.prompt_tokens else ():
-            if request.started_at is None and request.sealed:
+            if request.started_at is None:
                 request.started_at = time.monotonic()
-        sequences = {part.sequence for part in plan.scheduled}
-        return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.scheduled]))
+        sequences = {part.sequence for part in plan.parts}
+        return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.parts]))
 
-    def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> ChosenTokens:
-        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids."""
+    def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
+        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids.
+
+        Returns how many tokens each sequence with new ones had before.
+        """
         self.progress.completed(step)
         self.progress.at("a step")
         self._busy -= step.sequences
-        result = self._fresh(step.plan, self._result(step.plan, forward))
+        result = self._result(step.plan, forward)
         with self._aside(result.logits.tensor.device):
-            result = result.without([each.part.sequence for each in result.computed if not self._advance(each, result)])
-            chosen = self._choice.choose(result)
-        for part, tokens in chosen.verified.items():
+            result.drop({part.sequence for part, row in result.rows.items() if not self._advance(part, row, result)})
+            self._choice.choose(result)
+        for part, tokens in result.verified.items():
             self._scheduler.advance(part, tokens)
-        self._note_drafts(step, chosen)
-        self._end_spoiled(step.plan, chosen)
+        self._note_drafts(step, result)
+        self._end_spoiled(step.plan, result)
         self._count(step, result)
         self._release_ended(step)
-        return chosen
+        return result.tokens_before
 
-    def _write(self, step: _StepInFlight, chosen: ChosenTokens, deliver: Deliver) -> None:
+    def _write(self, step: _StepInFlight, tokens_before: dict[SequenceState, int], deliver: Deliver) -> None:
         """Makes the text of a step's tokens, which may end sequences, and delivers it."""
-        for sequence in chosen.tokens_before:
+        for sequence in tokens_before:
             sequence.write()
-        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in chosen.tokens_before.items()))
+        self.count(generation_tokens=sum(len(each.tokens) - had for each, had in tokens_before.items()))
         sequences = self._release_ended(step)
         # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
         # running while a launched step computes it.
@@ -199,24 +246,24 @@ class ContinuousBatcher(Batcher):
             self._release(ended)
         return sequences
 
-    def _end_spoiled(self, plan: StepPlan, chosen: ChosenTokens) -> None:
+    def _end_spoiled(self, plan: StepPlan, result: StepResult) -> None:
         """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
-        if not chosen.spoiled:
+        if not result.spoiled:
             return
-        doubted = self._scheduler.doubt(plan.scheduled, chosen.spoiled)
-        ended = [sequence for sequence in chosen.spoiled if sequence not in doubted]
+        doubted = self._scheduler.ledger.doubt(plan.parts, result.spoiled)
+        ended = [sequence for sequence in result.spoiled if sequence not in doubted]
         for sequence in ended:
-            sequence.finish(FinishReason.ERROR, chosen.spoiled[sequence])
+            sequence.finish(FinishReason.ERROR, result.spoiled[sequence])
         self._release(ended, forget=True)
 
-    def _note_drafts(self, step: _StepInFlight, chosen: ChosenTokens) -> None:
+    def _note_drafts(self, step: _StepInFlight, result: StepResult) -> None:
         # What another engine did meanwhile says nothing of the step: it is not measured.
         if step.began >= self._alone_since and not step.plan.prompt_tokens:
             self._drafter.stepped(step.plan.batch, step.began)
-        if not chosen.verified:
+        if not result.verified:
             return
         drafted = accepted = forced = 0
-        for part, tokens in chosen.verified.items():
+        for part, tokens in result.verified.items():
             right = tokens - (part.count - len(part.drafts))
             if self._drafter.verified(part.sequence, len(part.drafts), right):
                 drafted, accepted = drafted + len(part.drafts), accepted + right
@@ -224,23 +271,22 @@ class ContinuousBatcher(Batcher):
                 forced += right
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
-    def _advance(self, computed: ComputedPart, result: StepResult) -> bool:
-        """Counts a part as computed, unless its drafts are to be verified first.
+    def _advance(self, part: StepPart, row: int, result: StepResult) -> bool:
+        """Counts a part as computed, unless its drafts are to be verified first. Its logits begin at ``row``.
 
         Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
         pages of an ended sequence are written all the same, so that the sequences that share them go on. But if its
         logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again. A
         chunk before the end of a prompt has no logits, and counts as written.
         """
-        part = computed.part
         if part.sequence.finish_reason is not None:
-            if not part.samples or result.logits.is_finite(computed.first_row):
+            if not part.samples or result.logits.is_finite(row):
                 self._scheduler.advance(part, part.count - len(part.drafts))
             else:
                 self._release([part.sequence], forget=True)
             return False
         if part.drafts:
-            return not self._scheduler.is_void(part)
+            return not self._scheduler.ledger.is_void(part)
         return self._scheduler.advance(part, part.count)
 
     def _result(self, plan: StepPlan, forward: Callable[[], Logits]) -> StepResult:
@@ -249,13 +295,13 @@ class ContinuousBatcher(Batcher):
             return whole_result(plan, forward())
         except BatchAheadFailed as error:
             drop_tracebacks(error)
-            self._scheduler.recompute([part.sequence for part in plan.scheduled])
-            return NO_RESULT
+            self._scheduler.ledger.recompute([part.sequence for part in plan.parts])
+            return no_result()
         except Exception as error:
             logger.error("%s failed", plan, exc_info=error)
             drop_tracebacks(error)
             self._check_devices()
-            void = self._scheduler.isolate(plan.scheduled)
+            void = self._scheduler.ledger.isolate(plan.parts)
             result = each_alone(plan, void, self._run_alone, error)
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
@@ -265,22 +311,18 @@ class ContinuousBatcher(Batcher):
             for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
             failed += culprits
-        return result.without(self._release(failed, forget=True))
+        result.drop(self._release(failed, forget=True))
+        return result
 
     def _run_alone(self, batch: Batch) -> Logits:
         self.progress.at("the step of a sequence alone", batch.tokens)
         return self._forward(batch, self._cache)
 
-    def _fresh(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Leaves out prompts that were sealed with other ids while the forward ran."""
-        stale = [each.part.sequence for each in result.computed if each.is_stale] if plan.prompt_tokens else []
-        return result.without(self._scheduler.recompute(stale)) if stale else result
-
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
         """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
-        requests = [*(account.request for account in self._scheduler.admitted), *self._scheduler.open_prompts]
+        requests = [scheduled.request for scheduled in self._scheduler.admitted]
         if closed := [request for request in requests if request.mailbox.closed_at is not None]:
             self.evict(closed)
 
@@ -296,25 +338,24 @@ class ContinuousBatcher(Batcher):
     # --- counters ---
 
     def _count(self, step: _StepInFlight, result: StepResult) -> None:
-        self.count(decode_steps=int(not all(each.part.prefills for each in result.computed)))
+        self.count(decode_steps=int(not all(part.prefills for part in result.rows)))
         if step.plan.prompt_tokens:
-            self.count(prefill_tokens=sum(each.part.count for each in result.computed if each.part.prefills))
+            self.count(prefill_tokens=sum(part.count for part in result.rows if part.prefills))
         moments = [(request, request.mailbox.closed_at) for request in step.requests]
         if closed := {request for request, at in moments if at is not None and at < step.began}:
-            decoding = [part for part in step.plan.scheduled if not part.prefills]
+            decoding = [part for part in step.plan.parts if not part.prefills]
             self.count(wasted_tokens=sum(part.sequence.request in closed for part in decoding))
 
     def _gauge(self) -> None:
         scheduler = self._scheduler
         self.publish(
-            running_sequences=scheduler.admitted.running_sequences,
+            running_sequences=scheduler.running_sequences,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
-            prefilling_requests=scheduler.admitted.prefilling_requests,
-            open_prompts=len(scheduler.open_prompts),
-            kv_cache_bytes=scheduler.used_bytes,
+            prefilling_requests=scheduler.prefilling_requests,
+            kv_cache_bytes=scheduler.ledger.used_bytes,
             kv_cache_budget=scheduler.limits.cache_bytes,
-            prefix_cache_bytes=scheduler.cached_bytes,
+            prefix_cache_bytes=scheduler.ledger.cached_bytes,
             prefix_cache_hit_tokens=scheduler.hit_tokens,
             num_preemptions=scheduler.preemptions,
         )

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.engine.batch import Batch
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
 
 # Longer n-grams first: what follows them is right more often.
@@ -207,7 +207,7 @@ class Drafter:
 
     def drafts(self, sequence: SequenceState, running: int) -> Sequence[int]:
         """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
-        if self._lookup is None and sequence.request.constraint is None:
+        if self._lookup is None and sequence.request.input.constraint is None:
             return ()
         matcher = sequence.matcher
         if matcher is not None and matcher.forced and self._drafts_forced:

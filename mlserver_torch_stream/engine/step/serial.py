@@ -17,8 +17,7 @@ from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-from mlserver_torch_stream.engine.sampling.sampler import sample
-from mlserver_torch_stream.engine.sampling.sampler_factory import SamplerFactory
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory, sample
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
 from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.errors import GenerationFailed
@@ -48,7 +47,6 @@ class SerialBatcher(Batcher):
         self._check_devices = check_devices
         self._pipeline = pipeline
         self._waiting = FairQueue()
-        self._open: list[RequestState] = []  # open prompts
         self._running = 0
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
@@ -57,10 +55,7 @@ class SerialBatcher(Batcher):
         return f"{sequences} sequences are more than the {self._max_num_seqs} allowed"
 
     def add(self, request: RequestState) -> None:
-        if request.sealed:
-            self._waiting.add(request)
-        else:
-            self._open.append(request)
+        self._waiting.add(request)
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
@@ -68,14 +63,9 @@ class SerialBatcher(Batcher):
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
-            elif request in self._open:
-                self._open.remove(request)
         self._gauge()
 
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
-        for sealed in [each for each in self._open if each.sealed]:
-            self._open.remove(sealed)
-            self._waiting.add(sealed)
         request = self._waiting.admit(lambda request: True)
         if request is None:
             return False
@@ -103,7 +93,6 @@ class SerialBatcher(Batcher):
             running_sequences=self._running,
             waiting_requests=len(self._waiting),
             waiting_tokens=self._waiting.tokens,
-            open_prompts=len(self._open),
         )
 
     def _generate(self, sequence: SequenceState, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> None:

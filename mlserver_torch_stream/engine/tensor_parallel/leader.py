@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from itertools import count
 
-from mlserver_torch_stream.engine.batch import Batch, BatchSequence
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.tensor_parallel.rank_group import RankGroup
 from mlserver_torch_stream.engine.tensor_parallel.rendezvous import RankProcesses
 

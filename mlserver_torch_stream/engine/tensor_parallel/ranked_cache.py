@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from mlserver_torch_stream.engine.batch import Batch
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.forward.interface import Forward, LoadedForward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operation, batch_numbers, batch_of

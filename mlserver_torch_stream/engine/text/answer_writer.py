@@ -1,24 +1,45 @@
 """Makes the events of one sequence out of its tokens: their text, divided by the answer's format, and their logprobs.
 
-Of the reasons for which a sequence ends it knows those that are in the text.
+Of the reasons for which a sequence ends it knows those that are in the text. Stop strings are found by an Aho-Corasick
+automaton over characters, in pure Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from mlserver_torch_stream.engine.text.answer_format import Part, Reasoning, short
-from mlserver_torch_stream.engine.text.detokenizer import StopMatcher, StopStrings
+from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, Part, Reasoning, short
 from mlserver_torch_stream.types import MAX_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
-
-if TYPE_CHECKING:
-    from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-    from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 
 # Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
 _MAX_TEXT = MAX_PER_EVENT // 2
+
+
+class Detokenizer(Protocol):
+    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
+
+    def flush(self, *, cut: bool = False) -> str:
+        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
+
+        ``cut``: the sequence was ended from outside, by its time limit or a shutdown: such a character is left out.
+        """
+
+
+class AnswerCodec(Protocol):
+    """The part of a tokenizer (``TextCodec``) that makes the text of answers."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class AnswerWriter:
@@ -29,7 +50,7 @@ class AnswerWriter:
         index: int,
         params: SamplingParameters,
         answer: AnswerFormat | None,
-        codec: TextCodec,
+        codec: AnswerCodec,
         stops: StopStrings,
     ) -> None:
         self.reasoning_tokens = 0
@@ -116,3 +137,97 @@ class AnswerWriter:
             else:
                 event = replace(self.event(), tool_calls=(piece,))
             add_event(self._events, event)
+
+
+class StopMatcher:
+    """Searches one text for stop strings. With ``include`` it releases the stop string itself, otherwise no part of it.
+
+    The stop that is complete first wins, so that a model stops as soon as it can; of several that are complete at the
+    same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
+    ignored.
+    """
+
+    def __init__(self, stops: StopStrings, include: bool) -> None:
+        self._automaton = stops
+        self._include = include
+        self._state = 0
+        self._held = ""
+        self.hit: str | None = None  # the stop string that was found
+
+    def push(self, text: str) -> str:
+        """Adds the next part of the text and returns the text that is released; after a hit, always nothing."""
+        if self.hit is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        if not automaton.stops:
+            return text
+        for position, char in enumerate(text):
+            state = automaton.step(state, char)
+            if (stop := automaton.found[state]) is not None:
+                return self._finish(self._held + text[: position + 1], stop)
+        self._state = state
+        return self._release(self._held + text, 0 if self._include else automaton.depth[state])
+
+    def flush(self) -> str:
+        """Returns the text that is held back, when the text ends for another reason; nothing after a hit."""
+        held, self._held = self._held, ""
+        self._state = 0
+        return held
+
+    def _release(self, text: str, hold: int) -> str:
+        cut = len(text) - hold
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _finish(self, text: str, stop: str) -> str:
+        self.hit = stop
+        self._held = ""
+        return text if self._include else text[: len(text) - len(stop)]
+
+
+class StopStrings:
+    """The automaton of the stop strings of a request, which the matchers of all its sequences share.
+
+    A state is the longest prefix of a stop string with which the text so far ends. State 0 is the empty prefix.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = [stop for stop in dict.fromkeys(stops) if stop]
+        self.depth = [0]  # length of the state's prefix
+        self.found: list[str | None] = [None]  # the longest stop string that the state's prefix ends with
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        for stop in self.stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, char: str) -> int:
+        """Returns the state after one more character, in constant time on average."""
+        while char not in self._next[state]:
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+        return self._next[state][char]
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self.depth)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+                self._next.append({})
+                self._fallback.append(0)
+            state = self._next[state][char]
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Sets each state's fallback, breadth first: its longest proper suffix that is a state too."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for char, child in self._next[state].items():
+                self._fallback[child] = self.step(self._fallback[state], char)
+                queue.append(child)
+            if self.found[state] is None:
+                self.found[state] = self.found[self._fallback[state]]

@@ -52,9 +52,8 @@ def _jobs(tokenizer: str | None) -> dict[str, Job]:
     known.no_padding()
     known.no_truncation()
 
-    def encode(text: str, add_special_tokens: bool) -> list[Any]:
-        encoded = known.encode(text, add_special_tokens=add_special_tokens)
-        return [encoded.ids, encoded.offsets]
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return list(known.encode(text, add_special_tokens=add_special_tokens).ids)
 
     return {"encode": encode}
 

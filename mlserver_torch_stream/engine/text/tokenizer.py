@@ -1,10 +1,14 @@
-"""Converts prompts of every kind to token ids, and token ids to text. Applies the chat template."""
+"""Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
+
+Token ids become text one by one: each costs the same, no character is split, and odd ids raise nothing.
+"""
 
 from __future__ import annotations
 
+import codecs
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any
@@ -18,8 +22,8 @@ from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConst
 from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
+from mlserver_torch_stream.engine.text.answer_writer import Detokenizer
 from mlserver_torch_stream.engine.text.chat_format import AUTO, ChatFormat
-from mlserver_torch_stream.engine.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from mlserver_torch_stream.engine.text.text_process import JobRefused, TextProcesses
 from mlserver_torch_stream.engine.text.tokenizer_limits import expansion, may_be_slow
 from mlserver_torch_stream.errors import ContextLengthExceeded, GenerationFailed, InvalidInput, NotServing
@@ -33,8 +37,7 @@ _CHARACTERS_PER_TOKEN = 8  # more than any language has on average
 _MAY_SHRINK = 4  # times that a normalizer may make a text shorter
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
-_HOLD_AT_LEAST = 4  # tokens at the end of an unfinished text, which further text can still change
-_HOLD_AT_MOST = 64
+_UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
 _ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
 
 
@@ -150,17 +153,6 @@ class TextCodec:
         """
         return self._constraints.submit(constraint, reasoning)
 
-    def stable_prefix(self, text_so_far: str) -> tuple[int, ...]:
-        """Returns the ids at the start of an unfinished prompt that further text is unlikely to change.
-
-        The last word and the whitespace before it are left out, at least 4 and at most 64 tokens. Further text can
-        still change the ids that are returned, so the caller compares them with those of the whole prompt.
-        """
-        self._check_length(text_so_far, "text_input")
-        ids, offsets = self._tokenize(text_so_far, "text_input", self._adds_special_tokens(text_so_far))
-        hold = len(ids) - _tokens_before(_last_word(text_so_far), offsets) if offsets else _HOLD_AT_MOST
-        return ids[: max(0, len(ids) - min(max(hold, _HOLD_AT_LEAST), _HOLD_AT_MOST))]
-
     def _adds_special_tokens(self, text: str) -> bool:
         """Whether special tokens are added to a raw prompt: not to one that begins with BOS."""
         bos = self._tokenizer.bos_token
@@ -168,50 +160,48 @@ class TextCodec:
 
     def _plain(self, text: str, field: str) -> tuple[int, ...]:
         """Returns the ids of the text without special tokens added."""
-        return self._tokenize(text, field, False)[0]
+        return self._tokenize(text, field, False)
 
     def _ids(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Returns the ids of a whole prompt, and gives the memory that a long one has taken back to the system."""
         try:
-            self._check_length(text, field)
-            return self._tokenize(text, field, add_special_tokens)[0]
+            self.check_length(text, field)
+            return self._tokenize(text, field, add_special_tokens)
         finally:
             if len(text) > _LONG:  # once its request's body is free, too
                 later = threading.Timer(_TRIM_AFTER_S, trim_heap)
                 later.daemon = True
                 later.start()
 
-    def _check_length(self, text: str, field: str) -> None:
-        """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens."""
+    def check_length(self, text: str, field: str) -> None:
+        """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens.
+
+        The text may be the beginning of a prompt. At most 8 characters for each token of the limit are tokenized.
+        """
         limit = self._max_tokens
         if limit is None or len(text) <= limit:
             return
         tokens = -(-len(text) * limit // self._max_characters)
         if tokens <= limit and len(text) > _CHARACTERS_PER_TOKEN * limit:
             beginning = text[: _CHARACTERS_PER_TOKEN * limit]
-            tokens = len(self._plain(beginning, field)) - _HOLD_AT_MOST  # further text can change the last ones
+            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last ones
         if tokens > limit:
             raise ContextLengthExceeded(field, tokens, limit, at_least=True)
 
-    def _tokenize(
-        self, text: str, field: str, add_special_tokens: bool
-    ) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
-        """Returns the ids of a text, and where each begins and ends in it; nothing of that from a slow tokenizer."""
+    def _tokenize(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
         _require_unicode(text, field)
         if self._may_be_slow or len(text) * self._expansion > _MAX_NORMALIZED:
             try:
-                ids, offsets = self._tokenizing.run("encode", text=text, add_special_tokens=add_special_tokens)
+                return tuple(self._tokenizing.run("encode", text=text, add_special_tokens=add_special_tokens))
             except JobRefused as error:
                 raise _as_failure(error, field) from None
             except GenerationFailed as error:
                 raise GenerationFailed(f"{field}: the model's tokenizer {error.message}") from None
-            return tuple(ids), offsets
-        fast = self._tokenizer.is_fast
         try:
-            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=fast)
+            ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except BaseException as error:
             raise _as_failure(error, field) from None
-        return tuple(map(int, encoded["input_ids"])), encoded["offset_mapping"] if fast else ()
+        return tuple(map(int, ids))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
         """Returns the text of a conversation, which the chat template makes."""
@@ -257,17 +247,6 @@ def _as_failure(error: BaseException, field: str) -> BaseException:
     return GenerationFailed(f"{field}: the model's tokenizer failed on this text")
 
 
-def _last_word(text: str) -> int:
-    """Returns the position of the whitespace before the last word, in characters."""
-    words = text.rsplit(maxsplit=1)
-    return len(words[0]) if len(words) == 2 else 0
-
-
-def _tokens_before(end: int, offsets: Sequence[tuple[int, int]]) -> int:
-    """Counts the leading tokens that lie before character ``end``."""
-    return next((i for i, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
-
-
 def _require_unicode(text: str, field: str) -> None:
     try:
         text.encode("utf-8")
@@ -277,3 +256,108 @@ def _require_unicode(text: str, field: str) -> None:
 
 def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
+_CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
+_WINDOW = 16  # tokens after which the window is cut back to its context
+_STUCK = 32  # tokens after which it is cut although its end is unfinished
+
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class ByteDetokenizer:
+    """For tokenizers whose only decoder is ByteLevel: concatenates the bytes of tokens, and decodes them as UTF-8."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped."""
+        self._token_bytes = token_bytes
+        self._silent = silent
+        self._decoder = _Utf8Decoder("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(
+            b"".join([self._token_bytes(token_id) for token_id in token_ids if token_id not in self._silent])
+        )
+
+    def flush(self, *, cut: bool = False) -> str:
+        rest = self._decoder.decode(b"", final=True)
+        return "" if cut else rest
+
+
+class WindowDetokenizer:
+    """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
+
+    There is one exception to what ``Detokenizer`` says: tokenizers with byte fallback can emit, byte by byte, a run
+    that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
+    returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
+        """``silent``: tokens that are skipped: they never reach a ``decode``."""
+        self._decode = decode
+        self._silent = silent
+        self._window: list[int] = []
+        self._returned = ""  # the text of the window that has been returned
+        self._complete = 0  # tokens of the window whose text has been returned entirely
+        self._cut = 0  # an earlier such count, where the window may be cut
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
+
+    def flush(self, *, cut: bool = False) -> str:
+        text = self._decode(self._window)
+        if text.startswith(self._returned):
+            rest = text[len(self._returned) :]
+        else:
+            rest = self._decode(self._window[self._complete :])
+        self._window, self._returned, self._complete, self._cut = [], "", 0, 0
+        return rest.rstrip(_REPLACEMENT) if cut else rest
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text.startswith(self._returned):
+            return self._restart() if self._broken(text) else ""
+        return self._release(text)
+
+    def _release(self, text: str) -> str:
+        """Returns the text of the window that is new and cannot change."""
+        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _PENDING_CHARS)
+        certain = max(len(text) - unfinished, len(self._returned))
+        new = text[len(self._returned) : certain]
+        self._returned = text[:certain]
+        if certain == len(text):
+            self._mark_complete()
+        elif len(self._window) >= _STUCK:
+            self._trim(len(self._window) - 2 * _CONTEXT, unfinished)
+        return new
+
+    def _mark_complete(self) -> None:
+        self._complete = len(self._window)
+        if self._complete >= _WINDOW and self._cut:
+            self._trim(self._cut, 0)
+        elif self._complete >= _WINDOW - _CONTEXT and not self._cut:
+            self._cut = self._complete
+
+    def _trim(self, start: int, unfinished: int) -> None:
+        """Drops the tokens before ``start``. The last ``unfinished`` characters are not returned yet."""
+        text = self._decode(self._window[start:])
+        if not text and len(self._window) < _STUCK:
+            return  # a context without text would not keep the next token's leading space
+        self._window = self._window[start:]
+        self._returned = text[: len(text) - unfinished]
+        self._complete = len(self._window) - unfinished
+        self._cut = 0
+
+    def _broken(self, text: str) -> bool:
+        """Whether the returned text differs from the window's for good, not only until a character is complete."""
+        return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
+
+    def _restart(self) -> str:
+        """Starts a new window at the first token that has not been returned entirely."""
+        self._window = self._window[self._complete :]
+        self._returned, self._complete, self._cut = "", 0, 0
+        return self._release(self._decode(self._window))

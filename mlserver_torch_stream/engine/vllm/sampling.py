@@ -10,7 +10,7 @@ from typing import Any
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import SamplingParameters
@@ -45,8 +45,8 @@ class SamplingWriter:
         """Returns fields of vLLM's ``SamplingParams`` for the request's sequence of this number, from 0 on."""
         given = request.params
         ends = set(request.end_ids)
-        if request.constraint is not None:  # after which vLLM allows the tokenizer's end token alone
-            ends.update(request.constraint.eos_ids)
+        if request.input.constraint is not None:  # after which vLLM allows the tokenizer's end token alone
+            ends.update(request.input.constraint.eos_ids)
         params: dict[str, Any] = {name: getattr(given, name) for name in _AS_THEY_ARE}
         params |= {
             "max_tokens": request.max_tokens,

@@ -45,7 +45,6 @@ class VllmBatcher(Batcher):
         self._ready = ready
         self._max_in_worker = ready.max_num_seqs + max(1, ready.max_num_seqs // 4)
         self._waiting = FairQueue()
-        self._open: list[RequestState] = []  # open prompts
         self._running: dict[int, SequenceState] = {}  # in the worker, by number
         self._requests: dict[int, RequestState] = {}  # of the running sequences, which do not keep them alive
         self._last_number = 0
@@ -112,18 +111,13 @@ class VllmBatcher(Batcher):
             worker.listen(wake)
 
     def add(self, request: RequestState) -> None:
-        if request.sealed:
-            self._waiting.add(request)
-        else:
-            self._open.append(request)
+        self._waiting.add(request)
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
-            elif request in self._open:
-                self._open.remove(request)
         left = set(requests)
         self._abort([number for number, request in self._requests.items() if request in left])
         self._gauge()
@@ -192,9 +186,6 @@ class VllmBatcher(Batcher):
             self.progress.completed(_STEP)
 
     def _admit(self, worker: WorkerProcess, deliver: Deliver) -> None:
-        for sealed in [each for each in self._open if each.sealed]:
-            self._open.remove(sealed)
-            self._waiting.add(sealed)
         additions: list[Addition] = []
         ids = 0
         while ids < _IDS_PER_MESSAGE and (request := self._waiting.admit(self._fits)) is not None:
@@ -216,13 +207,14 @@ class VllmBatcher(Batcher):
         return not self._running or len(self._running) + len(request.sequences) <= self._max_in_worker
 
     def _additions(self, request: RequestState) -> list[Addition]:
-        grammar = None if request.constraint is None else as_lark(request.constraint)
+        constraint, priority = request.input.constraint, request.input.priority
+        grammar = None if constraint is None else as_lark(constraint)
         bad_words = self._writer.bad_words(request)
         additions = []
         for number, sequence in enumerate(request.sequences):
             params = self._writer.params(request, number)
             self._last_number += 1
-            additions.append(Addition(self._last_number, request.prompt, params, request.priority, grammar, bad_words))
+            additions.append(Addition(self._last_number, request.prompt, params, priority, grammar, bad_words))
             self._running[self._last_number] = sequence
             self._requests[self._last_number] = request
         return additions
@@ -245,7 +237,6 @@ class VllmBatcher(Batcher):
             waiting_requests=len(self._waiting) + waiting,
             waiting_tokens=self._waiting.tokens,
             prefilling_requests=inside - running - waiting,
-            open_prompts=len(self._open),
             kv_cache_bytes=int(stats.kv_usage * self._ready.kv_cache_bytes) if inside else 0,
             kv_cache_budget=self._ready.kv_cache_bytes,
         )

@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.loading.generation_config import (
 from mlserver_torch_stream.engine.loading.loader import eos_token_ids, load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
 from mlserver_torch_stream.engine.machine import read_host
-from mlserver_torch_stream.engine.sampling.logit_adjuster import GenerationRules
+from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder

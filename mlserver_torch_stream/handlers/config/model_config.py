@@ -1,14 +1,15 @@
-"""Reads a model's TorchServe settings from ``model-config.yaml`` and its overrides into one frozen object.
+"""Reads all settings of a handler model, of ``model-config.yaml`` and ``parameters.extra``, into one frozen object.
 
 The handler gets the YAML as it is; the server uses the keys that are read here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mlserver_torch_stream.did_you_mean import did_you_mean, nearest_name
 from mlserver_torch_stream.errors import SettingsError
@@ -72,6 +73,25 @@ class HandlerConfig(BaseModel):
     sequenceBatching: bool = False
     asyncCommunication: bool = False
     useVenv: bool = False  # the archive's requirements need an environment of their own
+    # Keys of parameters.extra that a YAML does not have.
+    ts: Literal["auto", "shim", "package"] = "auto"
+    python: str | None = None  # None: the server's own interpreter
+    metrics_config: str | None = None
+    service_envelope: str | None = None  # beats the archive's
+    handler: str | None = None  # beats the archive's
+    blacklist_env_vars: str | None = None  # matches the names of the server's variables that workers do not see
+    limit_max_image_pixels: bool = True  # what the handlers of TorchServe's own ask
+    install_py_dep_per_model: bool = False  # the archive's requirements, into its unpacked folder
+    defaultVersion: Any = None
+
+    @field_validator("blacklist_env_vars")
+    @classmethod
+    def _is_a_pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"is not a regular expression ({error})") from None
+        return value
 
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> HandlerConfig:
@@ -103,6 +123,10 @@ class HandlerConfig(BaseModel):
         return "together" if self.broadcasts else "never"
 
     @property
+    def hidden(self) -> re.Pattern[str] | None:
+        return re.compile(self.blacklist_env_vars) if self.blacklist_env_vars else None
+
+    @property
     def most_workers(self) -> int:
         return max(self.maxWorkers, self.minWorkers)
 
@@ -111,27 +135,15 @@ class HandlerConfig(BaseModel):
         return self.jobQueueSize or HandlerConfig.model_fields["jobQueueSize"].default
 
 
-KEYS = tuple(HandlerConfig.model_fields)
-# Keys of parameters.extra that a YAML does not have.
-OURS = (
-    "ts",
-    "python",
-    "metrics_config",
-    "service_envelope",
-    "blacklist_env_vars",
-    "limit_max_image_pixels",
-    "install_py_dep_per_model",
-    "defaultVersion",
-    "handler",
-)
+_FIELDS = tuple(HandlerConfig.model_fields)
+KEYS, OURS = _FIELDS[: _FIELDS.index("ts")], _FIELDS[_FIELDS.index("ts") :]
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
     """``overrides`` beat the YAML, key by key. Raises SettingsError, which names the key."""
-    overrides = {key: value for key, value in overrides.items() if key not in OURS}
     for key in overrides:
-        if key not in KEYS:
-            raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, (*KEYS, *OURS))}")
+        if key not in _FIELDS:
+            raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, _FIELDS)}")
     given = {key: yaml[key] for key in KEYS if yaml.get(key) is not None} | typed_values(overrides, HandlerConfig)
     try:
         return HandlerConfig.model_validate(given)

@@ -16,7 +16,7 @@ from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, WorkerSupervisor
-from mlserver_torch_stream.handlers.pool.worker_process import batch_message
+from mlserver_torch_stream.handlers.pool.worker_process import batch_frame
 
 # Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
 # it will have run within so many seconds, by the time of its latest batch.
@@ -116,7 +116,7 @@ class BatchDispatcher:
         self._metrics.batches += 1
         self._metrics.batched_requests += len(batch)
         assert slot.worker is not None
-        slot.worker.send(*batch_message(batch), all_ranks=self._config.broadcasts)
+        slot.worker.send(batch_frame(batch), all_ranks=self._config.broadcasts)
         return len(batch)
 
 

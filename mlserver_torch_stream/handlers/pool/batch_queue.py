@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -35,6 +35,28 @@ class RequestSequence:
         return not self.pending and not self.running
 
 
+class PlainJobs(deque[HandlerJob]):
+    """Requests of no sequence, in the order of their arrival, and how many bytes they take together."""
+
+    bytes = 0
+
+    def append(self, job: HandlerJob) -> None:
+        super().append(job)
+        self.bytes += job.bytes
+
+    def appendleft(self, job: HandlerJob) -> None:
+        super().appendleft(job)
+        self.bytes += job.bytes
+
+    def remove(self, job: HandlerJob) -> None:
+        super().remove(job)
+        self.bytes -= job.bytes
+
+    def clear(self) -> None:
+        super().clear()
+        self.bytes = 0
+
+
 class BatchQueue:
     """At most ``jobQueueSize`` requests wait, beside those that idle workers gather into a batch. The requests of a
     sequence go to one worker, in their order.
@@ -45,7 +67,7 @@ class BatchQueue:
     def __init__(self, config: HandlerConfig, most_bytes: int = MAX_BYTES) -> None:
         self._config = config
         self._most_bytes = most_bytes  # of a batch
-        self._plain: deque[HandlerJob] = deque()
+        self._plain = PlainJobs()
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
         self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
@@ -73,11 +95,20 @@ class BatchQueue:
         return max(ends, default=None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues())) + self.ahead
+        held = sum(len(each.pending) for each in self._sequences.values()) if self._sequences else 0
+        return len(self._plain) + len(self._retries) + held + self.ahead
 
     def waiting(self, idle: Collection[int]) -> int:
         """The requests that wait, without those that the idle workers gather into their next batches."""
+        if self._has_plain_alone and not self.leaving:
+            return len(self) - min(len(self._plain), self._config.batchSize * len(idle))
         return len(self) - len(self._gathered(idle))
+
+    @property
+    def _has_plain_alone(self) -> bool:
+        """True if every worker may take every request, so that a batch of thousands is gathered without a look at each
+        of them for each further one."""
+        return not self._sequences and not self._retries
 
     def _gathered(self, idle: Collection[int]) -> set[str]:
         gathered: set[str] = set()
@@ -137,18 +168,23 @@ class BatchQueue:
         A full batch is due at once, any other ``maxBatchDelay`` after both its first request and the worker are there.
         """
         size = self._config.batchSize
-        candidates = list(islice(self._candidates(worker), size))
+        candidates: Sequence[HandlerJob] = self._plain
+        if not self._has_plain_alone or worker in self.leaving:
+            candidates = list(islice(self._candidates(worker), size))
         if not candidates:
             return None
         if candidates[0] in self._retries or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
             return now
-        if sum(job.bytes for job in candidates) > self._most_bytes:
+        plain = candidates is self._plain
+        if (self._plain.bytes if plain else sum(job.bytes for job in candidates)) > self._most_bytes:
             return now
-        first = min(job.arrived for job in candidates)
+        first = candidates[0].arrived if plain else min(job.arrived for job in candidates)
         return max(first, idle_since) + self._config.maxBatchDelay / 1000
 
     def is_full(self, worker: int) -> bool:
         """Whether the next batch of a worker cannot grow."""
+        if self._has_plain_alone and worker not in self.leaving:
+            return len(self._plain) >= self._config.batchSize
         if next(self._retries_on(worker), None) is not None:
             return True
         return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize

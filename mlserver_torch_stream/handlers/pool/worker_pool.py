@@ -13,7 +13,7 @@ from typing import Any
 
 from mlserver_torch_stream.errors import NotServing, QueueFull, RequestError, TimedOut
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
-from mlserver_torch_stream.handlers.frames import MAX_BYTES, split
+from mlserver_torch_stream.handlers.frames import MAX_BYTES, encode_frame, split
 from mlserver_torch_stream.handlers.pool.batch_dispatch import BatchDispatcher, ResponseTimeout
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
@@ -57,7 +57,7 @@ def _give_up(slot: WorkerSlot, cancellation: RankCancellation, call: int) -> Non
 
 def _send(slot: WorkerSlot, message: Message | None) -> None:
     if message is not None and slot.worker is not None:
-        slot.worker.send(message, b"", all_ranks=True)
+        slot.worker.send(encode_frame(message), all_ranks=True)
 
 
 class WorkerPool:
@@ -168,7 +168,7 @@ class WorkerPool:
             self._queue.remove(job, time.monotonic())
             self._forget(job)
         elif slot.worker is not None:
-            slot.worker.send({"t": "cancel", "ids": [job.key]}, b"", all_ranks=False)
+            slot.worker.send(encode_frame({"t": "cancel", "ids": [job.key]}), all_ranks=False)
 
     def _key(self, request_id: str) -> str:
         """Handlers keep their state by it, so no two jobs that run have the same key."""
@@ -208,7 +208,7 @@ class WorkerPool:
         elif kind == "failed":
             self._fail(slot, header)
         elif kind == "metric":
-            self.metrics.record(header["name"], header["type"], header["value"], header["labels"])
+            self._record(header)
         else:
             pass_rank_message(slot, header, self._meet_s)
 
@@ -238,15 +238,16 @@ class WorkerPool:
             self.unavailable(NO_WORKER)
 
     def _deliver_all(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
+        for metric in header.get("metrics", ()):
+            self._record(metric)
         items = header["items"]
-        sequence_end = sequence_header("sequence_end")
         for item, value in zip(items, split(body, [item["n"] for item in items]), strict=True):
             job = slot.active.get(item["id"])
             if job is None:
                 continue
             job.active_at = slot.active_at
             self.metrics.responses += 1
-            if sequence_end in map(str.lower, item["headers"]):
+            if item["headers"] and sequence_header("sequence_end") in map(str.lower, item["headers"]):
                 job.closes_sequence = True
             self._deliver(slot, job, ResponsePiece(value, item["last"], item["ct"], item["status"], item["headers"]))
         if ended := header.get("ended"):
@@ -255,6 +256,9 @@ class WorkerPool:
             self._dispatcher.next_batch(slot, header["took"])
             if not slot.active:
                 self.scaling.became_idle(slot)
+
+    def _record(self, metric: dict[str, Any]) -> None:
+        self.metrics.record(metric["name"], metric["type"], metric["value"], metric["labels"])
 
     def _deliver(self, slot: WorkerSlot, job: HandlerJob, piece: ResponsePiece) -> None:
         if piece.last and piece.status >= 400:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlserver_torch_stream.handlers.frames import MAX_READ, BrokenFrame, FrameBuffer
+import orjson
+
+from mlserver_torch_stream.handlers.frames import MAX_READ, BrokenFrame, FrameBuffer, encode_frame, join_frame
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
 from mlserver_torch_stream.handlers.pool.worker_rank import MAX_STOP_S, WorkerOrder, WorkerRank
 
@@ -52,7 +54,7 @@ class WorkerProcess:
                     rank.connection.close()
                 raise
         for rank in self._ranks:
-            rank.send({**order.message, "responds": rank.number == 0}, order.body)
+            rank.send(encode_frame({**order.message, "responds": rank.number == 0}, order.body))
             reaper = threading.Thread(target=self._reap, args=(rank,), name=f"reaper of {rank.name}", daemon=True)
             self._reapers.append(reaper)
             reaper.start()
@@ -66,10 +68,10 @@ class WorkerProcess:
     def running(self) -> bool:
         return any(reaper.is_alive() for reaper in self._reapers)
 
-    def send(self, header: Mapping[str, Any], body: bytes, all_ranks: bool) -> None:
+    def send(self, frame: bytes, all_ranks: bool) -> None:
         """Does not wait for the worker to read."""
         for rank in self._ranks if all_ranks else self._ranks[:1]:
-            rank.send(header, body)
+            rank.send(frame)
 
     def pause(self) -> None:
         """Reads no more messages until ``resume``, so that the worker waits at its next one."""
@@ -185,7 +187,7 @@ class WorkerProcess:
         return True
 
 
-def batch_message(jobs: Sequence[HandlerJob]) -> tuple[dict[str, Any], bytes]:
+def batch_frame(jobs: Sequence[HandlerJob]) -> bytes:
     """The message that makes a worker run these jobs as one batch."""
     requests = [
         {
@@ -196,4 +198,8 @@ def batch_message(jobs: Sequence[HandlerJob]) -> tuple[dict[str, Any], bytes]:
         for job in jobs
     ]
     body = b"".join(part.value for job in jobs for part in job.request.parts)
-    return {"t": "run", "requests": requests}, body
+    header = {"t": "run", "requests": requests}
+    try:
+        return join_frame(orjson.dumps(header), body)
+    except TypeError:  # a text with a lone surrogate
+        return encode_frame(header, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,12 +15,15 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from mlserver_torch_stream import version
 from mlserver_torch_stream.handlers.config.worker_settings import environment_of
-from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
+from mlserver_torch_stream.handlers.frames import FrameBuffer
 from mlserver_torch_stream.process_output import drain
 
 _PACKAGE = Path(version.__file__).parent
@@ -36,6 +40,7 @@ supervise({descriptor})  # before anything else is imported, so that the subreap
 from mlserver_torch_stream.handlers.worker.main import main
 main({descriptor})
 """
+_MAX_FRAMES = 512  # that one system call sends; Linux takes 1024
 _STOP_S = 5.0
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
@@ -69,12 +74,13 @@ class WorkerRank:
         self.connection, workers_end = socket.socketpair()
         self.connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self.frames = FrameBuffer()
+        self.frames = FrameBuffer(_parse)
         self.reading = False  # the event loop watches the connection
         self.ended = False  # nothing more is read of the connection
         self.trouble = ""  # why it ended, other than with the process
         self.killed = threading.Event()
         self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet
+        self._full = False  # the event loop watches until the connection takes more
         output, writing = os.pipe()
         inherited = {
             key: value
@@ -100,33 +106,32 @@ class WorkerRank:
             workers_end.close()
         drain(output, name)
 
-    def send(self, header: Mapping[str, Any], body: bytes) -> None:
-        """Sends what the connection takes at once, and the rest as soon as it takes more."""
-        if self.ended:
-            return
-        frame = memoryview(encode_frame(header, body))
+    def send(self, frame: bytes) -> None:
+        """Sends the frames of one turn of the event loop together, and what the connection does not take then later."""
         if not self._unsent:
-            frame = self._left_of(frame)
-            if frame:
-                self._loop.add_writer(self.connection, self._send_on)
-        if frame:
-            self._unsent.append(frame)
-
-    def _left_of(self, frame: memoryview) -> memoryview:
-        """The part of the frame that the connection does not take now."""
-        try:
-            return frame[self.connection.send(frame) :]
-        except BlockingIOError:
-            return frame
-        except OSError:  # the event loop reads the end of the connection
-            return frame[:0]
+            self._loop.call_soon(self._send_on)
+        self._unsent.append(memoryview(frame))
 
     def _send_on(self) -> None:
-        self._unsent[0] = self._left_of(self._unsent[0])
-        if not self._unsent[0]:
-            self._unsent.popleft()
-        if not self._unsent:
-            self._loop.remove_writer(self.connection)
+        if self.ended:
+            return
+        try:
+            sent = self.connection.sendmsg(list(islice(self._unsent, _MAX_FRAMES)))
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the event loop reads the end of the connection
+            self._unsent.clear()
+            sent = 0
+        while self._unsent and sent >= len(self._unsent[0]):
+            sent -= len(self._unsent.popleft())
+        if sent:
+            self._unsent[0] = self._unsent[0][sent:]
+        if self._full != bool(self._unsent):
+            self._full = not self._full
+            if self._full:
+                self._loop.add_writer(self.connection, self._send_on)
+            else:
+                self._loop.remove_writer(self.connection)
 
     def end(self) -> None:
         """The connection has ended. Called on the event loop; idempotent."""
@@ -152,6 +157,14 @@ class WorkerRank:
         if code is None:
             return "does not end"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+
+def _parse(header: bytes) -> Any:
+    """Four times as fast as the standard library's parser, which takes more: lone surrogates, NaN, large integers."""
+    try:
+        return orjson.loads(header)
+    except ValueError:
+        return json.loads(header)
 
 
 def _program(descriptor: int) -> str:

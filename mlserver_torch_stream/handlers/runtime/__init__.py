@@ -102,7 +102,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
     ) -> PredictionReply:
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
-        return PredictionReply(self._reply(request, endpoint, ReplyContext(self.name, self.version)))
+        return PredictionReply(request, self._slot.built.engine.submit, self._observer(request, endpoint))
 
     def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
         """Raises InvalidInput and NotServing."""
@@ -120,9 +120,11 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         """``binary``: over REST, the outputs that the request wants as raw bytes."""
         built = self._slot.built
         reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
+        return HandlerReply(request, reply, built.engine.submit, self._observer(request, endpoint), binary)
+
+    def _observer(self, request: HandlerRequest, endpoint: EndpointKind) -> HandlerRequestObserver:
         record = RequestRecord(request.request_id, self.name, self.version or "", endpoint)
-        observer = HandlerRequestObserver(record, self._reports, built.engine.metrics)
-        return HandlerReply(request, reply, built.engine.submit, observer, binary)
+        return HandlerRequestObserver(record, self._reports, self._slot.built.engine.metrics)
 
     def describe_workers(self) -> dict[str, Any]:
         return describe_pool(self._slot.built)

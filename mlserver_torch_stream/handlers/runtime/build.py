@@ -25,10 +25,10 @@ from mlserver_torch_stream.handlers.config.archive import Archive, open_archive
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig, not_honoured, read_config
 from mlserver_torch_stream.handlers.config.unpacking import take_bounds
 from mlserver_torch_stream.handlers.config.worker_settings import (
-    WorkerSettings,
+    WorkerFiles,
+    find_worker_files,
     install_requirements,
     not_installed,
-    read_worker_settings,
 )
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, rank_environments
@@ -62,15 +62,15 @@ class BuiltPool:
 def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
     """Raises SettingsError or LoadFailed."""
     uri, extra, folder = _given(settings)
-    workers = read_worker_settings(extra, folder)
     archive = open_archive(uri, folder, take_bounds(extra))
-    if workers.envelope:
-        archive = archive.with_envelope(workers.envelope)
     try:
         config = read_config(archive.yaml, extra)
+        workers = find_worker_files(config, folder)
+        if config.service_envelope:
+            archive = archive.with_envelope(config.service_envelope)
         for line in not_honoured(archive.yaml, config):
             logger.warning("Model '%s': model-config.yaml: %s", settings.name, line)
-        if archive.requirements and workers.installs:
+        if archive.requirements and config.install_py_dep_per_model:
             if not archive.own:
                 raise SettingsError("parameters.extra.install_py_dep_per_model: needs an archive, not a folder")
             install_requirements(workers.python, archive.folder, archive.requirements)
@@ -86,9 +86,7 @@ def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool
     return BuiltPool(pool, archive, _summary(archive, config, workers))
 
 
-async def _start(
-    settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerSettings
-) -> WorkerPool:
+async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfig, workers: WorkerFiles) -> WorkerPool:
     metrics = HANDLER_METRICS.of(settings.name, settings.parameters.version if settings.parameters else None)
     order = partial(worker_order, settings.name, archive, config, workers)
     pool = WorkerPool(settings.name, config, order, metrics, archive.close)
@@ -96,9 +94,7 @@ async def _start(
     return pool
 
 
-def worker_order(
-    model: str, archive: Archive, config: HandlerConfig, workers: WorkerSettings, number: int
-) -> WorkerOrder:
+def worker_order(model: str, archive: Archive, config: HandlerConfig, workers: WorkerFiles, number: int) -> WorkerOrder:
     """The order of the worker with this number: what it loads, and on which device."""
     gpu, visible = _device(config, number)
     message = {
@@ -106,19 +102,19 @@ def worker_order(
         "model": model,
         "folder": str(archive.folder),
         "manifest": archive.manifest,
-        "handler": workers.handler or archive.handler,
+        "handler": config.handler or archive.handler,
         "envelope": archive.envelope,
         "batch_size": config.batchSize,
         "gpu": gpu,
         "mode": _mode(config),
-        "ts": workers.ts,
+        "ts": config.ts,
         "metrics": workers.metrics,
         "stops": config.stops,
-        "limits_pixels": workers.limits_pixels,
+        "limits_pixels": config.limit_max_image_pixels,
     }
     # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
     body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
-    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, workers.hidden)
+    return WorkerOrder(message, body, rank_environments(config, visible), workers.python, config.hidden)
 
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
@@ -160,7 +156,7 @@ def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
     return uri, dict(extra), folder
 
 
-def _summary(archive: Archive, config: HandlerConfig, workers: WorkerSettings) -> str:
+def _summary(archive: Archive, config: HandlerConfig, workers: WorkerFiles) -> str:
     ranks = f" of {config.ranks} ranks ({config.parallelType})" if config.ranks > 1 else ""
     batching = {"async": "asynchronous", "continuous": "continuous batches", "static": "batches"}[_mode(config)]
     python = "" if workers.python is None else f", run by {workers.python}"

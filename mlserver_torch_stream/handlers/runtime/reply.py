@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, RequestError
@@ -61,6 +61,7 @@ class HandlerRequestObserver(TimedRequest):
 # Of a response that holds all pieces: a handler that never ends must not fill the memory.
 MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
 
+_STREAM_NEXT = "ts_stream_next"
 
 class Submit(Protocol):
     """Hands a request to the workers. Raises RequestError."""
@@ -68,8 +69,80 @@ class Submit(Protocol):
     def __call__(self, request: HandlerRequest, *, more: bool = False) -> PieceStream: ...
 
 
-class HandlerReply:
-    """Reads the job that ``submit`` opens, once: as a stream of responses, or whole, of at most ``most_pieces`` pieces.
+class PieceReader:
+    """Reads the job that ``submit`` opens, once; as a whole reply it has at most ``most_pieces`` pieces."""
+
+    def __init__(
+        self,
+        request: HandlerRequest,
+        submit: Submit,
+        observer: HandlerRequestObserver,
+        most_pieces: int = MAX_WHOLE_PIECES,
+    ) -> None:
+        self._request = request
+        self._submit = submit
+        self._observer = observer
+        self._most_pieces = most_pieces
+        self._job: PieceStream | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def close(self) -> None:
+        self._closed = True
+        if self._job is not None:
+            self._job.close()
+        self._observer.closed()
+
+    def begin(self, more: bool = False) -> PieceStream:
+        """Submits the request. ``more``: the next request of its batch follows at once. Raises RequestError."""
+        try:
+            self._job = self._submit(self._request, more=more)
+        except RequestError as error:
+            self._observer.failed(error)
+            raise
+        if self._closed:
+            self._job.close()
+        return self._job
+
+    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
+        """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
+        last, count, size = False, 0, 0
+        answer: ResponsePiece | None = None
+        job = self._job or self.begin()
+        try:
+            async for piece in job:
+                self._observer.piece(job.queued_s)
+                last, count, size = piece.last, count + 1, size + len(piece.value)
+                if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
+                    message = f"{count} pieces, {size} bytes are too much for one response: stream it"
+                    raise HandlerFailed(message, 507)
+                yield piece if last or count > 1 else self._first_of_stream(piece)
+            if not last and self._closed:
+                raise asyncio.CancelledError("the reply was closed before its end")
+            if not last:
+                raise GenerationFailed("the handler's stream ended early")
+        except Exception as error:
+            self._observer.failed(error)
+            answer = self._own_answer(error)
+            if answer is None:
+                raise
+        if answer is not None:
+            yield answer
+        else:
+            self._observer.end()
+
+    def _first_of_stream(self, piece: ResponsePiece) -> ResponsePiece:
+        return piece
+
+    def _own_answer(self, error: Exception) -> ResponsePiece | None:
+        """The piece that stands for an error; None: the error is raised."""
+
+
+class HandlerReply(PieceReader):
+    """A stream of V2 responses, or a whole one.
 
     ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
     """
@@ -86,25 +159,10 @@ class HandlerReply:
         binary: BinaryOutputs | None = None,
         most_pieces: int = MAX_WHOLE_PIECES,
     ) -> None:
+        super().__init__(request, submit, observer, most_pieces)
         self.error: Exception | None = None  # of a stream that failed after its first response
         self._binary = binary
-        self._request = request
         self._reply = reply
-        self._submit = submit
-        self._observer = observer
-        self._most_pieces = most_pieces
-        self._job: PieceStream | None = None
-        self._closed = False
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    def close(self) -> None:
-        self._closed = True
-        if self._job is not None:
-            self._job.close()
-        self._observer.closed()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
         async for piece in self.pieces():
@@ -129,38 +187,6 @@ class HandlerReply:
         """All pieces as one response. Raises RequestError."""
         return self._reply.whole([piece async for piece in self.pieces(whole=True)])
 
-    def begin(self, more: bool = False) -> PieceStream:
-        """Submits the request. ``more``: the next request of its batch follows at once. Raises RequestError."""
-        try:
-            self._job = self._submit(self._request, more=more)
-        except RequestError as error:
-            self._observer.failed(error)
-            raise
-        if self._closed:
-            self._job.close()
-        return self._job
-
-    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
-        """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
-        last, count, size = False, 0, 0
-        job = self._job or self.begin()
-        try:
-            async for piece in job:
-                self._observer.piece(job.queued_s)
-                last, count, size = piece.last, count + 1, size + len(piece.value)
-                if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
-                    message = f"{count} pieces, {size} bytes are too much for one response: stream it"
-                    raise HandlerFailed(message, 507)
-                yield piece
-            if not last and self._closed:
-                raise asyncio.CancelledError("the reply was closed before its end")
-            if not last:
-                raise GenerationFailed("the handler's stream ended early")
-        except Exception as error:
-            self._observer.failed(error)
-            raise
-        self._observer.end()
-
 
 class PredictionFailed(RequestError):
     """The handler's failure, with the status that TorchServe gives it."""
@@ -171,30 +197,23 @@ class PredictionFailed(RequestError):
         self.shared = failed.shared
 
 
-class PredictionReply:
-    def __init__(self, reply: HandlerReply) -> None:
-        self._reply = reply
+class PredictionReply(PieceReader):
+    """A reply on TorchServe's own paths and services, where a stream has the header ``ts_stream_next``."""
 
     async def whole(self) -> bytes:
         """All pieces joined. Raises RequestError."""
         return b"".join([piece.value async for piece in self.pieces(whole=True)])
 
-    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
-        """``whole``: they are bounded. Raises RequestError."""
-        try:
-            async with aclosing(self._reply.pieces(whole=whole)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except HandlerFailed as failed:
-            if failed.piece is None or failed.piece.status != failed.handlers_status:
-                raise PredictionFailed(failed) from None
-            yield failed.piece
+    def _first_of_stream(self, piece: ResponsePiece) -> ResponsePiece:
+        return replace(piece, headers={**piece.headers, _STREAM_NEXT: "true"})
 
-    def begin(self, more: bool = False) -> None:
-        self._reply.begin(more)
-
-    def close(self) -> None:
-        self._reply.close()
+    def _own_answer(self, error: Exception) -> ResponsePiece | None:
+        """The answer of a handler that has set a status of an error."""
+        if not isinstance(error, HandlerFailed):
+            return None
+        if error.piece is None or error.piece.status != error.handlers_status:
+            raise PredictionFailed(error) from None
+        return error.piece
 
 
 _JSON = "application/json"

@@ -53,7 +53,7 @@ class Channel:
         self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
-        self._held: list[bytes] | None = None  # messages that leave with the next pieces
+        self._held: list[dict[str, Any]] | None = None  # messages that leave with the next pieces
         self._cancelled: set[str] = set()
         self._shut = False
         os.register_at_fork(after_in_child=self._shut_in_child)
@@ -148,13 +148,16 @@ class Channel:
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self.forked:
             return
-        frame = encode_frame(header, body)
         with self._sending:
-            held, self._held = self._held, None
-            if held is not None and header["t"] != "pieces":
-                self._held = [*held, frame]
+            if self._held is not None and header["t"] != "pieces":
+                self._held.append(header)
                 return
+            frames = []
+            if self._held:
+                header["metrics"] = [held for held in self._held if held["t"] == "metric"]  # a frame less each
+                frames = [encode_frame(held) for held in self._held if held["t"] != "metric"]
+            self._held = None
             try:
-                self._connection.sendall(b"".join((*held, frame)) if held else frame)
+                self._connection.sendall(b"".join((*frames, encode_frame(header, body))))
             except OSError:
                 self._lost()

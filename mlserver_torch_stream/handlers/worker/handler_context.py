@@ -236,7 +236,7 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
         self._channel.send(
             "metric",
-            name=metric.metric_name,
+            name=str(metric.metric_name),
             type=metric.metric_type.value,
             value=value,
             labels=dict(zip(names, values.groups())) if values else {},

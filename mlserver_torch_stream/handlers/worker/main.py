@@ -114,7 +114,7 @@ class HandlerHost:
         mode = self._order["mode"]
         entry, context, channel = self._found.entry, self._context, self._channel
         if mode == "async":
-            from mlserver_torch_stream.handlers.worker.asynchronous import Tasks
+            from mlserver_torch_stream.handlers.worker.calls import Tasks
 
             assert self._loop is not None
             self._tasks = Tasks(entry, context, channel, self._loop)

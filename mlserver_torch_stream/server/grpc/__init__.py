@@ -1,1 +1,1 @@
-"""Serves V2 over gRPC: messages that MLServer cannot convert, streams, and Triton's service."""
+"""Serves gRPC: messages of V2 that MLServer cannot convert, streams, and Triton's and TorchServe's services."""

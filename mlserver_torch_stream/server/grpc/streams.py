@@ -18,6 +18,7 @@ from mlserver_torch_stream.errors import InvalidInput, NotServing, RequestError,
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.v2_reply import as_response
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle, until
+from mlserver_torch_stream.server.options import LAST_LOOK_S
 from mlserver_torch_stream.server.request import MessageRequest, Reply, Request, ServedModel
 
 Message = TypeVar("Message")
@@ -154,9 +155,6 @@ def _resolve(waiting: asyncio.Future[None] | None) -> None:
 
 
 T = TypeVar("T")
-# After a time limit, until the reader is given up. If other work has held up the event loop for so long, or the machine
-# has, what the reader did meanwhile is still to be processed.
-LAST_LOOK_S = 0.1
 
 
 class ReadTimeout(Generic[T]):

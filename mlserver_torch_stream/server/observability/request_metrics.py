@@ -195,6 +195,9 @@ class ClientLoad:
         """``listener`` is called whenever there is less load than before."""
         self._listeners.append(listener)
 
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        self._listeners.remove(listener)
+
     def prompted(self, model: str, sequences: int) -> None:
         """A request is submitted."""
         self.waiting_prompts += 1
@@ -220,5 +223,5 @@ class ClientLoad:
         self._tell()
 
     def _tell(self) -> None:
-        for listener in self._listeners:
+        for listener in list(self._listeners):
             listener()

@@ -19,15 +19,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.batches.batch_record import BATCH, FILE, read_batch_request
-from mlserver_torch_stream.batches.file_store import PURPOSE, FileStore, FileUpload
-from mlserver_torch_stream.batches.pages import FileTooLarge, read_query
+from mlserver_torch_stream.cloud.batches.batch_store import FileStore, translating_store_errors
 from mlserver_torch_stream.errors import InvalidInput, QueueFull, RequestError
+from mlserver_torch_stream.protocol.bodies import read
+from mlserver_torch_stream.protocol.openai_batch_models import PURPOSE, BatchQuery, BatchRequest, FileQuery
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.protocol.values import refuse, shown
-from mlserver_torch_stream.server.batches.service import BatchService
+from mlserver_torch_stream.server.batches import Batches
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import as_refusal
@@ -41,12 +41,14 @@ from mlserver_torch_stream.server.rest.connection import (
     read_body,
     watched,
 )
-from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartPiece
+from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartEnded
 from mlserver_torch_stream.server.rest.sse import ChunkStream
 
 _AROUND = 64 * 1024  # bytes of a form beside its file
 _MAX_NAME = 255  # characters
 _MAX_PURPOSE = 64  # bytes
+_MAX_UPLOADS = 8  # at the same time; each holds up to two parts of 5 MiB
+_CONTENT_TYPE = "application/octet-stream"
 
 
 class UploadStalled(RequestError):
@@ -58,30 +60,48 @@ class UploadStalled(RequestError):
     status = 408
 
 
-async def receive_file(request: Request, files: FileStore, most_bytes: int, timeout: float) -> JsonObject:
+class FileTooLarge(RequestError):
+    """A file is larger than the settings allow."""
+
+    status = 413
+
+
+async def receive_file(request: Request, files: FileStore, max_bytes: int, timeout: float) -> JsonObject:
     """The object of the new file. ``timeout``: seconds between two pieces of it, 0 for ever. Raises RequestError or
     ClientLeft."""
-    _refuse_declared(request, most_bytes)
+    too_large = FileTooLarge(f"file: larger than {max_bytes} bytes")
+    _refuse_declared(request, max_bytes, too_large)
     form = FormReader(request.headers.get("content-type", ""))
-    parts = _FileForm(files, most_bytes)
-    received = 0
-    try:
-        async for chunk in _chunks(request, timeout):
-            received += len(chunk)
-            if received > most_bytes + _AROUND:
-                raise _too_large(most_bytes)
-            for event in form.feed(chunk):
-                await parts.take(event)
-        if not form.complete:
-            raise InvalidInput("body", "ends before the last boundary of its form")
-        return await parts.end()
-    except BaseException:
-        await parts.discard()
-        raise
+    parts: dict[str, PartBegan] = {}
+    purpose, upload = b"", None
+    async for event in _events(request, form, max_bytes, timeout, too_large):
+        if isinstance(event, PartBegan):
+            _check_part(event, parts)
+            parts[event.name] = part = event
+            if part.name == "file":
+                upload = files.begin()
+        elif part.name == "file":
+            if upload is not None and not isinstance(event, PartEnded):
+                if upload.size + len(event.data) > max_bytes:
+                    raise too_large
+                await upload.write(event.data)
+        elif isinstance(event, PartEnded):
+            _check_purpose(purpose)
+        else:
+            purpose = (purpose + event.data)[: _MAX_PURPOSE + 1]
+    if not form.complete:
+        raise InvalidInput("body", "ends before the last boundary of its form")
+    if "purpose" not in parts:
+        raise InvalidInput("purpose", "is missing")
+    if upload is None or not upload.size:
+        raise InvalidInput("file", "is missing" if upload is None else "is empty")
+    return await upload.end(parts["file"].filename or "")
 
 
-async def _chunks(request: Request, timeout: float) -> AsyncIterator[bytes]:
-    more = True
+async def _events(
+    request: Request, form: FormReader, max_bytes: int, timeout: float, too_large: FileTooLarge
+) -> AsyncIterator[FormEvent]:
+    received, more = 0, True
     while more:
         try:
             message = await asyncio.wait_for(request.receive(), timeout or None)
@@ -89,99 +109,46 @@ async def _chunks(request: Request, timeout: float) -> AsyncIterator[bytes]:
             raise UploadStalled(f"file: no data has arrived for {timeout:g} s") from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        yield message.get("body", b"")
-        more = message.get("more_body", False)
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        received += len(piece)
+        if received > max_bytes + _AROUND:
+            raise too_large
+        for event in form.feed(piece):
+            yield event
 
 
-def _refuse_declared(request: Request, most_bytes: int) -> None:
+def _refuse_declared(request: Request, max_bytes: int, too_large: FileTooLarge) -> None:
     """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented for files")
     declared = as_length(request.headers.get("content-length", ""))
-    if declared is not None and declared > most_bytes + _AROUND:
-        raise _too_large(most_bytes)
+    if declared is not None and declared > max_bytes + _AROUND:
+        raise too_large
 
 
-def _too_large(most_bytes: int) -> FileTooLarge:
-    return FileTooLarge(f"file: larger than {most_bytes} bytes")
+def _check_part(part: PartBegan, earlier: Mapping[str, PartBegan]) -> None:
+    if part.name.startswith("expires_after"):
+        raise InvalidInput("expires_after", "is not implemented: a file stays until it is deleted")
+    if part.name not in ("purpose", "file"):
+        refuse(part.name, ..., ("purpose", "file"), what="field of the form")
+    if part.name in earlier:
+        raise InvalidInput(part.name, "is given twice")
+    if part.name == "file" and not 0 < len(part.filename or "") <= _MAX_NAME:
+        raise InvalidInput("file", f"must have a file name of at most {_MAX_NAME} characters")
 
 
-class _FileForm:
-    """The fields of the form, each of which may stand once."""
+def _check_purpose(raw: bytes) -> None:
+    purpose = raw.decode("utf-8", "replace")
+    if purpose != PURPOSE:
+        raise InvalidInput("purpose", f"must be {PURPOSE}, got {shown(purpose)}")
 
-    def __init__(self, files: FileStore, most_bytes: int) -> None:
-        self._files = files
-        self._most = most_bytes
-        self._given: set[str] = set()
-        self._open = ""
-        self._purpose = b""
-        self._filename = ""
-        self._upload: FileUpload | None = None
-
-    async def take(self, event: FormEvent) -> None:
-        if isinstance(event, PartBegan):
-            self._begin(event)
-        elif isinstance(event, PartPiece):
-            await self._piece(event.data)
-        elif self._open == "purpose":
-            self._check_purpose()
-
-    async def end(self) -> JsonObject:
-        for name in ("purpose", "file"):
-            if name not in self._given:
-                raise InvalidInput(name, "is missing")
-        assert self._upload is not None
-        if not self._upload.size:
-            raise InvalidInput("file", "is empty")
-        await self._upload.close()
-        return await self._upload.end(self._filename)
-
-    async def discard(self) -> None:
-        if self._upload is not None:
-            await self._upload.discard()
-
-    def _begin(self, part: PartBegan) -> None:
-        name = part.name
-        if name.startswith("expires_after"):
-            raise InvalidInput("expires_after", "is not implemented: a file stays until it is deleted")
-        if name not in ("purpose", "file"):
-            refuse(name, ..., ("purpose", "file"), what="field of the form")
-        if name in self._given:
-            raise InvalidInput(name, "is given twice")
-        self._given.add(name)
-        self._open = name
-        if name == "file":
-            self._filename = part.filename or ""
-            if not 0 < len(self._filename) <= _MAX_NAME:
-                raise InvalidInput("file", f"must have a file name of at most {_MAX_NAME} characters")
-            self._upload = self._files.begin()
-
-    async def _piece(self, data: bytes) -> None:
-        if self._open == "purpose":
-            self._purpose = (self._purpose + data)[: _MAX_PURPOSE + 1]
-            return
-        assert self._upload is not None
-        if self._upload.size + len(data) > self._most:
-            raise _too_large(self._most)
-        await self._upload.write(data)
-
-    def _check_purpose(self) -> None:
-        given = self._purpose.decode("utf-8", "replace")
-        if given != PURPOSE:
-            raise InvalidInput("purpose", f"must be {PURPOSE}, got {shown(given)}")
-
-
-_MAX_UPLOADS = 8  # at the same time; each holds up to two parts of 5 MiB
-_MAX_FILES, _MAX_BATCHES, _BATCHES = 10_000, 100, 20  # OpenAI's bounds and default of a page
-
-_CONTENT_TYPE = "application/octet-stream"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def add_batch_routes(host: ServerHost, service: BatchService, options: ServerOptions) -> None:
-    endpoints = _BatchEndpoints(service, options)
+def add_batch_routes(host: ServerHost, batches: Batches, options: ServerOptions) -> None:
+    endpoints = _BatchEndpoints(batches, options)
     table: Mapping[str, Mapping[str, Handler]] = {
         "/files": {"POST": endpoints.create_file, "GET": endpoints.list_files},
         "/files/{file_id}": {"GET": endpoints.get_file, "DELETE": endpoints.delete_file},
@@ -204,11 +171,17 @@ def _answered(handlers: Mapping[str, Handler]) -> Handler:
 
     async def answer(request: Request) -> Response:
         try:
-            response = await handlers["GET" if request.method == "HEAD" else request.method](request)
+            with translating_store_errors():
+                response = await handlers["GET" if request.method == "HEAD" else request.method](request)
         except ClientLeft:
             response = Response(status_code=400)  # the client has left: nothing is sent
         except Exception as error:
-            response = _refused(error, read=request.method != "POST")
+            refusal = as_refusal(error)
+            status, body = OPENAI_CHAT.refusal(refusal)
+            headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+            if request.method == "POST":
+                headers["connection"] = "close"
+            response = JSONResponse(body, status, headers)
         request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
         response.headers.update(OPENAI_CHAT.headers(request_id))
         return response
@@ -216,23 +189,20 @@ def _answered(handlers: Mapping[str, Handler]) -> Handler:
     return answer
 
 
-def _refused(error: Exception, *, read: bool) -> Response:
-    refusal = as_refusal(error)
-    status, body = OPENAI_CHAT.refusal(refusal)
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    return JSONResponse(body, status, headers if read else {**headers, "connection": "close"})
-
-
 class _BatchEndpoints:
-    """Each method answers the requests of one route, and raises RequestErrors."""
+    """Each method answers the requests of one route, and raises RequestErrors and a store's errors."""
 
-    def __init__(self, service: BatchService, options: ServerOptions) -> None:
-        self._service = service
+    def __init__(self, batches: Batches, options: ServerOptions) -> None:
+        self._batches = batches
         self._options = options
         self._uploads = 0
 
+    @property
+    def _files(self) -> FileStore:
+        return self._batches.runner.places.files
+
     async def create_file(self, request: Request) -> Response:
-        files = self._service.places.files
+        files = self._files
         if self._uploads >= _MAX_UPLOADS:
             raise QueueFull(f"{self._uploads} files arrive already, of {_MAX_UPLOADS} at a time")
         self._uploads += 1
@@ -243,43 +213,40 @@ class _BatchEndpoints:
             self._uploads -= 1
 
     async def list_files(self, request: Request) -> Response:
-        allowed = ("limit", "after", "order", "purpose")
-        query = read_query(request.query_params, FILE, allowed, _MAX_FILES, _MAX_FILES)
-        return _json(await self._service.places.files.page(query))
+        files = self._files
+        return _json(await files.page(**read(request.query_params, FileQuery).model_dump()))
 
     async def get_file(self, request: Request) -> Response:
-        return _json(await self._service.places.files.get(request.path_params["file_id"]))
+        return _json(await self._files.get(request.path_params["file_id"]))
 
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
-        reader = await self._service.runner.reader(file_id)
+        reader = await self._batches.runner.reader(file_id)
         if reader is not None:
             raise InvalidInput("file_id", f"is the input of {reader}, which has not ended")
-        return _json(await self._service.places.files.delete(file_id))
+        return _json(await self._files.delete(file_id))
 
     async def file_content(self, request: Request) -> Response:
-        files = self._service.places.files
-        file = await files.get(request.path_params["file_id"])
+        file = await self._files.get(request.path_params["file_id"])
         if request.method == "HEAD":
             return Response(headers={"content-length": str(file["bytes"])}, media_type=_CONTENT_TYPE)
-        pieces = files.content(file)
-        stalled_after = self._options.stalled_reader_timeout
-        return _Download(file["bytes"], await anext(pieces, b""), pieces, stalled_after)
+        pieces = self._files.content(file)
+        return _Download(file["bytes"], await anext(pieces, b""), pieces, self._options.stalled_reader_timeout)
 
     async def create_batch(self, request: Request) -> Response:
-        runner = self._service.runner
+        runner = self._batches.runner
         body = parse_object(await read_body(request.scope, request.receive, self._options.max_body_bytes))
-        return _json((await runner.create(read_batch_request(body))).shown())
+        return _json((await runner.create(read(body, BatchRequest))).shown())
 
     async def list_batches(self, request: Request) -> Response:
-        query = read_query(request.query_params, BATCH, ("limit", "after"), _MAX_BATCHES, _BATCHES)
-        return _json(await self._service.places.batches.page(query))
+        batches = self._batches.runner.places.batches
+        return _json(await batches.page(**read(request.query_params, BatchQuery).model_dump()))
 
     async def get_batch(self, request: Request) -> Response:
-        return _json((await self._service.places.batches.get(request.path_params["batch_id"])).shown())
+        return _json((await self._batches.runner.places.batches.get(request.path_params["batch_id"])).shown())
 
     async def cancel_batch(self, request: Request) -> Response:
-        return _json((await self._service.runner.cancel(request.path_params["batch_id"])).shown())
+        return _json((await self._batches.runner.cancel(request.path_params["batch_id"])).shown())
 
 
 def _json(body: JsonObject) -> Response:
@@ -305,7 +272,8 @@ class _Download(Response):
                 piece: bytes | None = self._first
                 while piece is not None and not self._left:
                     await chunks.write(piece)
-                    piece = await anext(self._rest, None)
+                    with translating_store_errors():
+                        piece = await anext(self._rest, None)
                 await chunks.write(b"", more=False)
             except RequestError as error:
                 logger.error(f"The content of a file breaks off: {error.message}")

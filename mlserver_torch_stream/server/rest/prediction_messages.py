@@ -1,6 +1,6 @@
 """What TorchServe's clients send and get: fields of forms and queries, headers, statuses and errors.
 
-A header that a handler has set is checked, since the HTTP server writes it as it is. The types of errors are the names of
+A header that a handler has set is checked, since the HTTP server writes it as it is. The types of errors are names of
 TorchServe's exceptions.
 """
 

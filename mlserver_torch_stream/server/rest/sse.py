@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from starlette.types import Send
 
-from mlserver_torch_stream.server.grpc.streams import LAST_LOOK_S
+from mlserver_torch_stream.server.options import LAST_LOOK_S
 from mlserver_torch_stream.server.rest.connection import EncodedHeaders
 
 Self = TypeVar("Self", bound="ChunkStream")

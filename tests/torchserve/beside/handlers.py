@@ -100,6 +100,16 @@ def handle(data, context):
     if what == "stream-typed":
         context.set_response_content_type(0, "text/event-stream")
         return stream(["data: 1"], context, [("x-mine", "yes")])
+    if what == "stream-status":  # those of the intermediate responses, and of the last one
+        for code in rest[:-1]:
+            context.set_response_status(int(code), "Own", 0)
+            send([code], context.request_ids, "ok", 200, context)
+            time.sleep(0.3)
+        return status(rest[-1], "Own", "last", context)
+    if what == "code":
+        send(["lost"], context.request_ids, "enough", int(rest[0]), context)
+        time.sleep(0.3)
+        return ["ignored"]
     if what == "stream-raise":
         stream(["first"], context)
         raise ValueError("after the first piece")

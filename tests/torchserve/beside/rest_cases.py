@@ -168,6 +168,19 @@ STREAMS = (
     Case("intermediate responses of JSON", _do("stream-json")),
     Case("intermediate responses of bytes and of text", _do("stream-bytes")),
     Case("a content type and a header of a stream", _do("stream-typed")),
+    Case("a status of the first response", _do("stream-status 206 200")),
+    Case("statuses of later responses", _do("stream-status 200 299 202")),
+    Case("an error's status of the last response", _do("stream-status 200 503")),
+    Case(
+        "an error's status of the first response",
+        _do("stream-status 429 200"),
+        why="TorchServe closes the connection with the head of the reply; here the stream is whole",
+    ),
+    Case(
+        "an error's code of an intermediate response, and the next request",
+        (_do("code 429"), _do("value str")),
+        why="TorchServe's worker dies at the response that the handler sends after it; here it is dropped",
+    ),
     Case(
         "an error after the first piece",
         _do("stream-raise"),

@@ -60,8 +60,7 @@ def torchserve(
     tokens: bool = False,
 ) -> Iterator[Addresses]:
     """Yields once each model has a worker that is ready. ``folder``: a model store, as KServe mounts it."""
-    ports = dict(zip((*_NAMES, "grpc_inference", "grpc_management", "worker"), free_ports(6), strict=True))
-    config = _write_config(folder, models, ports, properties or {})
+    config, ports = configure(folder, models, properties)
     command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
     command += [] if tokens else ["--disable-token-auth"]
     command += ["--enable-model-api", "--model-store", str(folder / _STORE), "--ts-config", str(config)]
@@ -90,18 +89,20 @@ def _key(folder: Path) -> str:
     return ""
 
 
-def _write_config(
-    folder: Path, models: Sequence[Stored], ports: Mapping[str, int], properties: Mapping[str, str]
-) -> Path:
+def configure(
+    folder: Path, models: Sequence[Stored], properties: Mapping[str, str] | None = None
+) -> tuple[Path, Mapping[str, int]]:
+    """Writes ``config.properties``, which both servers read, with ports of TorchServe's that are free."""
+    ports = dict(zip((*_NAMES, "grpc_inference", "grpc_management", "worker"), free_ports(6), strict=True))
     lines = {f"{name}_address": f"http://{HOST}:{ports[name]}" for name in _NAMES}
     lines |= {f"{name}_port": str(ports[name]) for name in ("grpc_inference", "grpc_management")}
     lines |= {"enable_envvars_config": "false", "initial_worker_port": str(ports["worker"])}
     lines |= {"max_request_size": str(MAX_BYTES), "default_workers_per_model": "1", "vmargs": "-Xmx512m"}
-    lines |= {"load_models": ",".join(each.file for each in models), **properties}
+    lines |= {"load_models": ",".join(each.file for each in models), **(properties or {})}
     (folder / "config").mkdir(exist_ok=True)
     path = folder / "config/config.properties"
     path.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
-    return path
+    return path, ports
 
 
 def _all_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses, models: Sequence[Stored]) -> bool:

@@ -1,13 +1,17 @@
-"""Our replies on TorchServe's paths beside those of TorchServe 0.12 itself: the page of cases is what was measured."""
+"""Our replies on TorchServe's paths beside the recorded ones of TorchServe 0.12: the page says what was measured.
+
+``make record-torchserve`` asks TorchServe itself, which needs a Java runtime, and writes recordings and page anew.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.torchserve.beside import page, servers
+from tests.torchserve.beside import page, recordings, servers
 from tests.torchserve.beside.case import FILES, Case
 from tests.torchserve.beside.cases import GROUPS, Group
 from tests.torchserve.beside.page import Measured
@@ -15,15 +19,17 @@ from tests.torchserve.beside.replies import ask
 from tests.torchserve.beside.reply import Reply
 from tests.torchserve.beside.servers import Addresses
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())]
+pytestmark = pytest.mark.slow
+_RECORDING = bool(os.environ.get("RECORD_TORCHSERVE"))
 PAGE = "docs/torchserve/cases.md"
 _LEAST_CASES = 60
 _HEAD = """\
 # TorchServe and here, case by case
 
 TorchServe 0.12 and our server (`serve-torchserve`), with one folder of models and configuration, are asked by the same
-clients. A test makes this page (`tests/torchserve/beside/test_cases.py`, which needs a Java runtime), and fails where
-it is not what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
+clients. `make record-torchserve` makes this page and records TorchServe's replies, which needs a Java runtime;
+`tests/torchserve/beside/test_cases.py` compares our replies with the recorded ones, and fails where the page is not
+what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
 management API. `grpc inference:METHOD` is a call of the gRPC service, with fields of the request, entries of its
 `input`, metadata, and seconds until the deadline; `+` begins a further request of the call, which is sent when the one
 before it is answered. The handlers are in
@@ -35,7 +41,6 @@ starts of one server, `<token>` the token of the management API.
 {count} cases: {same} are the same. What differs in many of them is left out of the tables:
 
 - TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
-- Its streams have the header `ts_stream_next: true`.
 - Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
 - MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
 - The management port is open without a token on both, but for the cases of tokens.
@@ -49,21 +54,27 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     found: dict[str, list[Measured]] = {}
+    recorded = {} if _RECORDING else recordings.read()
     for number, group in enumerate(GROUPS):
-        theirs, ours = _both(folder / str(number), folder, group)
+        place = folder / str(number)
+        for each in (*group.models, *group.registered):
+            each.write(place)
+        if _RECORDING:
+            recorded |= {case.name: replies for case, replies in _theirs(group, place, folder).items()}
+        servers.configure(place, group.models, group.properties)
+        with servers.ours(place, group.models, token="secret" if group.tokens else "") as addresses:
+            ours = _replies(group, addresses, folder)
         for section, cases in group.sections.items():
-            found.setdefault(section, []).extend((case, theirs[case], ours[case]) for case in cases)
+            found.setdefault(section, []).extend((case, recorded[case.name], ours[case]) for case in cases)
+    if _RECORDING:
+        recordings.write(recorded)
     return found
 
 
-def _both(place: Path, files: Path, group: Group) -> list[dict[Case, list[Reply]]]:
-    """One server after the other."""
-    for each in (*group.models, *group.registered):
-        each.write(place)
+def _theirs(group: Group, place: Path, files: Path) -> dict[Case, list[Reply]]:
+    assert not servers.missing(), servers.missing()
     with servers.torchserve(place, group.models, group.properties, tokens=group.tokens) as addresses:
-        theirs = _replies(group, addresses, files)
-    with servers.ours(place, group.models, token="secret" if group.tokens else "") as addresses:
-        return [theirs, _replies(group, addresses, files)]
+        return _replies(group, addresses, files)
 
 
 def _replies(group: Group, addresses: Addresses, files: Path) -> dict[Case, list[Reply]]:
@@ -80,9 +91,10 @@ def _all(measured: Mapping[str, Sequence[Measured]]) -> list[tuple[Case, bool]]:
     ]
 
 
-def test_there_are_enough_cases(measured: Mapping[str, Sequence[Measured]]) -> None:
+def test_there_are_enough_cases_and_each_is_recorded(measured: Mapping[str, Sequence[Measured]]) -> None:
     names = [case.name for case, _ in _all(measured)]
     assert len(names) >= _LEAST_CASES and len(set(names)) == len(names)
+    assert set(recordings.read()) == set(names)
 
 
 def test_a_case_differs_where_it_says_why_and_nowhere_else(measured: Mapping[str, Sequence[Measured]]) -> None:

@@ -1,0 +1,301 @@
+"""Describes a KV cache of pages and the batches that read and write them, and hands the pages out.
+
+Full pages are found by their tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from hashlib import blake2b
+from itertools import accumulate
+from operator import add
+
+CPU_PAGE_SIZE = 16
+CUDA_PAGE_SIZE = 256  # torch's varlen kernels read block tables of pages that are multiples of it
+
+
+def page_size_of(kinds: Iterable[str]) -> int:
+    """Returns the tokens of a page of a cache on devices of these types, as ``torch.device.type`` names them."""
+    return CUDA_PAGE_SIZE if "cuda" in kinds else CPU_PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that see the same tokens, and so share block tables.
+
+    A query sees its own key and the ``window - 1`` before it, or those from the beginning of its own ``chunk`` on
+    (Llama 4), or all. ``token_bytes`` are those of the keys and values of a token in all layers of the group.
+    """
+
+    layers: tuple[int, ...]  # of transformers' cache
+    window: int | None = None
+    chunk: int | None = None
+    token_bytes: int = 0
+
+    def oldest_seen(self, position: int) -> int:
+        """Returns the position of the oldest key that the query at ``position`` sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that a query sees; None: all."""
+        return self.window if self.chunk is None else self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """``state_bytes``: the size of one sequence's states; 0: the model keeps none."""
+
+    page_size: int  # tokens
+    groups: tuple[LayerGroup, ...]
+    state_bytes: int = 0
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def page_bytes(self, group: int) -> int:
+        return self.page_size * self.groups[group].token_bytes
+
+    def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
+        """Returns the most pages of each group that a sequence of ``tokens`` holds, ``step`` new ones at a time."""
+        pages = self.pages(tokens)
+        spans = (group.span for group in self.groups)
+        return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
+
+    def bytes_of(self, pages: Sequence[int], states: int) -> int:
+        """Returns the bytes of so many pages of each group, and of the states of so many sequences."""
+        return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
+
+    def sequence_bytes(self, tokens: int, step: int = 1) -> int:
+        """Returns the most bytes of a sequence of ``tokens``: its pages and its states."""
+        return self.bytes_of(self.most_pages(tokens, step), 1)
+
+    def live_bytes(self, tokens: int) -> int:
+        """Returns the bytes that the next token of a sequence of ``tokens`` sees, states included."""
+        seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
+        return sum(seen) + self.state_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers."""
+        return sum(group.token_bytes for group in self.groups)
+
+    def __add__(self, other: CacheSpec) -> CacheSpec:
+        """Returns the spec of two devices together; their layers are of the same groups."""
+        groups = (
+            replace(group, token_bytes=group.token_bytes + same_group.token_bytes)
+            for group, same_group in zip(self.groups, other.groups, strict=True)
+        )
+        return CacheSpec(self.page_size, tuple(groups), self.state_bytes + other.state_bytes)
+
+
+def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
+    """Returns the spec of all devices together, of which there is at least one."""
+    return reduce(add, specs)
+
+
+@dataclass(slots=True)  # a frozen dataclass takes three times as long to create
+class BatchSequence:
+    """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
+
+    ``start`` tokens are in the cache already. ``tables`` holds a block table for each group of layers: entry ``i`` is
+    the page that holds the tokens from ``i * page_size`` on, or -1 once a sliding window has moved past that page. The
+    forward returns logits for the last ``wanted`` of the new tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    tables: tuple[Sequence[int], ...]
+    wanted: int = 1
+    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1: the model has none
+
+    @property
+    def count(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache after the step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step. ``copies`` and ``state_copies`` are made before its forward, in their order.
+
+    A copy is (group, source page, target page); a copy of states is (source slot, target slot).
+    """
+
+    sequences: tuple[BatchSequence, ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(sequence.count for sequence in self.sequences)
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each sequence's tokens, counted in the packed tokens."""
+        return list(accumulate(sequence.count for sequence in self.sequences))
+
+    @property
+    def wanted_rows(self) -> list[int]:
+        """The packed tokens whose logits a forward returns, in order."""
+        return [
+            row
+            for sequence, end in zip(self.sequences, self.ends, strict=True)
+            for row in range(end - sequence.wanted, end)
+        ]
+
+
+def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Returns the digest of a page: of its tokens and, by its parent's digest, of all tokens before them."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class _GroupPages:
+    """The pages of one group. A page is free, held by sequences, or cached: without holder, found by digest."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.fresh = 0  # the lowest page that was never taken: its memory is not touched yet
+        self.free: list[int] = []  # a heap of pages below ``fresh``
+        self.references: dict[int, int] = {}
+        self.digests: dict[int, bytes] = {}
+        self.found: dict[bytes, int] = {}
+        self.cached: OrderedDict[int, int] = OrderedDict()  # page -> when it was given back; the oldest first
+
+    @property
+    def spare(self) -> int:
+        return self.pages - len(self.references)
+
+    def lowest(self) -> int | None:
+        if self.free:
+            return heapq.heappop(self.free)
+        if self.fresh == self.pages:
+            return None
+        self.fresh += 1
+        return self.fresh - 1
+
+    def forget(self, page: int) -> None:
+        digest = self.digests.pop(page, None)
+        if digest is not None:
+            del self.found[digest]
+
+
+class PagePool:
+    """The pages of all groups, within ``cache_bytes``. Cached ones take at most ``prefix_bytes`` of those.
+
+    A free page is the lowest one, so that the touched memory stays small. The least recently used cached page is
+    evicted when a page or its bytes are needed.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
+    ) -> None:
+        """Without ``finds`` no page is found by its tokens: the model cannot go on from pages alone."""
+        self.finds = finds
+        self._groups = [_GroupPages(count) for count in pages]
+        self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
+        self._cache_bytes = cache_bytes
+        self._prefix_bytes = prefix_bytes
+        self._time = 0
+        self.used_bytes = 0  # of the pages that sequences hold, and of what ``reserve`` counts
+        self.cached_bytes = 0
+
+    def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
+        """Whether so many pages of each group, and ``more_bytes`` beside them, are free or cached."""
+        more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
+        return self.used_bytes + more_bytes <= self._cache_bytes and all(
+            count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
+        )
+
+    def reserve(self, count: int) -> None:
+        """Counts bytes of something else than pages as used; a negative count gives them back."""
+        self.used_bytes += count
+        self._make_room(0)
+
+    def take(self, group: int) -> int:
+        """Returns a page that no sequence holds. ``fits`` says whether there is one."""
+        pool = self._groups[group]
+        self._make_room(self._page_bytes[group])
+        page = pool.lowest()
+        if page is None:
+            self._evict(group)
+            page = pool.lowest()
+        assert page is not None, "no page is left"
+        pool.references[page] = 1
+        self.used_bytes += self._page_bytes[group]
+        return page
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        return self._groups[group].found.get(digest)
+
+    def share(self, group: int, page: int) -> None:
+        """Counts one more holder of a page that is held or cached."""
+        pool = self._groups[group]
+        if pool.cached.pop(page, None) is not None:
+            self.cached_bytes -= self._page_bytes[group]
+            self.used_bytes += self._page_bytes[group]
+        pool.references[page] = pool.references.get(page, 0) + 1
+
+    def holders(self, group: int, page: int) -> int:
+        return self._groups[group].references.get(page, 0)
+
+    def name(self, group: int, page: int, digest: bytes) -> None:
+        """Lets ``find`` return a held page, unless it returns another page with the same tokens already."""
+        pool = self._groups[group]
+        if digest not in pool.found and page not in pool.digests:
+            pool.digests[page] = digest
+            pool.found[digest] = page
+
+    def forget(self, group: int, page: int) -> None:
+        """Lets ``find`` return the page no more."""
+        self._groups[group].forget(page)
+        if page in self._groups[group].cached:
+            self._free(group, page)
+
+    def give_back(self, group: int, page: int) -> None:
+        """Counts one holder less. Without holders a page is cached if it can be found, and free otherwise."""
+        pool = self._groups[group]
+        pool.references[page] -= 1
+        if pool.references[page]:
+            return
+        del pool.references[page]
+        self.used_bytes -= self._page_bytes[group]
+        self._time += 1
+        if page not in pool.digests or self._page_bytes[group] > self._prefix_bytes:
+            pool.forget(page)
+            heapq.heappush(pool.free, page)
+            return
+        pool.cached[page] = self._time
+        self.cached_bytes += self._page_bytes[group]
+        while self.cached_bytes > self._prefix_bytes:
+            self._evict_oldest()
+
+    def _make_room(self, size: int) -> None:
+        while self.cached_bytes and self.used_bytes + self.cached_bytes + size > self._cache_bytes:
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        groups = [group for group, pool in enumerate(self._groups) if pool.cached]
+        self._evict(min(groups, key=lambda group: next(iter(self._groups[group].cached.values()))))
+
+    def _evict(self, group: int) -> None:
+        page = next(iter(self._groups[group].cached))
+        self._groups[group].forget(page)
+        self._free(group, page)
+
+    def _free(self, group: int, page: int) -> None:
+        pool = self._groups[group]
+        del pool.cached[page]
+        self.cached_bytes -= self._page_bytes[group]
+        heapq.heappush(pool.free, page)

@@ -1,0 +1,508 @@
+"""Keeps the ledger of a KV cache: which pages and which state slot each sequence has, and what is computed again."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest
+from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+
+GIVEN_BACK = -1  # in a block table: the window has passed the page
+
+TokenIds = Callable[[int, int], Sequence[int]]
+"""Returns the tokens of a sequence from one position to another."""
+
+
+class SequencePages:
+    """The first ``computed`` tokens of a sequence are in its pages, or will be after the forwards in flight.
+
+    The pool can find the first ``named`` of its full pages by their tokens; ``written`` of them are surely written.
+    A step's batch has the ``tables`` themselves: they do not change before its forward is back, and ``clear`` makes new
+    ones.
+    """
+
+    def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._token_ids = token_ids
+        self._digests: list[bytes] = []
+        self.tables = tuple(array("i") for _ in spec.groups)
+        self._slides = any(group.span is not None for group in spec.groups)
+        self._first = [0] * len(spec.groups)  # the entries of a table before it are given back
+        self.computed = 0
+        self.named = self.written = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The number of pages of each group."""
+        return [len(table) - first for table, first in zip(self.tables, self._first, strict=True)]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yields its pages, each with its group."""
+        for group, table in enumerate(self.tables):
+            yield from ((group, page) for page in table if page != GIVEN_BACK)
+
+    # --- finding ---
+
+    def look_up(self, tokens: int) -> int:
+        """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens gained.
+
+        A windowed group needs only the pages that the next token sees.
+        """
+        size = self._spec.page_size
+        if not self._pool.finds or self.computed % size:
+            return 0
+        begun = best = self.computed // size
+        runs = [begun - first for first in self._first]  # of successive pages up to the present one
+        for index in range(begun, tokens // size):
+            digest = self._digest(index)
+            for group, layers in enumerate(self._spec.groups):
+                if self._pool.find(group, digest) is not None:
+                    runs[group] += 1
+                elif layers.span is None:
+                    return self._go_on(begun, best)
+                else:
+                    runs[group] = 0
+            if all(runs[group] > index - self._seen_from(group, index + 1) for group in range(len(runs))):
+                best = index + 1
+        return self._go_on(begun, best)
+
+    def _seen_from(self, group: int, page: int) -> int:
+        """Returns the first page that the first query of a page sees."""
+        size = self._spec.page_size
+        return self._spec.groups[group].oldest_seen(page * size) // size
+
+    def _go_on(self, begun: int, end: int) -> int:
+        if end == begun:
+            return 0
+        for group, table in enumerate(self.tables):
+            seen_from = self._seen_from(group, end)
+            for index in range(begun, end):
+                page = self._pool.find(group, self._digest(index)) if index >= seen_from else None
+                if page is not None:
+                    self._pool.share(group, page)
+                table.append(GIVEN_BACK if page is None else page)
+        self.named = self.written = end
+        self.computed = end * self._spec.page_size
+        self.drop_passed()
+        return (end - begun) * self._spec.page_size
+
+    def _digest(self, index: int) -> bytes:
+        size = self._spec.page_size
+        for each in range(len(self._digests), index + 1):
+            parent = self._digests[-1] if self._digests else b""
+            self._digests.append(page_digest(parent, self._token_ids(each * size, (each + 1) * size)))
+        return self._digests[index]
+
+    def name(self, tokens: int) -> None:
+        """Lets the pool find the full pages among the first ``tokens``."""
+        if not self._pool.finds:
+            return
+        for index in range(self.named, tokens // self._spec.page_size):
+            digest = self._digest(index)
+            for group, table in enumerate(self.tables):
+                if table[index] != GIVEN_BACK:
+                    self._pool.name(group, table[index], digest)
+            self.named = index + 1
+
+    def forget_unwritten(self) -> set[tuple[int, int]]:
+        """Takes the pages that a failed forward should have written out of the prefix cache, and returns them."""
+        size = self._spec.page_size
+        pages = self.from_page(self.written, self.named)
+        for group, page in pages:
+            self._pool.forget(group, page)
+        self.named = min(self.named, self.written, self.computed // size)
+        return pages
+
+    def forget_all(self) -> None:
+        for group, page in self:
+            self._pool.forget(group, page)
+
+    def from_page(self, start: int, stop: int | None = None) -> set[tuple[int, int]]:
+        """Returns its pages, each with its group, from entry ``start`` of its tables on."""
+        return {
+            (group, page) for group, table in enumerate(self.tables) for page in table[start:stop] if page != GIVEN_BACK
+        }
+
+    # --- growing and shrinking ---
+
+    def drop_passed(self) -> None:
+        """Gives back the pages that no later token sees."""
+        size = self._spec.page_size
+        for group, table in enumerate(self.tables):
+            seen_from = self._spec.groups[group].oldest_seen(self.computed) // size
+            for index in range(self._first[group], min(seen_from, len(table))):
+                if table[index] != GIVEN_BACK:
+                    self._pool.give_back(group, table[index])
+                    table[index] = GIVEN_BACK
+            self._first[group] = max(self._first[group], min(seen_from, len(table)))
+
+    def lacking(self, end: int) -> list[int]:
+        """Returns how many pages of each group its tables lack for the tokens up to ``end``."""
+        return [max(0, self._spec.pages(end) - len(table)) for table in self.tables]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next token needs no new page and no copy: it goes to pages that no other sequence holds.
+
+        False if the token is the last of its page, as a full page is added to the prefix cache; and for models with
+        sliding windows, as the step may give a page back.
+        """
+        index, offset = divmod(self.computed, self._spec.page_size)
+        if self._slides or not 0 < offset < self._spec.page_size - 1:
+            return False
+        for group, table in enumerate(self.tables):
+            if index >= len(table) or self._pool.holders(group, table[index]) != 1:
+                return False
+        return True
+
+    def missing(self, end: int) -> list[int]:
+        """Returns how many pages of each group ``extend`` takes for the tokens up to ``end``."""
+        return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
+
+    def _is_shared(self, group: int) -> bool:
+        """Whether another sequence holds the page that the next token is written to."""
+        index, table = self.computed // self._spec.page_size, self.tables[group]
+        return index < len(table) and self._pool.holders(group, table[index]) > 1
+
+    def extend(self, end: int) -> list[tuple[int, int, int]]:
+        """Takes the pages for the tokens up to ``end``, and replaces a shared page that the next token goes to.
+
+        Returns the copies that the step makes first: (group, source page, target page).
+        """
+        copies = []
+        index = self.computed // self._spec.page_size
+        for group, table in enumerate(self.tables):
+            if self._is_shared(group):
+                source, table[index] = table[index], self._pool.take(group)
+                self._pool.give_back(group, source)
+                if self.computed % self._spec.page_size:
+                    copies.append((group, source, table[index]))
+            elif index < len(table):
+                self._pool.forget(group, table[index])  # its tokens are about to change
+        self.grow(end)
+        return copies
+
+    def grow(self, end: int) -> None:
+        for group, lacking in enumerate(self.lacking(end)):
+            self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
+
+    def fork(self, token_ids: TokenIds) -> SequencePages:
+        """Returns the pages of another sequence with the same tokens so far, which shares all of them."""
+        twin = SequencePages(self._spec, self._pool, token_ids)
+        twin.tables = tuple(table[:] for table in self.tables)
+        twin._first = self._first[:]
+        twin._digests = self._digests[: self.computed // self._spec.page_size]
+        twin.computed, twin.named, twin.written = self.computed, self.named, self.written
+        for group, table in enumerate(twin.tables):
+            for page in table[twin._first[group] :]:
+                self._pool.share(group, page)
+        return twin
+
+    def clear(self) -> None:
+        """Gives all pages back, the last one first: the pool evicts in this order, so a prefix stays longest."""
+        for index in reversed(range(max(map(len, self.tables), default=0))):
+            for group, table in enumerate(self.tables):
+                if index < len(table) and table[index] != GIVEN_BACK:
+                    self._pool.give_back(group, table[index])
+        self.tables = tuple(array("i") for _ in self.tables)
+        self._first = [0] * len(self.tables)
+        self.computed = self.named = self.written = 0
+
+
+@dataclass(eq=False, slots=True)  # a frozen dataclass takes three times as long to create
+class StepPart:
+    """A sequence's part of a step; ``input`` is what the forward gets of it.
+
+    ``samples`` are the sequences that get a token from the logits of this part. A chunk before the end of a prompt has
+    none, the last chunk has all ``n`` of the request, and a decoding sequence has itself. ``drafts`` are the guessed
+    tokens at the end of the part, which the step verifies. ``prefills``: the part is a chunk of a prompt, or of a
+    sequence that resumes after preemption.
+    """
+
+    sequence: SequenceState
+    input: BatchSequence
+    samples: tuple[SequenceState, ...]
+    prefills: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        return self.input.start
+
+    @property
+    def count(self) -> int:
+        return len(self.input.token_ids)
+
+
+NO_SLOT = -1
+
+Order = tuple[int, int, int]  # priority, number of the admission, index in the request
+
+
+class ScheduledSequence:
+    """What the scheduler keeps of a sequence: its ``pages``, its place in the order, and its part of a step.
+
+    ``forks`` are the sequences of its request that go on from the end of the prompt that this one computes.
+    """
+
+    def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool) -> None:
+        self.sequence = sequence
+        self.request = sequence.request  # kept alive here: the sequence does not do that
+        self._spec = spec
+        self.forks: tuple[SequenceState, ...] = ()
+        self.pages = SequencePages(spec, pool, sequence.token_ids)
+        self.slot = NO_SLOT
+        self.order: Order = (0, 0, 0)
+        self.part: StepPart | None = None  # planned, and not back from its forward
+        self.found = 0  # tokens of the prompt that the prefix cache had
+        self.admitted = False
+        self.restarts = False  # it was admitted and has lost its pages
+        self.began_anew = False  # so tokens that the prefix cache has are no hits any more
+        self.copied = False  # a copy for it is not back from its forward: of a page, or of states
+
+    @property
+    def computed(self) -> int:
+        return self.pages.computed
+
+    @property
+    def left(self) -> int:
+        """Tokens that can be computed now."""
+        return self.sequence.length - self.pages.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its newest token is all that it needs computed.
+
+        A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
+        """
+        return bool(self.sequence.tokens) and not self.restarts and self.left == 1
+
+    @property
+    def priority(self) -> int:
+        return self.order[0]
+
+    @property
+    def samples(self) -> tuple[SequenceState, ...]:
+        """The sequences that get a token at the end of its tokens."""
+        return (self.sequence, *[fork for fork in self.forks if fork.finish_reason is None])
+
+    @property
+    def holds_something(self) -> bool:
+        return any(self.pages.held) or self.slot != NO_SLOT
+
+    def needed(self, limits: SchedulerLimits) -> list[int]:
+        """Returns how many more pages of each group it needs until all its tokens are computed."""
+        tokens = self.sequence.length
+        most = self._spec.most_pages(tokens, limits.chunk(tokens))
+        return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
+
+    def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
+        """Returns ``needed``, and the page of each group that each of its forks copies."""
+        return [pages + len(self.forks) for pages in self.needed(limits)]
+
+    def look_up(self) -> None:
+        """Takes the pages that the prefix cache has of all tokens but the last one, whose logits are needed."""
+        gained = self.pages.look_up(self.sequence.length - 1)
+        if not self.began_anew:
+            self.found += gained
+
+    def advance(self, part: StepPart, tokens: int) -> None:
+        """Counts the first ``tokens`` of its part, whose forward is back, as computed."""
+        self.part = None
+        self.copied = False
+        self.pages.computed = part.start + tokens
+        if part.drafts:  # those that are accepted may have filled pages
+            self.pages.name(min(self.computed, self.sequence.length))
+        self.pages.written = self.pages.named
+
+
+class PageLedger:
+    """What each sequence holds of the KV cache: its pages, and the slot of its states.
+
+    A sequence loses all of it, and is computed again, if its forward failed, if the forward of a sequence whose pages
+    it shares failed, or if another sequence needs its pages.
+    """
+
+    def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
+        """``finds`` is that of ``PagePool``."""
+        self._whole_prompts = limits.whole_prompts
+        self._spec = spec
+        self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=finds)
+        self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
+        self._sequences: dict[SequenceState, ScheduledSequence] = {}
+        self.state_copies: list[tuple[int, int]] = []  # that the next step makes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages and states of sequences; a page that several sequences share counts once."""
+        return self._pool.used_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the pages that only the prefix cache holds."""
+        return self._pool.cached_bytes
+
+    # --- sequences ---
+
+    def __getitem__(self, sequence: SequenceState) -> ScheduledSequence:
+        return self._sequences[sequence]
+
+    def add(self, sequence: SequenceState) -> ScheduledSequence:
+        """Adds a sequence that holds nothing yet."""
+        scheduled = self._sequences[sequence] = ScheduledSequence(sequence, self._spec, self._pool)
+        return scheduled
+
+    def fork(self, scheduled: ScheduledSequence, sequence: SequenceState) -> ScheduledSequence:
+        """Adds a sequence that goes on from the tokens of ``scheduled``, in the same pages if there is memory."""
+        twin = self.add(sequence)
+        twin.began_anew = True
+        if not self.fits_for(twin, [0] * len(self._spec.groups)):  # no bytes are left for its states
+            twin.restarts = True
+            return twin
+        twin.pages = scheduled.pages.fork(sequence.token_ids)
+        self.take_slot(twin)
+        if twin.slot != NO_SLOT:
+            self.state_copies.append((scheduled.slot, twin.slot))
+            twin.copied = True
+        return twin
+
+    def remove(
+        self, sequences: Iterable[SequenceState], *, forget: bool
+    ) -> tuple[list[ScheduledSequence], list[SequenceState]]:
+        """Takes back all that these sequences hold. With ``forget`` their pages cannot be found afterwards.
+
+        Returns them, and the sequences that are computed again, as they share pages that were not written.
+        """
+        leaving = [self._sequences.pop(each) for each in sequences if each in self._sequences]
+        void = self._void(leaving)
+        for scheduled in leaving:
+            if forget:
+                scheduled.pages.forget_all()
+            self.clear(scheduled)
+        return leaving, void
+
+    # --- computing again ---
+
+    def is_void(self, part: StepPart) -> bool:
+        """Whether the result of a part is ignored: its sequence has left, or is computed again."""
+        scheduled = self._sequences.get(part.sequence)
+        return scheduled is None or scheduled.part is not part
+
+    def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
+        """Prepares parts whose forward failed for being tried again, each alone.
+
+        Returns the sequences that are computed again instead: the result of their part, in this batch or in a later
+        one, is void. They share pages that were not written, or the batch had a copy for them, made or not.
+        """
+        void = self._void([self._sequences[part.sequence] for part in parts if part.sequence in self._sequences])
+        return [*void, *self.recompute(())]
+
+    def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
+        """Computes sequences again whose forward failed. Returns all sequences whose parts are void now.
+
+        Beside the given ones those are sequences that share their pages, and those with a copy in flight.
+        """
+        given = set(sequences)
+        failed = [scheduled for each, scheduled in self._sequences.items() if each in given or scheduled.copied]
+        void = self._void(failed)
+        for scheduled in failed:
+            self.restart(scheduled)
+        return [*(scheduled.sequence for scheduled in failed), *void]
+
+    def _void(self, failed: Sequence[ScheduledSequence]) -> list[SequenceState]:
+        """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
+
+        They may have named further pages since, which other sequences share in turn.
+        """
+        found = [scheduled for scheduled in failed if scheduled.part is not None]
+        sharing: dict[ScheduledSequence, None] = {}
+        while found:
+            pages = {page: scheduled for scheduled in found for page in scheduled.pages.forget_unwritten()}
+            left = [scheduled for scheduled in self._sequences.values() if scheduled not in sharing] if pages else []
+            found = [each for each in left if any(pages.get(page, each) is not each for page in each.pages)]
+            sharing.update(dict.fromkeys(found))
+        for scheduled in sharing:
+            self.restart(scheduled)
+        return [scheduled.sequence for scheduled in sharing]
+
+    def doubt(self, parts: Iterable[StepPart], spoiled: Collection[SequenceState]) -> Collection[SequenceState]:
+        """Computes sequences again that may have NaN from other sequences of their step, and returns them.
+
+        ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
+        pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
+        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. So
+        among spoiled sequences that share pages the first one ends.
+        """
+        size, writers = self._spec.page_size, dict[tuple[int, int], StepPart]()
+        sampled = set[SequenceState]()
+        for part in parts:
+            sampled.update(part.samples)
+            if part.sequence in self._sequences:
+                pages = self._sequences[part.sequence].pages.from_page(part.start // size)
+                writers.update(dict.fromkeys(pages, part))
+        doubted = [
+            scheduled
+            for sequence, scheduled in self._sequences.items()
+            if (sequence in spoiled or sequence not in sampled)
+            and any(
+                sequence is not writer.sequence
+                and sequence not in writer.samples
+                and (sequence in spoiled or writer.sequence in spoiled)
+                for writer in {writers[page] for page in scheduled.pages if page in writers}
+            )
+        ]
+        for scheduled in doubted:
+            scheduled.pages.forget_all()
+        void = self._void(doubted)
+        for scheduled in doubted:
+            self.restart(scheduled)
+        return {*void, *(scheduled.sequence for scheduled in doubted)}
+
+    def restart(self, scheduled: ScheduledSequence) -> None:
+        """Takes back all that a sequence holds; it is computed again."""
+        self.clear(scheduled)
+        scheduled.began_anew = True
+        scheduled.restarts = scheduled.admitted
+
+    def clear(self, scheduled: ScheduledSequence) -> None:
+        scheduled.part = None
+        scheduled.copied = False
+        scheduled.found = 0
+        scheduled.pages.clear()
+        if scheduled.slot != NO_SLOT:
+            self.state_copies = [each for each in self.state_copies if each[1] != scheduled.slot]
+            heapq.heappush(self._slots, scheduled.slot)
+            scheduled.slot = NO_SLOT
+            self._pool.reserve(-self._spec.state_bytes)
+
+    # --- pages and slots ---
+
+    def fits(self, pages: Sequence[int]) -> bool:
+        """Whether so many pages of each group are free or cached."""
+        return self._pool.fits(pages)
+
+    def fits_for(self, scheduled: ScheduledSequence, pages: Sequence[int], sequences: int = 1) -> bool:
+        """Whether so many pages are free or cached, and the state slots that the sequence and its forks lack."""
+        if not self._spec.state_bytes:
+            return self._pool.fits(pages)
+        slots = sequences - (scheduled.slot != NO_SLOT)
+        return slots <= len(self._slots) and self._pool.fits(pages, slots * self._spec.state_bytes)
+
+    def fitting(self, scheduled: ScheduledSequence, tokens: int) -> int:
+        """Returns how many of the next ``tokens`` of a sequence can have pages."""
+        size, start = self._spec.page_size, scheduled.computed
+        while tokens > 0:
+            if self.fits_for(scheduled, scheduled.pages.missing(start + tokens)):
+                return tokens
+            tokens = 0 if self._whole_prompts else (start + tokens - 1) // size * size - start
+        return 0
+
+    def take_slot(self, scheduled: ScheduledSequence) -> None:
+        if self._spec.state_bytes and scheduled.slot == NO_SLOT:
+            scheduled.slot = heapq.heappop(self._slots)
+            self._pool.reserve(self._spec.state_bytes)

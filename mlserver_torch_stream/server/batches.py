@@ -1,0 +1,98 @@
+"""The files and batches of one server: opens their store, and answers items by the models of this server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from mlserver.logging import logger
+from mlserver.registry import MultiModelRegistry
+
+from mlserver_torch_stream.cloud.batches.batch_record import IdMaker
+from mlserver_torch_stream.cloud.batches.batch_runner import BatchRunner
+from mlserver_torch_stream.cloud.batches.batch_store import BatchesOff, BatchPlaces
+from mlserver_torch_stream.errors import InvalidInput, UnknownModel
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
+from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
+from mlserver_torch_stream.server.host import find_model
+from mlserver_torch_stream.server.item_slots import ItemSlots
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.state import ServerState
+from mlserver_torch_stream.server.token_model import TokenModel, TokenReply
+
+SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"
+_UNSET = f"{SETTING} is not set: files and batches need a folder or a bucket, such as s3://bucket/batches"
+_LAST = 1_000_000_000  # a lower priority than that of any client
+
+
+class Batches:
+    """``url``: of their store; empty: there are none."""
+
+    def __init__(self, url: str, registry: MultiModelRegistry, state: ServerState) -> None:
+        self._why_off = _UNSET
+        if not url:
+            return
+        ids = IdMaker()
+        try:
+            self._runner = BatchRunner(BatchPlaces.open(url, ids), ServedModels(registry, state), ids)
+        except BatchesOff as error:
+            self._why_off = f"{SETTING}: {error.message}"
+            logger.error(f"No files and batches: {self._why_off}")
+            return
+        self._why_off = ""
+        self._serving = asyncio.create_task(state.lifecycle.unless_shutdown(self._runner.serve()))
+        logger.info(f"Files and batches are kept in {self._runner.places.url}")
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Raises BatchesOff."""
+        if self._why_off:
+            raise BatchesOff(self._why_off)
+        return self._runner
+
+
+class ServedModels:
+    """A ``BatchModels`` over MLServer's registry: the models that generate tokens, also those that are loading."""
+
+    def __init__(self, registry: MultiModelRegistry, state: ServerState) -> None:
+        self._registry = registry
+        self._lifecycle = state.lifecycle
+        self._clients = state.clients
+        self._slots: WeakKeyDictionary[TokenModel, ItemSlots] = WeakKeyDictionary()
+
+    async def settled(self) -> None:
+        for member in self._lifecycle.members():
+            await member.settled.wait()
+
+    def has(self, name: str) -> bool:
+        return isinstance(find_model(self._registry, name, None), TokenModel)
+
+    async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        model: Any = find_model(self._registry, name, None)
+        if not isinstance(model, TokenModel):
+            raise UnknownModel(name)
+        generator = model.generator(EndpointKind.REST_UNARY)
+        spelling = OPENAI_SPELLINGS[endpoint]
+        posted = PostedBody(body)
+        request = spelling.decode(posted, generator.info, streaming=False, request_id=uuid4().hex)
+        if request.priority is not None:
+            raise InvalidInput("priority", "is not for rows of a batch, which all come after the requests of clients")
+        if model not in self._slots:
+            self._slots[model] = ItemSlots(model.name, generator.info.max_num_seqs, self._clients)
+        turn = self._slots[model].ask(len(request.prompts) * request.sampling.n)
+        try:
+            await turn.admitted
+            request = replace(request, priority=None if turn.overdue else _LAST)
+            context = ReplyContext(model.name, model.version, int(time.time()))
+            start = partial(replace(generator, observers=turn).start, request)
+            with model.inflight.track(), closing(TokenReply(request, spelling, context, start, posted)) as reply:
+                return await reply.whole()
+        finally:
+            turn.close()

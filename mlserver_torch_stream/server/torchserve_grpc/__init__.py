@@ -1,1 +1,0 @@
-"""TorchServe's gRPC service for inference, on MLServer's port and on its own port."""
