@@ -28,6 +28,7 @@ from mlserver_torch_stream.server.observability.request_observer import Endpoint
 from mlserver_torch_stream.server.request import (
     HandlerModel,
     PieceReply,
+    Request,
     RestRequest,
     ServedModel,
     as_refusal,
@@ -100,7 +101,7 @@ class _BatchEndpoint:
                     if number in tasks:
                         tasks[number].cancel()
                     continue
-                tasks[number] = asyncio.create_task(self._answer(name, number, items, turns, send))
+                tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
                 tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))  # type: ignore[misc]
             await asyncio.gather(*tasks.values())
             await send({"type": "http.response.body", "body": b""})
@@ -109,13 +110,14 @@ class _BatchEndpoint:
                 task.cancel()
 
     async def _answer(
-        self, name: str, number: int, items: Sequence[Item], turns: asyncio.Semaphore, send: Send
+        self, found: ServedModel, number: int, items: Sequence[Item], turns: asyncio.Semaphore, send: Send
     ) -> None:
+        request: Request[PieceReply] = Request(self._lifecycle, EndpointKind.REST_UNARY, model=found)
         try:
-            async with turns, self._host.enter(name, None) as model:
+            async with turns, request.entered(self._host) as model:
                 answers = await self._answers(model, items)
         except Exception as error:  # the model can take none of the items now
-            refused = as_refusal(error, self._lifecycle.shutdown_reason)
+            refused = request.refuse(error)
             status, body = OPENAI_CHAT.refusal(refused)
             refusal = {"status": status, "busy": refused.retry_after is not None, "shared": len(items) > 1}
             answers = [encode_frame(refusal, orjson.dumps(body))] * len(items)
