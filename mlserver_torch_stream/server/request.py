@@ -115,7 +115,10 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply to one request, read once: in pieces or whole."""
+    """The reply to one request, read once: in pieces or whole. Reading begins it, if ``begin`` has not."""
+
+    def begin(self, more: bool = False) -> object:
+        """``more``: the next request of its batch follows at once. Raises RequestError."""
 
     async def whole(self) -> bytes:
         """All pieces joined. Raises RequestError."""
