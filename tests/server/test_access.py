@@ -172,7 +172,7 @@ def _grpc_methods(*descriptors: object) -> list[str]:
 
 def _triton_methods() -> list[str]:
     servicer = TritonServicer(cast(ServerHost, SimpleNamespace(servicer=lambda: None)), cast(ServerState, None), 0.0)
-    return list(servicer.handler()._method_handlers)  # type: ignore[attr-defined]
+    return list(servicer.handler()._method_handlers)
 
 
 def _codes(channel: grpc.Channel, methods: list[str], metadata: list[tuple[str, str]]) -> dict[str, grpc.StatusCode]:
@@ -392,7 +392,7 @@ def test_our_client_sends_a_key_and_trusts_an_authority(guarded: Guarded, scheme
     with client.Client(url, **options) as asking, pytest.raises(client.RequestRefused, match="needs a key") as refused:
         list(asking.stream("tiny", "Hello"))
     assert refused.value.status == 401
-    with client.Client(url, api=api, api_key=KEY) as asking, pytest.raises(client.ConnectionFailed):
+    with client.Client(url, api_key=KEY) as asking, pytest.raises(client.ConnectionFailed):
         asking.models()
 
 
