@@ -24,6 +24,7 @@ from typing import Any
 from mlserver_torch_stream.cli.interruptible import LoadInterrupted
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.free_port import free_port
+from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
 NAME = "model"  # of the model in its server
 _ENGINE_VARIABLES = ("CACHE", "FAULTS", "KERNEL", "VLLM_PYTHON")
@@ -97,6 +98,7 @@ def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports:
         "MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",
         **{"MODEL_NAME": NAME, "MODEL_IMPLEMENTATION": f"mlserver_torch_stream.{implementation}"},
         **{"MODEL_URI": uri, "MODEL_EXTRA": json.dumps(extra)},
+        "TORCH_STREAM_MAX_BODY_BYTES": MAX_BYTES,  # as large as an object of the run may be
         **{"TORCH_STREAM_PIECE_TIMEOUT": 0, "TORCH_STREAM_STALLED_READER_TIMEOUT": 0},
         "TORCH_STREAM_REPOSITORY_WITHOUT_KEY": "false",
         "TORCH_STREAM_METRICS_WITHOUT_KEY": "false",

@@ -44,10 +44,14 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 
 
 class FrameBuffer:
-    """Collects bytes, and returns the frames that are complete. ``parse`` reads a header, and raises ValueError."""
+    """Collects bytes, and returns the frames that are complete. ``parse`` reads a header, and raises ValueError.
 
-    def __init__(self, parse: Callable[[bytes], Any] = json.loads) -> None:
+    ``max_bytes``: of a header, and of a body.
+    """
+
+    def __init__(self, parse: Callable[[bytes], Any] = json.loads, max_bytes: int = MAX_BYTES) -> None:
         self._parse = parse
+        self._max_bytes = max_bytes
         self._data = bytearray()
         self._taken = 0  # bytes at its beginning
 
@@ -62,7 +66,7 @@ class FrameBuffer:
         start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _lengths(self._data, self._taken)
+        header_bytes, body_bytes = _lengths(self._data, self._taken, self._max_bytes)
         middle, end = start + header_bytes, start + header_bytes + body_bytes
         if len(self._data) < end:
             return None

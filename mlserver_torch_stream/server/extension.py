@@ -147,7 +147,7 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     adapter_routes.add_routes(host, options)
     page_routes.add_routes(host, options)
     predictions.add_routes(host, state.lifecycle, options)
-    item_batch.add_routes(host, state.lifecycle)
+    item_batch.add_routes(host, state.lifecycle, options)
     batches = Batches(options.batch_store, host.registry, state)
     batch_routes.add_batch_routes(host, batches, options)
 

@@ -3,7 +3,8 @@
 Both bodies are frames, a JSON header and bytes each. A batch is a frame with its ``batch`` number and its count of
 ``items``, and then the items; its answer is the same with a frame for each item, in their order, as soon as all of them
 are there. Items of a token model are bodies of OpenAI's API, each a generation of its own; items of a handler are one
-batch of it. A frame with ``cancel`` ends a batch. ``GET`` describes the model's workers.
+batch of it. A frame with ``cancel`` ends a batch. A body that is none is answered 400, or after its first batch by the
+end of the connection. ``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from functools import partial
 from typing import Any
 
 import orjson
+from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
-from mlserver_torch_stream.errors import RequestError
-from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
+from mlserver_torch_stream.errors import InvalidInput, RequestError
+from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameBuffer, encode_frame
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_SPELLINGS, OpenAISpelling
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import (
     HandlerModel,
     PieceReply,
@@ -35,7 +38,14 @@ from mlserver_torch_stream.server.request import (
     find_accepted,
     is_ours,
 )
-from mlserver_torch_stream.server.rest.connection import ClientLeft, parse_object, send_json, send_refusal
+from mlserver_torch_stream.server.rest.connection import (
+    ClientLeft,
+    abort,
+    parse_object,
+    send_json,
+    send_refusal,
+    watched,
+)
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 from mlserver_torch_stream.server.token_model import TokenModel
@@ -50,9 +60,9 @@ _FRAMES = [(b"content-type", b"application/octet-stream")]
 Item = tuple[dict[str, Any], bytes]
 
 
-def add_routes(host: ServerHost, lifecycle: Lifecycle) -> None:
+def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
     """Called once for a server."""
-    host.add_routes([_BatchRoute(host, _BatchEndpoint(host, lifecycle))])
+    host.add_routes([_BatchRoute(host, _BatchEndpoint(host, lifecycle, options))])
 
 
 class _BatchRoute(SelectiveRoute):
@@ -68,9 +78,10 @@ class _BatchRoute(SelectiveRoute):
 class _BatchEndpoint:
     """The ASGI application of the path."""
 
-    def __init__(self, host: ServerHost, lifecycle: Lifecycle) -> None:
+    def __init__(self, host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
         self._host = host
         self._lifecycle = lifecycle
+        self._max_body_bytes = options.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -89,25 +100,42 @@ class _BatchEndpoint:
         if scope["method"] == "GET":
             await send_json(send, 200, orjson.dumps(described), [])
             return
+        batches = _batches(receive, self._max_body_bytes)
+        first = await anext(batches, None)
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
         # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
         # item always is, and can wait in the worker.
         waits = isinstance(found, HandlerModel) and described["batchSize"] > 1
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
-        try:
-            async for number, items in _batches(receive):
-                if items is None:
-                    if number in tasks:
-                        tasks[number].cancel()
-                    continue
+
+        def take(number: int, items: list[Item] | None) -> None:
+            if items is not None:
+                if number in tasks:
+                    raise InvalidInput("batch", f"{number} is being answered already")
                 tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
-                tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))  # type: ignore[misc]
-            await asyncio.gather(*tasks.values())
-            await send({"type": "http.response.body", "body": b""})
-        finally:
+                tasks[number].add_done_callback(lambda _: tasks.pop(number))
+            elif number in tasks:
+                tasks[number].cancel()
+
+        def end() -> None:
             for task in list(tasks.values()):
                 task.cancel()
+
+        try:
+            if first is not None:
+                take(*first)
+            async for number, items in batches:
+                take(number, items)
+            async with watched(receive, end):
+                if tasks:
+                    await asyncio.wait(tasks.values())
+            await send({"type": "http.response.body", "body": b""})
+        except InvalidInput as error:
+            logger.warning(f"The batches for model '{found.name}' end: {error.message}")
+            abort(scope)
+        finally:
+            end()
 
     async def _answer(
         self, found: ServedModel, number: int, items: Sequence[Item], turns: asyncio.Semaphore, send: Send
@@ -140,12 +168,15 @@ class _BatchEndpoint:
 
     async def _completion(self, model: TokenModel, header: Mapping[str, Any], body: bytes) -> bytes:
         """``count`` in the header asks for the number of tokens of the prompt alone."""
-        spelling = OPENAI_SPELLINGS[header["path"]]
+        path = _field(header, "path", str)
+        spelling = OPENAI_SPELLINGS.get(path)
+        if spelling is None:
+            raise InvalidInput("path", f"must be one of {', '.join(OPENAI_SPELLINGS)}")
         try:
             posted = PostedBody(parse_object(body))
             if header.get("count"):
                 return encode_frame({"status": 200, "tokens": _count(model, spelling, posted)})
-            route = RestRoute(header["path"], False, (spelling,))
+            route = RestRoute(path, False, (spelling,))
             context = partial(_context, model)
             kind = EndpointKind.REST_UNARY
             with closing(model.reply(RestRequest(posted, route, spelling, kind, "item", context))) as reply:
@@ -203,9 +234,16 @@ async def _gather(answers: Sequence[Any]) -> list[bytes]:
 
 
 def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> PieceReply:
-    headers = {str(name): str(text) for name, text in header["headers"].items()}
-    field = BodyField("body", str(header["content_type"]), body)
-    return model.open_prediction([field], headers, str(header["id"]), EndpointKind.REST_STREAM)
+    headers = {name: str(text) for name, text in _field(header, "headers", dict).items()}
+    field = BodyField("body", _field(header, "content_type", str), body)
+    return model.open_prediction([field], headers, _field(header, "id", str), EndpointKind.REST_STREAM)
+
+
+def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Raises InvalidInput."""
+    if type(header.get(name)) is not kind:
+        raise InvalidInput(name, f"must be of the type {kind.__name__} in the header of a frame")
+    return header[name]
 
 
 def _count(model: TokenModel, spelling: OpenAISpelling, posted: PostedBody) -> int:
@@ -218,9 +256,12 @@ def _context(model: ServedModel, request_id: str) -> ReplyContext:
     return ReplyContext(model.name, model.version, 0)
 
 
-async def _batches(receive: Receive) -> AsyncIterator[tuple[int, list[Item] | None]]:
-    """The number and the items of each batch; None instead of the items cancels it. Raises ClientLeft."""
-    buffer = FrameBuffer()
+async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int, list[Item] | None]]:
+    """The number and the items of each batch; None instead of the items cancels it. ``max_bytes``: of an item.
+
+    Raises ClientLeft and InvalidInput.
+    """
+    buffer = FrameBuffer(max_bytes=max_bytes)
     batch: tuple[int, list[Item]] | None = None
     count, more = 0, True
     while more:
@@ -229,14 +270,23 @@ async def _batches(receive: Receive) -> AsyncIterator[tuple[int, list[Item] | No
             raise ClientLeft
         buffer.feed(message.get("body", b""))
         more = message.get("more_body", False)
-        while (frame := buffer.take()) is not None:
+        while (frame := _taken(buffer)) is not None:
             header, _ = frame
             if batch is None and "cancel" in header:
-                yield header["cancel"], None
+                yield _field(header, "cancel", int), None
             elif batch is None:
-                batch, count = (header["batch"], []), header["items"]
+                batch, count = (_field(header, "batch", int), []), _field(header, "items", int)
+                if count < 1:
+                    raise InvalidInput("items", "must be at least 1")
             else:
                 batch[1].append(frame)
                 if len(batch[1]) == count:
                     yield batch
                     batch = None
+
+
+def _taken(buffer: FrameBuffer) -> Item | None:
+    try:
+        return buffer.take()
+    except (BrokenFrame, RecursionError) as error:
+        raise InvalidInput("body", f"has {error}") from None
