@@ -401,6 +401,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again(start: Start) -> None:
         {"garbage": "ffffffff00000000"},  # a header of 4 GiB
         {"garbage": "00000004000000007b7d7d7d"},  # not JSON
         {"garbage": "00000008000000007b2274223a20317d"},  # a message of kind 1
+        {"garbage": "0000001a000000007b2274223a22616e737765726564222c2263616c6c223a7b7d7d"},  # an answer to a call {}
         {"row": [1, ["x"], None, None, None, None, None]},
         {"row": [1, [5], "for fun", None, None, None, None]},
         {"row": [1, [5], None, None, [], None, None]},

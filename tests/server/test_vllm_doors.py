@@ -139,6 +139,14 @@ def test_a_hub_id_is_taken_only_where_the_hub_is_on(off: bool, monkeypatch: pyte
             assert place_of("", path) == path
 
 
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5_000, "../", "link"])
+def test_a_path_that_is_no_folder_below_the_root_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to("/etc")
+    with pytest.raises(InvalidInput, match="lora_path"):
+        place_of(str(tmp_path / "root"), path)
+
+
 def test_an_adapter_with_the_name_of_its_model_fails_the_load(doors: Server, folder: Path, tiny_model: Path) -> None:
     extra = {"vllm": {"enable_lora": True}, "lora_modules": {"twin": str(folder)}}
     place = folder / "models" / "twin"

@@ -187,6 +187,7 @@ class VllmProcess:
         The future raises LoadFailed with the worker's reason, or VllmLost.
         """
         answer: Future[None] = Future()
+        answer.set_running_or_notify_cancel()  # who waits may leave: the answer still comes
         with self._calling:
             if self.lost is not None:
                 raise self.lost
@@ -221,14 +222,15 @@ class VllmProcess:
         while (frame := self._unsent.get()) is not None:
             try:
                 self._connection.sendall(frame)
-            except OSError:  # the reading thread reads the end of the connection
+            except OSError:  # the worker may have closed this direction alone
+                self.kill()
                 return
 
     def _read(self, order: StartOrder) -> None:
         why = None
         try:
             why = self._receive_all(order)
-        except (BrokenFrame, OSError) as error:
+        except Exception as error:  # also what only a message of wrong types, or a second ``ready``, raises
             why = f"sent something that is no message: {error}"
         finally:
             self._end(why)

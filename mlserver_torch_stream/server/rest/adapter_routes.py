@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,10 @@ def place_of(root: str, path: str) -> str:
     Raises InvalidInput.
     """
     if root:
-        found = Path(root, path).resolve()
-        if found.is_relative_to(Path(root).resolve()) and found.is_dir():
-            return str(found)
+        with suppress(OSError, ValueError):  # a name that is too long, or has a NUL
+            found = Path(root, path).resolve()
+            if found.is_relative_to(Path(root).resolve()) and found.is_dir():
+                return str(found)
     if _HUB_ID.fullmatch(path) and not os.path.exists(path) and not _hub_is_off():
         return path
     raise InvalidInput("lora_path", "is neither a folder below the server's lora_root nor a hub id that can be had")
