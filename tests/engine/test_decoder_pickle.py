@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from torch import nn
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
-from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows

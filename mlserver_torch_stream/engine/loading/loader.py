@@ -5,8 +5,11 @@ Blocks: call it in a thread.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +156,25 @@ class LoadedWeights:
     generation_config: Any
     vocab_size: int
     description: str
+
+
+def import_model_code() -> None:
+    """Imports transformers' modeling code, which brings torch's compiler and sympy, and takes 105 MB and seconds.
+
+    The objects of the import are never freed: the garbage collector does not walk them afterwards.
+    """
+    name = "transformers.modeling_utils"
+    if name in sys.modules:
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
