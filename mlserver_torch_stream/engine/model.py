@@ -92,7 +92,6 @@ class PreparedModel:
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
-    anew: Anew | None = None  # why it was checked, where the checks can be recorded; None: an earlier load proved it
 
     @property
     def has_threads(self) -> bool:
@@ -130,13 +129,12 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     return prepared
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Recording:
-    """Where a load's record belongs, and the ``files`` of its weights. ``anew``: why the load is checked anew."""
+    """Where a load's record belongs, and the ``files`` of its weights."""
 
     key: RecordKey
     files: Sequence[Path]
-    anew: Anew = Anew.NEW
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
@@ -161,21 +159,21 @@ def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel |
             decoder = recorded_decoder(proved, recording.files)
             forward = NativeForward(decoder, load.kernels, ROUNDED.get(load.resolved.settings.weights))
             logger.info("%s was proved by an earlier start: its logits are not compared again", name)
-            return _on_kernels(forward, proved, load, anew=None)
-        recording.anew = proved
+            return _on_kernels(forward, proved, load)
+        anew = proved
     except (Unsuitable, OSError, SafetensorError) as error:
         logger.warning("The record of %s is not used: %s", name, error)
-        recording.anew = Anew.DAMAGED
-    logger.info("%s is checked anew: %s", name, recording.anew.value)
+        anew = Anew.DAMAGED
+    logger.info("%s is checked anew: %s", name, anew.value)
+    load.resources.checks[anew.name.lower()] += 1
     return None
 
 
-def _on_kernels(forward: NativeForward, proved: ProvedLoad, load: ModelLoad, anew: Anew | None) -> PreparedModel:
+def _on_kernels(forward: NativeForward, proved: ProvedLoad, load: ModelLoad) -> PreparedModel:
     device = torch.device("cpu")
     return PreparedModel(
         *(proved.weights, proved.findings, ForwardChoice(forward), device, load.lock_on(device)),
         placement=proved.placement,
-        anew=anew,
     )
 
 
@@ -204,10 +202,7 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)
     device = input_device(weights.model)
     fair_lock = None if pipeline is not None else load.lock_on(device)
-    anew = recording.anew if write is not None and recording is not None else None
-    return PreparedModel(
-        weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline, anew=anew
-    )
+    return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
 def _record_of(
@@ -238,7 +233,7 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
         raise no_packed_weights(str(error)) from error
     if recording is not None:
         write_record(recording.key, proved, load.resolved.cache_dir)
-    return _on_kernels(forward, proved, load, None if recording is None else recording.anew)
+    return _on_kernels(forward, proved, load)
 
 
 def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:

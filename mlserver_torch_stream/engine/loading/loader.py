@@ -201,7 +201,8 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         check_charsmap(place / "tokenizer.json")
         known: dict[str, Any] = {}
-        if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
+        converted = resolved.source.kind in ("embedded", "gguf")  # into files that name the tokenizer's class
+        if converted and settings.tokenizer is None:  # a config of the model's family would import its modeling code
             fields, _ = PreTrainedConfig.get_config_dict(files.location)
             known["config"] = plain_config({**fields, "_name_or_path": files.location})
         try:
