@@ -1,10 +1,11 @@
 """Counts the modules that one warm request enters, and lists the shapes that its prompt takes on the way.
 
 ``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process, asks each
-kind of request twice, and profiles the second one in every thread. A module counts if one of its functions runs before
-the model's first forward, or before the handler is called; ``in all`` counts until the reply has ended. A shape is a
-class of ours whose new object holds the prompt itself, its text or its token ids, in a field or in a list or mapping
-there. The bytes of the request and what MLServer or our parser makes of them are shapes too.
+kind of request twice, infers one object of a cloud run with each model twice, and profiles the second one in every
+thread. A module counts if one of its functions runs before the model's first forward, or before the handler is called;
+``in all`` counts until the reply has ended. A shape is a class of ours whose new object holds the prompt itself, its
+text or its token ids, in a field or in a list or mapping there. The bytes of the request and what MLServer or our
+parser makes of them are shapes too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,9 @@ from mlserver.server import MLServer
 
 from benchmarks.http_endpoint import HOST
 from benchmarks.process import free_ports
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
+from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
+from mlserver_torch_stream.cloud.run import CloudRun, stream
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
 _PROMPT = "quokka harbour violin"  # stands for itself in every shape of the request
@@ -161,20 +165,40 @@ def _stream_over_grpc(address: str) -> None:
             pass
 
 
-def _requests(url: str, address: str) -> dict[str, Callable[[], None]]:
+def _infer_object(folder: str, endpoint: ServerEndpoint) -> None:
+    """A cloud run over the one object in the folder, whose batches go to this server as to the child of a command."""
+
+    async def infer() -> None:
+        async for result in stream(CloudRun(folder), endpoint):
+            assert result.outcome.failure is None, result.outcome.failure
+
+    asyncio.run(infer())
+
+
+def _requests(url: str, address: str, folder: str) -> dict[str, Callable[[], None]]:
     chat = {"model": "smollm2", "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 4, "stream": True}
     flat = {"text_input": _PROMPT, "max_tokens": 4}
+    prompts = ServerEndpoint(url, "smollm2", rows=RowRequest({"max_tokens": 4}), batches=True)
+    objects = ServerEndpoint(url, "echo", objects=ObjectRequest(), batches=True)
     return {
         "flat generate over REST": lambda: _post(f"{url}/v2/models/smollm2/generate", flat),
         "chat streamed over /v1": lambda: _post(f"{url}/v1/chat/completions", chat),
         "V2 stream over gRPC": lambda: _stream_over_grpc(address),
         "/predictions to a handler": lambda: _post(f"{url}/predictions/echo", _PROMPT.encode()),
+        "an object of a cloud run": lambda: _infer_object(folder, prompts),
+        "an object of a cloud run to a handler": lambda: _infer_object(folder, objects),
     }
 
 
 def _report(url: str, address: str, recorder: PathRecorder) -> None:
     _wait_until_ready(url)
-    for name, ask in _requests(url, address).items():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "prompt.txt").write_text(_PROMPT)
+        _report_all(_requests(url, address, folder), recorder)
+
+
+def _report_all(requests: Mapping[str, Callable[[], None]], recorder: PathRecorder) -> None:
+    for name, ask in requests.items():
         ask()
         time.sleep(_PAUSE_S)
         recorder.begin()

@@ -48,6 +48,17 @@ def request_parameters() -> Rows:
     return [("parameter", "aliases", "T", "meaning"), *rows]
 
 
+def parameters_of_other_servers() -> Rows:
+    from mlserver_torch_stream.protocol.values import METADATA, UNIMPLEMENTED
+
+    refused = [
+        (_code(name), "refused", " and ".join(_code(json.dumps(each)) for each in harmless))
+        for name, harmless in UNIMPLEMENTED.items()
+    ]
+    rows = [*refused, *((_code(name), "ignored", "") for name in METADATA)]
+    return [("parameter", "treatment", "refused but for"), *rows]
+
+
 def metrics() -> Rows:
     from mlserver_torch_stream.engine.shared_pool import ProcessResources
     from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
@@ -107,7 +118,9 @@ _SECTIONS = (
     (r"/v1/(files|batches).*", "Files and batches", "../batches.md"),
     (r"/v1/models/.*:(predict|explain)|/(predictions|explanations)/.*|/(\{model_name\}|models)/.*|/ping|/api-.*",
      "TorchServe's inference API", "../torchserve.md#torchserves-own-paths"),
+    (r"/v1/messages.*", "Anthropic's API", "../anthropic.md"),
     (r"/v1/.*", "OpenAI's API", "../openai.md"),
+    (r"/(de)?tokenize", "Tokens, as vLLM has them", "../openai.md#tokens"),
     (r"/v2/models(/[^/]+)?/(stats|config)", "Triton's configuration and statistics", "../triton.md#calls"),
     (r"/v2/models/[^/]+/(infer|generate)(_stream)?", "V2 protocol and flat JSON", "../protocol.md"),
     (r"/health|/v2/health/.*|/v2/models/[^/]+/ready", "Health", "../operations.md#health"),
@@ -214,6 +227,7 @@ _TABLES: Mapping[str, tuple[str, Callable[[], Rows]]] = {
     "model settings": ("settings.md", model_settings),
     "server settings": ("settings.md", server_settings),
     "request parameters": ("settings.md", request_parameters),
+    "parameters of other servers": ("openai.md", parameters_of_other_servers),
     "metrics": ("operations.md", metrics),
     "errors": ("protocol.md", errors),
 }

@@ -11,12 +11,14 @@ class RequestError(Exception):
 
     ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: OpenAI's code of the
     error, where clients act on it. ``retry_after``: whole seconds after which the client should try again.
+    ``shared``: another request of the batch may be the cause.
     """
 
     status: int = 500
     field: str | None = None
     code: str | None = None
     retry_after: int | None = None
+    shared: bool = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -70,7 +72,9 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__("this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys")
+        super().__init__(
+            "this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys, or x-api-key"
+        )
 
 
 class QueueFull(RequestError):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -106,6 +106,10 @@ class PromptEncoder(Protocol):
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_strings(self, ids: Sequence[int]) -> Sequence[str]: ...
+
     def blocks(self, prompt: Prompt) -> bool:
         """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
@@ -167,6 +171,17 @@ class Generator:
                 submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
             opened(_observed(self.engine.submit(submitted), observer))
+
+    async def answer(
+        self, request: GenerationRequest, answer: Callable[[GenerationRequest, PromptEncoder, ModelInfo], _R]
+    ) -> _R:
+        """Returns what ``answer``, called in a thread of the codec, makes of the prompts alone. Raises RequestError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.codec.executor, answer, request, self.codec, self.info)
+        except Exception as error:
+            self.observers.started(request).failed(error)
+            raise
 
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
@@ -308,7 +323,7 @@ class _TextLength:
 def _join(parts: Sequence[Prompt]) -> Prompt:
     """The whole prompt. A chat never arrives in pieces, so it is the only part."""
     if isinstance(parts[0], TextPrompt):
-        return TextPrompt("".join(part.text for part in parts if isinstance(part, TextPrompt)))
+        return replace(parts[0], text="".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):
         return TokensPrompt(tuple(i for part in parts if isinstance(part, TokensPrompt) for i in part.token_ids))
     return parts[0]

@@ -24,7 +24,7 @@ def message_classes(
     ``syntax``: in "proto2" ``HasField`` is true for a field that was sent, also if its value is 0 or empty.
     """
     pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(_file(package, fields, enums, syntax).SerializeToString())
+    pool.AddSerializedFile(message_file(package, fields, enums, syntax).SerializeToString())
 
     def find(name: str) -> type[Message]:
         found: type[Message] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
@@ -33,7 +33,8 @@ def message_classes(
     return find
 
 
-def _file(package: str, fields: Fields, enums: Enums, syntax: str) -> descriptor_pb2.FileDescriptorProto:
+def message_file(package: str, fields: Fields, enums: Enums, syntax: str) -> descriptor_pb2.FileDescriptorProto:
+    """Returns the file that declares the messages, as protobuf describes a ``.proto`` file."""
     file = descriptor_pb2.FileDescriptorProto(name="messages.proto", package=package, syntax=syntax)
     for name, values in enums.items():
         enum = file.enum_type.add(name=name)

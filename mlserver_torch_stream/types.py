@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -37,9 +37,10 @@ class StreamMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Raw text, tokenized with the tokenizer's own special tokens (BOS and the like)."""
+    """Raw text. ``add_special_tokens``: whether BOS and the like are added; None: unless it begins with BOS."""
 
     text: str
+    add_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,10 @@ class TokensPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, rendered by the model's chat template with a generation prompt.
+    """A conversation, rendered by the model's chat template.
 
+    The text ends with ``add_generation_prompt``, which begins the answer, or open, with the last message that the
+    answer continues. If both are None, the answer continues a last message of the assistant, and no other.
     ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they are.
     ``tool_choice`` says something only beside ``tools``. ``field`` is the request's parameter that gave the messages.
     """
@@ -62,6 +65,21 @@ class ChatPrompt:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     field: str = "messages"
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        if self.add_generation_prompt is None and self.continue_final_message is None:
+            return self.messages[-1].get("role") == "assistant"
+        return bool(self.continue_final_message)
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the text ends with a generation prompt."""
+        return not self.continues and self.add_generation_prompt is not False
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
@@ -141,6 +159,7 @@ class ReplyOptions:
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
     continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
+    warnings: tuple[str, ...] = ()  # of OpenAI's responses: what the request asks for and does not get
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 
@@ -228,6 +247,7 @@ class TokenEvent:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     num_input_tokens: int = 0  # of the sequence's prompt, on every event that the engine's thread delivers
+    prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # on the same events
 
     @property
     def has_output(self) -> bool:
@@ -259,6 +279,7 @@ class TokenEvent:
             error=later.error,
             stop_reason=later.stop_reason,
             num_input_tokens=later.num_input_tokens,
+            prompt_ids=later.prompt_ids,
         )
 
     def split_failure(self) -> tuple[TokenEvent, ...]:

@@ -88,7 +88,6 @@ def in_thread(work: Callable[[], T], cancellation: Cancellation | None = None) -
             settle = future.cancel
         except BaseException as error:
             settle = partial(future.set_exception, _as_exception(error))
-        thread.at_work = False  # before anything that awaits the future can look
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task awaits the future
             loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
@@ -98,7 +97,7 @@ def in_thread(work: Callable[[], T], cancellation: Cancellation | None = None) -
 
 
 class _WorkThread(threading.Thread):
-    at_work = True  # until its result is known
+    """A thread of ``in_thread``."""
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -108,11 +107,6 @@ def _as_exception(error: BaseException) -> Exception:
     shown = RuntimeError(repr(error))
     shown.__cause__ = error
     return shown
-
-
-def at_work() -> bool:
-    """True while a thread of ``in_thread`` runs its work."""
-    return any(isinstance(thread, _WorkThread) and thread.at_work for thread in threading.enumerate())
 
 
 def exit_from_work(status: int) -> None:

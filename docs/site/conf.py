@@ -28,7 +28,7 @@ smartquotes = False  # options begin with two hyphens
 nitpicky = True
 myst_heading_anchors = 4  # as on GitHub
 
-autodoc_mock_imports = ["grpc", "google", "h11", "httpx", "mlserver", "orjson", "numpy", "torch"]
+autodoc_mock_imports = ["grpc", "google", "aiohttp", "yarl", "httpx", "mlserver", "orjson", "numpy", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # Of the standard library, whose pages are not asked for, and pieces of types that Sphinx splits at a comma.

@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
         with client.Client(arguments.url, api=arguments.api, api_key=key, ca_file=arguments.ca_file) as server:
-            model = arguments.model or _only_model(server, arguments.url)
+            model = arguments.model or _choose_model(server, arguments.url, sys.stdin, sys.stdout)
             chat = Chat(server, model, _parameters(arguments), arguments.system, key)
             return chat.run(sys.stdin, sys.stdout, log_text(f"{model} at {without_credentials(arguments.url)}"))
     except (client.ClientError, ValueError) as error:
@@ -231,22 +231,38 @@ def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**said, "return_token_ids": True}  # counted: an answer that the user stops has no usage
 
 
-def _only_model(server: client.Client, url: str) -> str:
+def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO) -> str:
+    """The server's only model, or the one of several that is typed. Raises ClientError."""
     names = server.models()
     if len(names) == 1:
         return names[0]
     if not names:
         raise client.ClientError(f"the server at {without_credentials(url)} has no model ready")
+    if source.isatty() and sink.isatty():
+        return _asked_model(names, source, sink)
     raise client.ClientError(f"the server has several models, choose one with --model: {', '.join(names)}")
 
 
-def _read_line(source: TextIO, sink: TextIO, interactive: bool) -> str | None:
+def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
+    """Asks until a name or a number of the list is typed. Raises ClientError at the end of input."""
+    for number, name in enumerate(names, 1):
+        print(f"{number}  {log_text(name)}", file=sink)
+    while (line := _read_line(source, sink, True, "model> ")) is not None:
+        if line in names:
+            return line
+        if line.isdecimal() and 1 <= int(line[:9]) <= len(names):
+            return names[int(line[:9]) - 1]
+        print("Type a number or a name of the list.", file=sink)
+    raise client.ClientError(f"the server has several models, choose one with --model: {', '.join(names)}")
+
+
+def _read_line(source: TextIO, sink: TextIO, interactive: bool, prompt: str = _PROMPT) -> str | None:
     """The next line without surrounding blanks; None at the end of input, or at Ctrl-C where a line is typed."""
     if not interactive:
         line = source.readline()
         return line.strip() if line else None
     try:
-        return input(_PROMPT).strip()
+        return input(prompt).strip()
     except (EOFError, KeyboardInterrupt):
         print(file=sink)
         return None
@@ -270,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api", default="v2", help="the protocol of --url: v2, which is the only one (default: v2)")
     parser.add_argument("--api-key-file", metavar="FILE", help="a file whose first line is the API key to send")
     parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities to trust")
-    parser.add_argument("--model", help="model name (default: the server's only model)")
+    parser.add_argument("--model", help="model name (default: the server's only model; of several it asks)")
     parser.add_argument("--system", help="a system message that starts the conversation")
     parser.add_argument(
         "--max-tokens",

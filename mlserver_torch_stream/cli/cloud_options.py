@@ -1,25 +1,17 @@
-"""The options of ``mlserver-torch-stream cloud``, and the objects that the room ``cloud`` gets from them."""
+"""The options of ``mlserver-torch-stream cloud``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
-from mlserver_torch_stream.cli.answers_http import RowRequest
-from mlserver_torch_stream.cli.argument_types import count, nbytes, openai_key, positive, seconds
-from mlserver_torch_stream.cli.object_options import add_objects, check_object_options, chunking, kind_for_all
-from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import Kind, RunRefused
-from mlserver_torch_stream.cloud.run import CloudRun
+from mlserver_torch_stream.cli.argument_types import count, nbytes, positive, seconds
+from mlserver_torch_stream.cloud.rows import Kind
 
-OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 STDOUT = "-"
+URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
 _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
-_URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="answer the prompts of all objects, and end", epilog=_STATUS_HELP)
     _add_input(run)
     _add_model(run)
-    add_objects(run)
+    _add_objects(run)
     _add_stages(run)
     _add_ending(run)
     watch = commands.add_parser(
@@ -40,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     _add_watch(watch)
     watch.set_defaults(dry_run=False)
     _add_model(watch)
-    add_objects(watch)
+    _add_objects(watch)
     _add_stages(watch)
     return whole
 
@@ -69,7 +61,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="further names of the model that rows may use",
     )
-    command.add_argument("--url", help="ask this server instead of an engine in this process")
+    command.add_argument("--url", help="ask this server instead of one that the command starts")
     command.add_argument(
         "--api", choices=["v2", "openai", "torchserve"], default="v2", help="the protocol of --url (default: v2)"
     )
@@ -77,12 +69,12 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--concurrency",
         type=positive,
-        help=f"most requests in flight at --url (default: {_URL_DEFAULTS['concurrency']})",
+        help=f"most requests in flight at --url (default: {URL_DEFAULTS['concurrency']})",
     )
     command.add_argument(
         "--timeout",
         type=seconds,
-        help=f"seconds to wait while --url sends nothing (default: {_URL_DEFAULTS['timeout']:g})",
+        help=f"seconds to wait while --url sends nothing (default: {URL_DEFAULTS['timeout']:g})",
     )
     command.add_argument("--extra", type=_object, default={}, help="settings of the engine or of --handler, as JSON")
     command.add_argument(
@@ -97,6 +89,23 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         dest="kind",
         choices=[kind.value for kind in Kind],
         help="read all objects as this kind (default: by their endings)",
+    )
+
+
+def _add_objects(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--handler",
+        metavar="FILE|MAR",
+        help="pass each object to this TorchServe handler, which runs in separate processes",
+    )
+    command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
+    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
+    command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
+    command.add_argument(
+        "--rows",
+        choices=["object", "chunk", "piece"],
+        default="object",
+        help="write an output row for each object, chunk, or piece of a streamed answer (default: %(default)s)",
     )
 
 
@@ -183,101 +192,6 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         "--part-rows", type=positive, default=64, help="with --kafka: rows in one part (default: %(default)s)"
     )
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
-
-
-def make_row_request(arguments: argparse.Namespace, model: str | None = None) -> RowRequest:
-    media = arguments.url is not None and arguments.api == "openai"
-    served = {*arguments.served_model_name, *([model] if model is not None else [])}
-    return RowRequest(arguments.parameters, arguments.chat, media, served)
-
-
-def shown_name(arguments: argparse.Namespace) -> str | None:
-    """The model's name in answers, if --served-model-name sets one."""
-    return arguments.served_model_name[0] if arguments.served_model_name else None
-
-
-def created() -> int | None:
-    """The time that output rows bear, if SOURCE_DATE_EPOCH sets one for a reproducible build. Raises RunRefused."""
-    text = os.environ.get("SOURCE_DATE_EPOCH")
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise RunRefused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
-    return int(text)
-
-
-def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int = 8) -> PipelineLimits:
-    """``batch_rows``, ``batches``: the defaults for a model in this process."""
-    remote = arguments.url is not None
-    rows = arguments.batch_rows or (1 if remote else batch_rows)
-    batches = arguments.batches or (arguments.concurrency if remote else batches)
-    weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
-    return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
-
-
-def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """``model``: the model's name or location, which is part of the run's identity."""
-    index, count = arguments.worker
-    failures = 0 if arguments.fail_fast else arguments.max_failures
-    return CloudRun(
-        input=arguments.input,
-        model=identity(arguments, model),
-        output=None if arguments.output == STDOUT else arguments.output,
-        glob=arguments.glob,
-        manifest=arguments.manifest,
-        kind=kind_for_all(arguments),
-        part_rows=arguments.part_rows,
-        lane=index,
-        lanes=count,
-        max_failures=failures,
-        retry_failed=arguments.retry_failed,
-        limits=make_limits(arguments),
-        ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
-        retry=Retry(arguments.tries),
-        stall_s=arguments.stall,
-        storage=dict(arguments.storage),
-        created=created(),
-        chunking=chunking(arguments),
-    )
-
-
-def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
-    shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
-    of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
-    if arguments.rows == "piece":
-        of_objects["rows"] = arguments.rows
-    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name, **of_objects}
-
-
-def check(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused for options that contradict each other. It names the option."""
-    check_object_options(arguments)
-    for name, default in _URL_DEFAULTS.items():
-        if arguments.url is None and getattr(arguments, name) is not None:
-            raise RunRefused(f"--{name}: is for requests to a server; give its --url")
-        if arguments.url is not None and getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-    if arguments.url is None and (arguments.api != "v2" or arguments.unary):
-        raise RunRefused("--api and --unary say how a server is asked; give its --url")
-    if arguments.url is not None and arguments.extra:
-        raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
-    if arguments.url is not None and arguments.batch_tokens:
-        raise RunRefused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
-    if arguments.batch_tokens and arguments.batch_bytes:
-        raise RunRefused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
-    if arguments.command == "run" and arguments.on is not None:
-        if arguments.output == STDOUT:
-            raise RunRefused("--on: several workers need an --output that they share")
-        if arguments.worker != (1, 1):
-            raise RunRefused("--worker: is chosen by --on itself")
-
-
-def api_key() -> str | None:
-    try:
-        return openai_key()
-    except ValueError as error:
-        raise RunRefused(str(error)) from None
 
 
 def _object(text: str) -> dict[str, Any]:

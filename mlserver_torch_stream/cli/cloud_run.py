@@ -13,25 +13,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.cli import cloud_options as options
-from mlserver_torch_stream.cli.answers_http import RowRequest
-from mlserver_torch_stream.cli.infer_engine import EMBEDDED, EngineInfer
-from mlserver_torch_stream.cli.infer_handler import HandlerInfer
-from mlserver_torch_stream.cli.infer_http import HttpInfer, only_model
-from mlserver_torch_stream.cli.infer_objects import PredictionInfer, TensorInfer
+from mlserver_torch_stream.cli import cloud_settings as settings
+from mlserver_torch_stream.cli.child_server import NAME, LoadRefused, child_server
+from mlserver_torch_stream.cli.cloud_options import STDOUT
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
-from mlserver_torch_stream.cli.object_options import hands_objects, object_request
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
+from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
-from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, Row, RunRefused, StorageFull
+from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.log_text import log_text
 
+EMBEDDED = "embedded://smollm2-135m-instruct"
+# A batch of the run is a batch of the handler, whose own queue adds no wait, and no bound: the run's window has one.
+_BATCHED_BY_THE_RUN = {"maxBatchDelay": 0, "jobQueueSize": 1_000_000, "useJobTicket": False}
+_AHEAD = 3  # batches that wait in the server, so that a worker gets the next one at once
+_CHILD_RETRY = Retry(tries=6, first=0.1, longest=2.0)
 _RESUME_HINT = "; what is written is kept; the same command goes on from there"
 
 
@@ -54,7 +59,7 @@ class Stopwatch:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit status. Raises RunRefused where the run may not start, LeftBehind if a signal ends a load."""
-    return finish(arguments, _run, "" if arguments.output == options.STDOUT else _RESUME_HINT)
+    return finish(arguments, _run, "" if arguments.output == STDOUT else _RESUME_HINT)
 
 
 def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
@@ -64,18 +69,18 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
     """
     metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
-        status = options.ROWS_FAILED if run_to_end(work(arguments, metrics, stopwatch)) else options.OK
+        status = settings.ROWS_FAILED if run_to_end(work(arguments, metrics, stopwatch)) else settings.OK
     except Interrupted:
         say(f"interrupted{hint}")
-        status = options.INTERRUPTED
+        status = settings.INTERRUPTED
     except RunRefused:
         raise
     except CloudError as error:
         say(f"error: {error.message}{hint}")
-        status = options.ENDED
+        status = settings.ENDED
     except BrokenPipeError:
         sys.stdout = None  # its reader has closed it: there is nothing to flush
-        status = options.ENDED
+        status = settings.ENDED
     if not arguments.dry_run:
         for line in summary(metrics, stopwatch.elapsed()).splitlines():
             say(line)
@@ -86,7 +91,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
-    planned = await plan(options.make_run(arguments, name))
+    planned = await plan(settings.make_run(arguments, name))
     check_objects(arguments, (each.info.key for each in planned.objects if each.failure is None))
     if arguments.dry_run:
         print(_described(planned))
@@ -106,71 +111,112 @@ async def model_name(arguments: argparse.Namespace) -> str:
         return str(arguments.handler)
     if arguments.url is None:
         return str(arguments.model or EMBEDDED)
-    return str(arguments.model or await only_model(arguments.url, arguments.api, options.api_key()))
+    return str(arguments.model or await only_model(arguments.url, arguments.api, settings.api_key()))
 
 
 class OpenedModel(NamedTuple):
     """What infers a batch, what weighs a row, and the limits of the stages."""
 
     infer: Infer
-    weigh: Callable[[Row], int]
+    weigh: Weigh
     limits: PipelineLimits
 
 
 @asynccontextmanager
 async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
-    row_request = options.make_row_request(arguments, name)
-    shown = options.shown_name(arguments)
-    limits = options.make_limits(arguments)
+    """Asks the server of --url, or one that is started for the model or the handler. Raises RunRefused, or
+    LoadInterrupted if it is cancelled during the load."""
     if arguments.url is not None:
-        asked = _asked(arguments, name, row_request, shown)
-        try:
-            yield OpenedModel(asked, lambda row: row.size, limits)
-        finally:
-            metrics.retries += asked.retries
-            await asked.aclose()
+        async with _asked(settings.make_endpoint(arguments, name), metrics) as backend:
+            yield OpenedModel(backend, lambda row: row.size, settings.make_limits(arguments))
         return
     say(f"loading {name}")
-    if arguments.handler is not None:
-        request = object_request(arguments)
-        handler = await HandlerInfer.load(name, arguments.extra, arguments.batch_rows, request, metrics)
-        try:
-            limits = options.make_limits(arguments, handler.batch_rows, handler.workers)
-            yield OpenedModel(handler, lambda row: row.size, limits)
-        finally:
-            await handler.aclose()
-        return
-    extra = _room_for(limits.batch_rows * limits.batches, arguments.extra)
-    engine = await EngineInfer.load(name, extra, row_request, metrics, shown)
+    serve = _serve_handler if arguments.handler is not None else _serve_model
+    async with serve(arguments, name, metrics) as model:
+        yield model
+
+
+@asynccontextmanager
+async def _asked(endpoint: ServerEndpoint, metrics: RunMetrics) -> AsyncIterator[Backend]:
+    backend = await open_backend(endpoint)
     try:
-        yield OpenedModel(engine, engine.tokens if arguments.batch_tokens else lambda row: row.size, limits)
+        yield backend
     finally:
-        await engine.aclose()
+        metrics.retries += backend.retries
+        await backend.aclose()
 
 
-def _asked(arguments: argparse.Namespace, name: str, row_request: RowRequest, shown: str | None) -> HttpInfer:
-    """The callable that asks the server."""
-    url, key, stream = arguments.url.rstrip("/"), options.api_key(), not arguments.unary
-    if not hands_objects(arguments):
-        api = arguments.api
-        return HttpInfer(url, name, api, row_request, arguments.concurrency, stream, key, arguments.timeout, shown)
-    more = {"most": arguments.concurrency, "key": key, "timeout": arguments.timeout}
-    if arguments.tensor is not None:
-        tensor, request = arguments.tensor, object_request(arguments)
-        return TensorInfer(url, name, "v2", row_request, tensor=tensor, request=request, **more)
-    return PredictionInfer(url, name, "v2", row_request, request=object_request(arguments), **more)
+@asynccontextmanager
+async def _serve_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
+    from mlserver_torch_stream.settings import parse_settings
+
+    limits = settings.make_limits(arguments)
+    # The engine's queue has room for all rows that the stages submit.
+    extra = {"max_queued_requests": max(256, limits.batch_rows * limits.batches), **arguments.extra}
+    try:
+        source = parse_settings(name, extra).source.name
+        async with child_server("TorchStreamRuntime", name, extra, metrics) as child:
+            endpoint = ServerEndpoint(
+                *(child.url, NAME),
+                rows=settings.make_row_request(arguments, name, source),
+                batches=True,
+                concurrency=limits.batches + 1,
+                key=child.key,
+                timeout=None,
+                name=settings.shown_name(arguments) or source,
+                retry=_CHILD_RETRY,
+                ended=child.ended,
+            )
+            async with _asked(endpoint, metrics) as backend:
+                assert isinstance(backend, BatchBackend)
+                weigh: Weigh = backend.tokens if arguments.batch_tokens else lambda row: row.size
+                yield OpenedModel(backend, weigh, limits)
+    except (SettingsError, LoadRefused) as error:
+        raise RunRefused(f"--model: {str(error).removeprefix('parameters.uri: ')}") from None
 
 
-def _room_for(rows: int, extra: dict[str, Any]) -> dict[str, Any]:
-    """Settings by which the engine's queue has room for all rows that the stages submit, unless ``extra`` sets it."""
-    return {"max_queued_requests": max(256, rows), **extra}
+@asynccontextmanager
+async def _serve_handler(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
+    size = {} if arguments.batch_rows is None else {"batchSize": arguments.batch_rows}
+    extra = {**arguments.extra, **_BATCHED_BY_THE_RUN, **size}
+    try:
+        async with child_server("TorchServeRuntime", name, extra, metrics) as child:
+            objects = settings.object_request(arguments)
+            endpoint = ServerEndpoint(
+                *(child.url, NAME),
+                objects=objects,
+                batches=True,
+                key=child.key,
+                timeout=None,
+                retry=_CHILD_RETRY,
+                ended=child.ended,
+            )
+            async with _asked(endpoint, metrics) as backend:
+                assert isinstance(backend, BatchBackend)
+                batch_rows, workers = await backend.workers()
+                limits = settings.make_limits(arguments, batch_rows, workers + _AHEAD)
+                yield OpenedModel(backend, lambda row: row.size, limits)
+    except LoadRefused as error:
+        raise RunRefused(_as_options(str(error))) from None
+
+
+def _as_options(message: str) -> str:
+    """The message of the loader, which names settings of MLServer's, with the options that set them here."""
+    for setting, option in (
+        ("parameters.uri", "--handler"),
+        ("parameters.extra.", "--extra: "),
+        ("parameters.extra", "--extra"),
+    ):
+        if message.startswith(setting):
+            return option + message.removeprefix(setting)
+    return f"--handler: {message}"
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
     """Raises RunRefused, which names the first object that the model cannot take."""
-    if hands_objects(arguments):
+    if settings.hands_objects(arguments):
         return
-    row_request = options.make_row_request(arguments)
+    row_request = settings.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
     for key in keys:
         kind = kind_of(key, given)

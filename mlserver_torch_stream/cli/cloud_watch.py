@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.cli import cloud_options as options
+from mlserver_torch_stream.cli import cloud_settings as settings
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
-from mlserver_torch_stream.cli.object_options import chunking, kind_for_all
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Queue, read_credentials
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watch import Poller, Watcher
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.cloud.sqs import Queue
 
 
 def watch(arguments: argparse.Namespace) -> int:
@@ -48,7 +49,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
             raise RunRefused("--queue: SQS reports objects in s3:// alone; without it --input is polled")
         if arguments.queue is not None:
-            read_credentials(os.environ)  # before a model is loaded
+            _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
             raise RunRefused("--output: lies within --input, so that results would be read as input")
 
@@ -73,13 +74,13 @@ async def _objects(
 ) -> None:
     retry = Retry(arguments.tries)
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
-    identity = options.identity(arguments, name)
+    identity = settings.identity(arguments, name)
     watcher = Watcher(
-        *(store, output, model.infer, identity, kind_for_all(arguments), model.limits, retry),
+        *(store, output, model.infer, identity, settings.kind_for_all(arguments), model.limits, retry),
         metrics=metrics,
         report=say,
-        created=options.created(),
-        chunking=chunking(arguments),
+        created=settings.created(),
+        chunking=settings.chunking(arguments),
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         weigh=model.weigh,
     )
@@ -92,13 +93,23 @@ async def _objects(
             finally:
                 await poller.save()
         return
-    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
-    credentials = read_credentials(os.environ)
-    queue = Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, credentials, retry, _report_foreign)
+    queue = _open_queue(arguments)
     try:
         await watcher.watch(queue.announcements(), arguments.limit)
     finally:
         await queue.aclose()
+
+
+def _open_queue(arguments: argparse.Namespace) -> Queue:
+    """Raises RunRefused."""
+    try:
+        from mlserver_torch_stream.cloud.sqs import Queue
+    except ImportError:
+        raise RunRefused("--queue: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
+    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
+    pattern = glob_pattern(arguments.glob or "**")
+    retry = Retry(arguments.tries)
+    return Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, retry, _report_foreign)
 
 
 @asynccontextmanager
@@ -131,14 +142,14 @@ async def _consume(
         arguments.group,
         output,
         model.infer,
-        options.identity(arguments, name),
+        settings.identity(arguments, name),
         arguments.dead_letter,
         arguments.part_rows,
         limits=model.limits,
         weigh=model.weigh,
         retry=Retry(arguments.tries),
         metrics=metrics,
-        created=options.created(),
+        created=settings.created(),
     )
     await topic.consume(arguments.limit)
 

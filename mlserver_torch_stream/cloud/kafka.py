@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import claim
 from mlserver_torch_stream.cloud.parse import parse_row
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
-from mlserver_torch_stream.cloud.rows import Infer, ObjectExists, Row, StoreUnavailable
+from mlserver_torch_stream.cloud.rows import Infer, ObjectExists, Row, StoreUnavailable, Weigh
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.store import Store, get_or_none
 from mlserver_torch_stream.protocol.openai_batch import is_answered
@@ -48,7 +48,7 @@ class Topic:
     part_rows: int = 64
     part_wait: float = 0.5
     limits: PipelineLimits = field(default_factory=PipelineLimits)
-    weigh: Callable[[Row], int] = lambda row: row.size
+    weigh: Weigh = lambda row: row.size
     retry: Retry = field(default_factory=Retry)
     metrics: RunMetrics = field(default_factory=RunMetrics)
     created: int | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from mlserver_torch_stream.cloud.parse import ChunkJoin
-from mlserver_torch_stream.cloud.rows import CloudError, Failure, Infer, Outcome, Result, Row
+from mlserver_torch_stream.cloud.rows import CloudError, Failure, Infer, Outcome, Result, Row, Weigh
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ async def infer_rows(
     infer: Infer,
     limits: PipelineLimits = PipelineLimits(),
     metrics: RunMetrics | None = None,
-    weigh: Callable[[Row], int] = _size,
+    weigh: Weigh = _size,
 ) -> AsyncGenerator[Result, None]:
     """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result; one for
     all joined chunks of an object.
@@ -173,14 +173,16 @@ async def infer_rows(
 class _Flow:
     """The state of one run of the stages. Every method runs on the event loop's thread."""
 
-    def __init__(self, infer: Infer, limits: PipelineLimits, metrics: RunMetrics, weigh: Callable[[Row], int]) -> None:
+    def __init__(self, infer: Infer, limits: PipelineLimits, metrics: RunMetrics, weigh: Weigh) -> None:
         self._infer = infer
         self._limits = limits
         self._metrics = metrics
         self._window: Window[Result] = Window(limits.window, limits.window_bytes)
         self._batcher: RowBatcher[_Ticketed] = RowBatcher(
-            limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: max(1, weigh(item[1]))
+            limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: self._weight
         )
+        self._weigh = weigh
+        self._weight = 1  # of the row that is being added
         self._join = ChunkJoin()
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
         self._suspects: deque[_Ticketed] = deque()  # rows of batches that failed
@@ -197,7 +199,7 @@ class _Flow:
             async with aclosing(rows) as source:
                 async for row in source:
                     await self._room(row.size)
-                    self._take(row)
+                    await self._take(row)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -213,7 +215,7 @@ class _Flow:
             self._left.clear()
             await self._left.wait()
 
-    def _take(self, row: Row) -> None:
+    async def _take(self, row: Row) -> None:
         ticket = self._window.enter(row.size)
         self._metrics.peak_undelivered = max(self._metrics.peak_undelivered, self._window.peak)
         self._metrics.peak_undelivered_bytes = max(self._metrics.peak_undelivered_bytes, self._window.peak_weight)
@@ -221,11 +223,14 @@ class _Flow:
             self._settle(ticket, row, Outcome(failure=row.failure))
             return
         try:
-            full = self._batcher.add((ticket, row), time.monotonic())
+            weight = self._weigh(row)
+            self._weight = max(1, weight if isinstance(weight, int) else await weight)
+        except CloudError:
+            raise
         except Exception as error:  # the caller's ``weigh`` may raise anything
             self._settle(ticket, row, Outcome(failure=_inference_failed(error)))
             return
-        for batch in full:
+        for batch in self._batcher.add((ticket, row), time.monotonic()):
             self._send(batch)
         self._arm()
 

@@ -159,6 +159,9 @@ Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 exception fails the batch. Each row of a batch that failed, or that failed with a ``shared`` failure, is inferred once
 more, by itself."""
 
+Weigh = Callable[[Row], int | Awaitable[int]]
+"""The weight of a row in its batch, or an awaitable of it."""
+
 
 class CloudError(Exception):
     """A run cannot go on, or an object cannot be read. ``retriable``: the same call may succeed later."""

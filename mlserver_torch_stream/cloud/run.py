@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease, claim, identify, read_claim
@@ -30,11 +30,15 @@ from mlserver_torch_stream.cloud.rows import (
     RunIdentity,
     RunRefused,
     TooManyFailures,
+    Weigh,
 )
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
+
+if TYPE_CHECKING:
+    from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 
 _MAX_NAMED = 5  # keys in one message
 
@@ -66,7 +70,7 @@ class CloudRun:
     retry: Retry = field(default_factory=Retry)
     stall_s: float = 30.0
     storage: Mapping[str, str] = field(default_factory=dict)
-    weigh: Callable[[Row], int] = lambda row: row.size
+    weigh: Weigh = lambda row: row.size
     created: int | None = None
     chunking: Chunking = field(default_factory=Chunking)
 
@@ -239,12 +243,20 @@ def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
         raise TooManyFailures(f"{failures} rows failed, more than {run.max_failures}{last}")
 
 
-async def stream(run: CloudRun, infer: Infer, metrics: RunMetrics | None = None) -> AsyncGenerator[Result, None]:
-    """Yields the results of a run without an output, in order, while objects are still being fetched."""
+async def stream(
+    run: CloudRun, model: Infer | ServerEndpoint | str, metrics: RunMetrics | None = None
+) -> AsyncGenerator[Result, None]:
+    """Yields the results of a run without an output, in order, while objects are still being fetched.
+
+    ``model``: a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
+    """
+    from mlserver_torch_stream.cloud.backend import opened  # servers, which run batches, need no client of HTTP
+
     if run.output is not None:
         raise RunRefused("--output: stream gives results to its caller; use write for an output")
     try:
-        async with aclosing(results(await plan(run), infer, metrics or RunMetrics())) as found:
+        planned = await plan(run)
+        async with opened(model) as infer, aclosing(results(planned, infer, metrics or RunMetrics())) as found:
             async for result in found:
                 yield result
     finally:

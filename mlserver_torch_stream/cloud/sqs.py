@@ -1,6 +1,6 @@
 """Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
 
-Speaks SQS' JSON protocol. Credentials are read from the environment, AWS_ACCESS_KEY_ID and its like.
+boto3 finds the credentials: in the environment, in a profile, or of the machine's role.
 """
 
 from __future__ import annotations
@@ -11,34 +11,17 @@ import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
-import httpx
-
-from mlserver_torch_stream.cloud.aws_signature import AwsRequest, Credentials, signed
+from mlserver_torch_stream.cloud.aws import AwsClient
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, ObjectMissing, RunRefused, StoreUnavailable
+from mlserver_torch_stream.cloud.rows import CloudError, RunRefused
 from mlserver_torch_stream.cloud.watch import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
 _HELD_S = 60  # a message is hidden from other consumers for so long; prolonged while it is processed
-_MOST = 10
-
-
-def read_credentials(environ: Mapping[str, str]) -> Credentials:
-    """Raises RunRefused."""
-    found = Credentials.find(environ)
-    if found is None:
-        raise RunRefused("--queue: needs AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION in the environment")
-    return found
-
-
-def signed_post(credentials: Credentials, host: str, target: str, body: bytes, now: datetime) -> dict[str, str]:
-    """The headers of a POST to ``/``."""
-    headers = {"content-type": "application/x-amz-json-1.0", "host": host, "x-amz-target": target}
-    return signed(credentials, AwsRequest("POST", "/", headers, {}, body), now, "sqs")
+_MAX_MESSAGES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,8 @@ def read_notification(body: str) -> list[Created] | None:
 
 class Queue:
     """Announces the new objects of ``bucket`` below ``prefix``. A message about other objects is passed to ``report``
-    and left in the queue."""
+    and left in the queue. Raises RunRefused for a URL of no queue, or where there are no credentials; blocks while it
+    looks for them."""
 
     def __init__(
         self,
@@ -76,30 +60,33 @@ class Queue:
         bucket: str,
         prefix: str,
         pattern: re.Pattern[str],
-        credentials: Credentials,
         retry: Retry,
         report: Callable[[str], None],
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RunRefused(f"--queue: {url} is not the URL of a queue")
+        region = re.match(r"sqs\.([a-z0-9-]+)\.", parts.netloc)
+        known = {"region_name": region[1]} if region else {}
+        try:
+            self._client = AwsClient("sqs", f"{parts.scheme}://{parts.netloc}", _WAIT_S + 10, known)
+        except CloudError as error:
+            raise RunRefused(f"--queue: {error.message}") from None
+        if not self._client.has_credentials:
+            raise RunRefused("--queue: needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role")
         self._url = url
-        self._host = parts.netloc
-        self._endpoint = f"{parts.scheme}://{parts.netloc}/"
         self._bucket = bucket
         self._prefix = prefix
         self._pattern = pattern
-        self._credentials = credentials
         self._retry = retry
         self._report = report
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(_WAIT_S + 10, connect=10))
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
         """Never ends by itself. Raises CloudError."""
-        asked = {"MaxNumberOfMessages": _MOST, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
+        asked = {"MaxNumberOfMessages": _MAX_MESSAGES, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
         while True:
-            answer = await self._call("ReceiveMessage", asked)
+            answer = await self._call("receive_message", asked)
             messages = answer.get("Messages") or ()
             for message in messages:  # also a message that waits until the messages before it are announced
                 self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
@@ -135,31 +122,20 @@ class Queue:
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):
-                await self._call("ChangeMessageVisibility", {"ReceiptHandle": receipt, "VisibilityTimeout": _HELD_S})
+                await self._call("change_message_visibility", {"ReceiptHandle": receipt, "VisibilityTimeout": _HELD_S})
 
     async def _delete(self, receipt: str) -> None:
         self._held.pop(receipt).cancel()
-        await self._call("DeleteMessage", {"ReceiptHandle": receipt})
+        await self._call("delete_message", {"ReceiptHandle": receipt})
 
     async def aclose(self) -> None:
         for task in self._held.values():
             task.cancel()
         await asyncio.gather(*self._held.values(), return_exceptions=True)
-        await self._client.aclose()
+        self._client.close()
 
-    async def _call(self, action: str, values: Mapping[str, Any]) -> Any:
-        return await self._retry.run(self._attempt, action, values)
+    async def _call(self, method: str, values: Mapping[str, Any]) -> Any:
+        return await self._retry.run(self._attempt, method, values)
 
-    async def _attempt(self, action: str, values: Mapping[str, Any]) -> Any:
-        body = json.dumps({"QueueUrl": self._url, **values}).encode()
-        headers = signed_post(self._credentials, self._host, f"AmazonSQS.{action}", body, datetime.now(timezone.utc))
-        try:
-            answer = await self._client.post(self._endpoint, content=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise StoreUnavailable(f"{self._url}: {error or type(error).__name__}") from None
-        if answer.status_code == httpx.codes.OK:
-            return answer.json() if answer.content else {}
-        text = f"{self._url} answered {answer.status_code}: {answer.text[:300]}"
-        if answer.status_code in (429, 500, 502, 503, 504) or "Throttl" in answer.text:
-            raise StoreUnavailable(text)
-        raise ObjectMissing(text) if "NonExistentQueue" in answer.text else AccessDenied(text)
+    async def _attempt(self, method: str, values: Mapping[str, Any]) -> Any:
+        return await self._client.call(method, QueueUrl=self._url, **values)

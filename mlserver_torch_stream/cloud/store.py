@@ -205,7 +205,7 @@ class Store:
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
         """``unnamed``: what the library said of the key."""
-        from mlserver_torch_stream.cloud.s3_listing import S3Listing  # whose httpx takes memory
+        from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
         listing = S3Listing.find(self.url, self._options, self._stall_s)
         if listing is None:

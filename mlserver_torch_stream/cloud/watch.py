@@ -34,6 +34,7 @@ from mlserver_torch_stream.cloud.rows import (
     Row,
     RunIdentity,
     RunRefused,
+    Weigh,
 )
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import Listed, Source
@@ -69,7 +70,7 @@ class Watcher:
     created: int | None = None
     chunking: Chunking = field(default_factory=Chunking)
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
-    weigh: Callable[[Row], int] = lambda row: row.size
+    weigh: Weigh = lambda row: row.size
     seen: int = 0
 
     def result_name(self, info: ObjectInfo) -> str:

@@ -148,7 +148,8 @@ class SequenceState:
             return ()
         events = self._writer.take()
         for event in events:
-            event.num_input_tokens = len(self._input.prompt_ids)
+            event.prompt_ids = self._input.prompt_ids
+            event.num_input_tokens = len(event.prompt_ids)
         if self.finish_reason is not None:
             self.last_event_taken = True
             last = events.pop() if events else self._writer.event()

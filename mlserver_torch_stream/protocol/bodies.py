@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.protocol.values import printable, refuse, refuse_unless_harmless, shown
+from mlserver_torch_stream.protocol.values import ignores, printable, refuse, refuse_unless_harmless, shown
 
 MAX_ENTRIES = 4096  # of an object whose keys are the client's
 _SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # of a message of pydantic
@@ -72,8 +72,11 @@ class Body(BaseModel):
         if cls.model_config.get("extra") == "forbid":
             known = fields(cls)
             for key in said:
-                if key not in known:
+                if key not in known and ignores(printable(key)):
+                    del value[key]
+                elif key not in known:
                     raise wrong(f"unknown key{did_you_mean(printable(key), known, str)}", key)
+            said = {key: each for key, each in said.items() if key in known}
         return said
 
 
@@ -217,7 +220,7 @@ def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[
         if key in known:
             said[key] = value
         else:
-            refuse(key, value, known)
+            refuse(key, value, [name for name, field in known.items() if treatment(field) == "taken"])
     validate("", _adapter(model), said, most)
     return {key: value for key, value in said.items() if value is not None and treatment(known[key]) == "taken"}
 

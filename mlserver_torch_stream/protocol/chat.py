@@ -30,7 +30,8 @@ from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
 MAX_TOOLS = 128
-MAX_NAME = 64
+MAX_NAME = 64  # of a role
+MAX_TOOL_NAME = 128
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
@@ -43,7 +44,7 @@ class Tool(Body, extra="ignore"):
 class ToolFunction(Body, extra="ignore"):
     """A function that the answer may call."""
 
-    name: Annotated[str, Len(1, MAX_NAME)]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -134,7 +135,10 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
         _check_calls_end(functions, name)
     if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
         what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
-        raise InvalidInput("tools", f"the model's chat template {what}, so that only a forced call can be asked for")
+        instead = 'force a call (tool_choice: "required", or one function)'
+        if info.tool_parser is None:
+            instead += ", or name the notation of its calls in the model's setting tool_parser"
+        raise InvalidInput("tools", f"the model's chat template {what}: {instead}")
     if info.tool_parser == _NO_PARSER and (resolved.forced or resolved.strict):
         field = given["tool_choice"].spelling if resolved.forced else "tools"
         raise InvalidInput(field, "no call can be asked for while the setting tool_parser is none")
@@ -247,7 +251,7 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
             if not is_text(checked[key]):
                 raise InvalidInput(field, f"{key} of message {position} must be text, got {shown(checked[key])}")
             checked = {**dict.fromkeys(_REASONING, checked[key]), **checked}
-    if message.get("content") is None and not calls:
+    if message.get("content") is None and role != "assistant":
         raise InvalidInput(field, f"message {position} needs content")
     checked["content"] = _content(field, position, message.get("content"), budget)
     return checked

@@ -142,6 +142,10 @@ def _target(root: Any, reference: str) -> Any:
 _MAX_CHOICES = 4096
 
 
+JsonGuide = Annotated[JsonObject | NonEmpty, Because(OBJECT_OR_TEXT)]
+Choices = Annotated[list[NonEmpty], Len(1, _MAX_CHOICES), FAIL_FAST]
+
+
 class JsonSchemaFormat(Body):
     """The schema of an answer."""
 
@@ -161,10 +165,10 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's constraints of an answer. Further fields of vLLM's own class have the values that ask for nothing."""
 
-    json_: Annotated[JsonObject | NonEmpty | None, Because(OBJECT_OR_TEXT)] = Field(None, alias="json")
+    json_: JsonGuide | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: NonEmpty | None = None
-    choice: Annotated[list[NonEmpty], Len(1, _MAX_CHOICES), FAIL_FAST] | None = None
+    choice: Choices | None = None
     grammar: NonEmpty | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
@@ -173,6 +177,12 @@ class StructuredOutputs(Body):
     structural_tag: None = None
 
 
+GUIDED: Mapping[str, TypeAdapter[Any]] = {
+    "json": TypeAdapter(JsonGuide),
+    "regex": TypeAdapter(NonEmpty),
+    "choice": TypeAdapter(Choices),
+    "grammar": TypeAdapter(NonEmpty),
+}
 _RESPONSE_FORMAT, _STRUCTURED_OUTPUTS = TypeAdapter(ResponseFormat), TypeAdapter(StructuredOutputs)
 # As TensorRT-LLM's backend of Triton names them.
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
@@ -207,6 +217,18 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
     if len(kinds) > 1:
         raise InvalidInput(f"{field}.{kinds[1]}", f"contradicts {field}.{kinds[0]}")
     return _of_kind(kinds[0], said[kinds[0]], f"{field}.{kinds[0]}") if kinds else None
+
+
+def guided(kind: str) -> values.Reader:
+    """Reads vLLM's older name of a kind of constraint, such as ``guided_json``."""
+    field = f"guided_{kind}"
+
+    def read(value: Any, info: ModelInfo) -> Constraint:
+        said = values.parse_json(value) if kind == "choice" and isinstance(value, str) else value
+        validate(field, GUIDED[kind], said)
+        return _of_kind(kind, said, field)
+
+    return read
 
 
 def text(value: Any, info: ModelInfo) -> str:

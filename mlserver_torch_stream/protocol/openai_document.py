@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mlserver_torch_stream.protocol.anthropic_models import CountTokensRequest, MessagesRequest
 from mlserver_torch_stream.protocol.openai_batch_models import batch_paths, batch_schemas
 from mlserver_torch_stream.protocol.openai_models import ChatCompletionRequest, CompletionRequest, ModelResponseRequest
 from mlserver_torch_stream.protocol.openapi_parts import (
@@ -28,7 +29,10 @@ _ITEM_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
 
 
 def response_schemas() -> JsonObject:
-    items = [reference(name) for name in ("MessageItem", "ReasoningItem", "FunctionCallItem")]
+    items = [
+        reference(name)
+        for name in ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomCallItem", "WarningItem")
+    ]
     return {
         "ModelResponse": object_schema(
             id=STRING,
@@ -46,6 +50,8 @@ def response_schemas() -> JsonObject:
             "reasoning", summary={"type": "array", "items": _OBJECT}, content=_parts("reasoning_text")
         ),
         "FunctionCallItem": _item("function_call", call_id=STRING, name=STRING, arguments=STRING),
+        "WarningItem": _item("warning", message=STRING),
+        "CustomCallItem": _item("custom_tool_call", call_id=STRING, name=STRING, input=STRING),
         "ResponseUsage": object_schema(
             input_tokens=COUNT,
             input_tokens_details=object_schema(cached_tokens=COUNT, cache_write_tokens=COUNT),
@@ -72,8 +78,9 @@ def _parts(kind: str, *, annotations: bool = False) -> JsonObject:
     return {"type": "array", "items": object_schema(type={"enum": [kind]}, text=STRING, **more)}
 
 
-_DESCRIPTION = """What this server takes of OpenAI's API. Paths below /openai/v1 are the same.
-A parameter that is not listed is refused with status 400 and its name, and so is a value that the schema excludes."""
+_DESCRIPTION = """What this server takes of OpenAI's API, and of Anthropic's. Paths below /openai/v1 are the same.
+A value that the schema excludes is refused with status 400 and the name of its parameter. So is a parameter that is not
+listed, unless the server's setting unknown_parameters is ignore."""
 _FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 _REASONING: Mapping[str, Schema] = {"reasoning": STRING, "reasoning_content": STRING}
 _ERRORS = {
@@ -103,6 +110,14 @@ def openai_document() -> JsonObject:
                 *("createResponse", "Answers an input by items.", "ModelResponse"),
                 events="A ModelResponseEvent as JSON, whose type is also the name of the event.",
             ),
+            "/v1/messages": _anthropic(
+                *("createMessage", "Answers a conversation, as Anthropic's API does.", "MessagesRequest"),
+                {"application/json": {"schema": reference("AnthropicMessage")}, "text/event-stream": _EVENTS},
+            ),
+            "/v1/messages/count_tokens": _anthropic(
+                *("countTokens", "The tokens of a conversation.", "CountTokensRequest"),
+                {"application/json": {"schema": object_schema(input_tokens=COUNT)}},
+            ),
             "/v1/models": _reading("listModels", "The models that generate tokens.", "ModelList"),
             "/v1/models/{model}": {
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": STRING}],
@@ -126,6 +141,18 @@ def _generating(operation: str, summary: str, name: str, events: str = "") -> Js
     return {"post": {"operationId": operation, "summary": summary, "requestBody": body, "responses": responses}}
 
 
+_EVENT = {"type": "string", "description": "An event as JSON, whose type is also its name."}
+_EVENTS: JsonObject = {"schema": object_schema(data=_EVENT)}
+
+
+def _anthropic(operation: str, summary: str, body: str, content: JsonObject) -> JsonObject:
+    described = {"required": True, "content": {"application/json": {"schema": reference(body)}}}
+    answers: JsonObject = {"200": answered(summary, content)}
+    for status in _ERRORS:
+        answers[status] = {**_error(status), "content": {"application/json": {"schema": reference("AnthropicError")}}}
+    return {"post": {"operationId": operation, "summary": summary, "requestBody": described, "responses": answers}}
+
+
 def _reading(operation: str, summary: str, name: str, *errors: str) -> JsonObject:
     whole = answered(summary, {"application/json": {"schema": reference(name)}})
     responses = {"200": whole, **{status: response(status) for status in errors}}
@@ -142,8 +169,21 @@ def _error(status: str) -> JsonObject:
 
 def _schemas() -> JsonObject:
     return {
-        **body_schemas(ChatCompletionRequest, CompletionRequest, ModelResponseRequest),
+        **body_schemas(
+            *(ChatCompletionRequest, CompletionRequest, ModelResponseRequest, MessagesRequest, CountTokensRequest)
+        ),
         **response_schemas(),
+        "AnthropicMessage": object_schema(
+            id=STRING,
+            type={"enum": ["message"]},
+            role={"enum": ["assistant"]},
+            model=STRING,
+            content={"type": "array", "items": object_schema(type={"enum": ["text", "thinking", "tool_use"]})},
+            stop_reason=NULLABLE_STRING,
+            stop_sequence=NULLABLE_STRING,
+            usage=object_schema(input_tokens=COUNT, output_tokens=COUNT, cache_read_input_tokens=COUNT),
+        ),
+        "AnthropicError": object_schema(type={"enum": ["error"]}, error=object_schema(type=STRING, message=STRING)),
         "ChatCompletion": _answer("chat.completion", message=reference("Message"), usage=True),
         "ChatCompletionChunk": _answer("chat.completion.chunk", delta=reference("Delta"), usage=False),
         "Completion": _answer("text_completion", text=STRING, usage=True),

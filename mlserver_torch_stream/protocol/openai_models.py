@@ -6,10 +6,10 @@ by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, MaxLen, MinLen
-from pydantic import Discriminator, Field, Tag
+from annotated_types import Ge, Gt, Le, Len, MaxLen, MinLen
+from pydantic import Discriminator, Field, Tag, create_model
 
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
@@ -27,15 +27,15 @@ from mlserver_torch_stream.protocol.bodies import (
     Text,
     TokenIds,
 )
-from mlserver_torch_stream.protocol.chat import MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
-from mlserver_torch_stream.protocol.constraints import ResponseFormat, StructuredOutputs
+from mlserver_torch_stream.protocol.chat import MAX_TOOL_NAME, MAX_TOOLS, ChatMessage, FunctionTools, Tool, ToolFunction
+from mlserver_torch_stream.protocol.constraints import Choices, JsonGuide, ResponseFormat, StructuredOutputs
 from mlserver_torch_stream.protocol.parameters import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
     MAX_STOP_STRINGS,
     Effort,
 )
-from mlserver_torch_stream.protocol.values import MAX_TOKEN_IDS, harmless_values
+from mlserver_torch_stream.protocol.values import MAX_TOKEN_IDS, METADATA, UNIMPLEMENTED
 
 LOGPROBS = "message.output_text.logprobs"
 Positive = Annotated[int, Ge(1), WHOLE]
@@ -53,7 +53,21 @@ class NamedModel(Body, extra="ignore"):
     model_version: NonEmpty | None = None
 
 
-class _Generation(NamedModel, extra="forbid"):
+_TYPES = {str: Text, dict: JsonObject, bool: bool}
+if TYPE_CHECKING:
+
+    class _OfEveryBody(Body):
+        """What no answer depends on, and what is not implemented."""
+else:
+    _OfEveryBody = create_model(
+        "_OfEveryBody",
+        __base__=Body,
+        **{name: (Annotated[Any, Refused(harmless)], None) for name, harmless in UNIMPLEMENTED.items()},
+        **{name: (Annotated[_TYPES[kind] | None, Ignored()], None) for name, kind in METADATA.items()},
+    )
+
+
+class Generation(_OfEveryBody, NamedModel, extra="forbid"):
     """The parameters of all three bodies."""
 
     stream: bool | None = None
@@ -64,7 +78,6 @@ class _Generation(NamedModel, extra="forbid"):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Entries[Annotated[float, Ge(-100), Le(100)]] | None = None
-    user: Annotated[Text | None, Ignored()] = None
     # What vLLM's clients send beside OpenAI's own.
     top_k: Annotated[int, Ge(-1), WHOLE] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
@@ -77,6 +90,11 @@ class _Generation(NamedModel, extra="forbid"):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     bad_words: OrList[NonEmpty, Annotated[Strings, MaxLen(MAX_BAD_WORDS)]] | None = None
+    guided_json: JsonGuide | None = None
+    guided_regex: NonEmpty | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: NonEmpty | None = None
+    add_special_tokens: bool | None = None
     priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
     # Of this runtime alone.
     timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None
@@ -90,47 +108,46 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class _Choices(_Generation):
+class _Choices(Generation):
     """The parameters of chat completions and completions."""
 
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
     n: Positive | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
 
 
-class _Talk(_Generation):
+class Thinking(Body):
+    """Whether the model reasons, as in Anthropic's API. ``budget_tokens`` bounds nothing."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[NotNegative | None, Ignored()] = None
+
+
+class _Talk(Generation):
     """The parameters of chat completions and responses."""
 
     top_logprobs: Alternatives | None = None
     chat_template_kwargs: JsonObject | None = None
     tool_choice: Annotated[str | JsonObject | None, Because(OBJECT_OR_TEXT)] = None
     parallel_tool_calls: bool | None = None
-    safety_identifier: Annotated[Text | None, Ignored()] = None
-    prompt_cache_key: Annotated[Text | None, Ignored()] = None
-    prompt_cache_options: Annotated[JsonObject | None, Ignored()] = None
-    prompt_cache_retention: Annotated[Text | None, Ignored()] = None
-    moderation: Annotated[Any, Refused()] = None
-    service_tier: Annotated[Any, Refused(harmless_values("service_tier"))] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
 
 
 class ChatCompletionRequest(_Choices, _Talk):
     """The body of ``/v1/chat/completions``."""
+
+    echo: Annotated[Any, Refused((False,))] = None
 
     messages: Annotated[list[ChatMessage], MinLen(1), FAIL_FAST, SPENDS]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     tools: FunctionTools | None = None
     reasoning_effort: Effort | None = None
-    metadata: Annotated[JsonObject | None, Ignored()] = None
-    store: Annotated[bool | None, Ignored()] = None
-    audio: Annotated[Any, Refused()] = None
-    function_call: Annotated[Any, Refused(("none", "auto"))] = None
-    functions: Annotated[Any, Refused(harmless_values("functions"))] = None
-    modalities: Annotated[Any, Refused(harmless_values("modalities"))] = None
-    prediction: Annotated[Any, Refused()] = None
-    verbosity: Annotated[Any, Refused(harmless_values("verbosity"))] = None
-    web_search_options: Annotated[Any, Refused()] = None
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:
@@ -154,8 +171,6 @@ class CompletionRequest(_Choices):
     ]
     echo: bool | None = None
     logprobs: Alternatives | None = None
-    best_of: Annotated[Any, Refused(harmless_values("best_of"))] = None
-    suffix: Annotated[Any, Refused(harmless_values("suffix"))] = None
 
 
 class InputText(Body, extra="ignore"):
@@ -187,6 +202,13 @@ class _Item(Body):
     status: Text | None = None
 
 
+class InputWarning(_Item):
+    """A warning of an earlier answer, which has no effect."""
+
+    type: Literal["warning"]
+    message: Text
+
+
 class InputMessage(_Item):
     """A message of a conversation."""
 
@@ -196,21 +218,34 @@ class InputMessage(_Item):
     phase: Text | None = None
 
 
-class InputCall(_Item):
+class _InputCall(_Item):
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    caller: Annotated[JsonObject | None, Ignored()] = None
+
+
+class InputCall(_InputCall):
     """A call of a function in an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
     arguments: Text
 
 
-class InputCallOutput(_Item):
-    """What a function has answered."""
+class InputCustomCall(_InputCall):
+    """A call of a custom tool in an earlier answer."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    input: Text
+
+
+class InputCallOutput(_Item):
+    """What a function or a custom tool has answered."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: _Parts
+    caller: Annotated[JsonObject | None, Ignored()] = None
 
 
 class InputReasoning(_Item):
@@ -221,26 +256,88 @@ class InputReasoning(_Item):
     content: Annotated[list[ReasoningText], FAIL_FAST, SPENDS] | None = None
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+    "warning",
+)
 
 
 def _kind_of_item(item: Any) -> str | None:
     """An item is a message unless it says otherwise."""
     kind = item.get("type") if isinstance(item, dict) else None
-    return "a message" if kind is None else f"a {kind}" if kind in _KINDS else None
+    if not isinstance(kind, str):
+        return "a message" if kind is None else None
+    return f"a {kind.replace('custom_tool_call_output', 'function_call_output')}" if kind in _KINDS else None
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("a message")]
     | Annotated[InputCall, Tag("a function_call")]
+    | Annotated[InputCustomCall, Tag("a custom_tool_call")]
     | Annotated[InputCallOutput, Tag("a function_call_output")]
-    | Annotated[InputReasoning, Tag("a reasoning")],
+    | Annotated[InputReasoning, Tag("a reasoning")]
+    | Annotated[InputWarning, Tag("a warning")],
     Discriminator(_kind_of_item, custom_error_type="type", custom_error_message=f"must be {' or '.join(_KINDS)}"),
 ]
 
 
-class ResponseTool(ToolFunction, Tool):
+class ResponseFunction(ToolFunction, Tool):
     """A function, as responses have it."""
+
+
+class TextInput(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarInput(Body):
+    """Text that matches a grammar or a regular expression."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: NonEmpty
+
+
+class CustomTool(Body, extra="ignore"):
+    """A function of one text."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
+    description: Text | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+
+TOOL_KINDS = ("function", "custom", "namespace")
+
+
+def _kind_of_tool(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return f"a {kind}" if kind in TOOL_KINDS else None
+
+
+def _tools(message: str) -> Discriminator:
+    return Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message=message)
+
+
+_Callable = Annotated[ResponseFunction, Tag("a function")] | Annotated[CustomTool, Tag("a custom")]
+
+
+class NamespaceTool(Body, extra="ignore"):
+    """Tools whose calls name this namespace, too."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Len(1, MAX_TOOL_NAME)]
+    description: Text | None = None
+    tools: Annotated[
+        list[Annotated[_Callable, _tools("only function and custom are implemented")]], MaxLen(MAX_TOOLS), FAIL_FAST
+    ]
+
+
+ResponseTool = Annotated[
+    _Callable | Annotated[NamespaceTool, Tag("a namespace")],
+    _tools("only function, custom and namespace are implemented"),
+]
 
 
 class TextFormat(Body):
@@ -276,7 +373,17 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# Of tools that are not called, and images that no message has, there is nothing to include.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ModelResponseRequest(_Talk):
@@ -294,7 +401,7 @@ class ModelResponseRequest(_Talk):
     stream_options: ResponseStreamOptions | None = None
     store: Annotated[Any, Refused((False,))] = None
     background: Annotated[Any, Refused((False,))] = None
-    truncation: Annotated[Any, Refused(("disabled",))] = None
+    truncation: Annotated[Any, Refused(("disabled", "auto"))] = None
     previous_response_id: Annotated[Any, Refused()] = None
     conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None

@@ -43,6 +43,8 @@ class ChatChoice:
     logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()
+    token_ids: Sequence[int] | None = None  # None: not asked for
+    prompt_ids: Sequence[int] | None = None  # None: not asked for, or shown already
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class ChatCompletion(CompletionBuilder):
             **self._head("chat.completion"),
             "choices": [_choice(choice, "message", _message(choice)) for choice in choices],
             "usage": usage_of(tally),
+            **_prompt_ids(choices[0]),
         }
 
     def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
@@ -87,7 +90,7 @@ class ChatCompletion(CompletionBuilder):
             delta["content"] = choice.text
         if choice.tool_calls:
             delta["tool_calls"] = call_deltas(choice.tool_calls)
-        head = {**self._head(self.chunk_kind), "choices": [_choice(choice, "delta", delta)]}
+        head = {**self._head(self.chunk_kind), "choices": [_choice(choice, "delta", delta)], **_prompt_ids(choice)}
         return head if usage is None else {**head, "usage": usage_of(usage)}
 
 
@@ -127,7 +130,17 @@ def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, An
         key: value,
         "logprobs": None if choice.logprobs is None else {"content": logprob_entries(choice.logprobs), "refusal": None},
         "finish_reason": reason_of(choice),
+        **_token_ids(choice),
     }
+
+
+def _token_ids(choice: ChatChoice) -> dict[str, Any]:
+    """Under vLLM's name."""
+    return {} if choice.token_ids is None else {"token_ids": list(choice.token_ids)}
+
+
+def _prompt_ids(choice: ChatChoice) -> dict[str, Any]:
+    return {} if choice.prompt_ids is None else {"prompt_token_ids": list(choice.prompt_ids)}
 
 
 def logprob_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -214,6 +227,8 @@ def _text_choice(choice: ChatChoice, offset: int) -> dict[str, Any]:
         "text": choice.text,
         "logprobs": None if choice.logprobs is None else _logprobs(choice.logprobs, offset),
         "finish_reason": reason_of(choice),
+        **_token_ids(choice),
+        **_prompt_ids(choice),
     }
 
 

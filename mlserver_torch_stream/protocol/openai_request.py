@@ -31,7 +31,6 @@ _FIXED = {
     "return_num_output_tokens": True,
     "return_cumulative_logprob": False,
     "return_logprobs": False,
-    "return_token_ids": False,
 }
 
 

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.bodies import Body, taken_values, validate
+from mlserver_torch_stream.protocol.custom_tools import without_hosted
 from mlserver_torch_stream.protocol.openai_models import (
+    TOOL_KINDS,
     ChatCompletionRequest,
     CompletionRequest,
     ModelResponseRequest,
@@ -78,7 +80,7 @@ class OpenAISpelling(Spelling):
         if _STREAM_OPTIONS in taken and not streaming:
             raise InvalidInput(_STREAM_OPTIONS, "needs stream: true")
         said = {name: value for name, value in taken.items() if name not in _READ_HERE}
-        asked = self._asked(said)
+        asked = self._asked(said, info)
         try:
             return decode_body(
                 asked,
@@ -106,14 +108,14 @@ class OpenAISpelling(Spelling):
         return field
 
     @abstractmethod
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         """The parameters of a body, as a chat or a completion has them. Raises InvalidInput for errors no schema can
         find: parameters that do not go together."""
 
 
 class OpenAIChat(OpenAISpelling):
     prompt = MESSAGES
-    body = ChatCompletionRequest
+    body: type[Body] = ChatCompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return ChatStream(request, context)
@@ -121,7 +123,7 @@ class OpenAIChat(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         if "top_logprobs" in taken and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
         return taken
@@ -129,7 +131,7 @@ class OpenAIChat(OpenAISpelling):
 
 class OpenAICompletions(OpenAISpelling):
     prompt = PROMPT
-    body = CompletionRequest
+    body: type[Body] = CompletionRequest
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
         return CompletionStream(request, context)
@@ -137,7 +139,7 @@ class OpenAICompletions(OpenAISpelling):
     def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
         return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         if taken.get("echo") and "logprobs" in taken:
             raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
         return taken
@@ -147,15 +149,18 @@ class OpenAIResponses(OpenAISpelling):
     """Its streams name their events, and no ``[DONE]`` ends them."""
 
     prompt = INPUT
-    body = ModelResponseRequest
+    body: type[Body] = ModelResponseRequest
     event_name_field = "type"
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
+        body, left_out = without_hosted(posted.json, TOOL_KINDS)
+        posted = replace(posted, json=body)
         request = super().decode(posted, info, streaming=streaming, request_id=request_id)
         constraint = request.constraint
         if constraint is not None:  # the engine may refuse it later
             constraint = replace(constraint, field=own_name(constraint.field))
-        reply = replace(request.reply, repeated=repeated_values(posted.json))
+        warnings = tuple(f"{name}: hosted tools are not implemented, it is ignored" for name in left_out)
+        reply = replace(request.reply, repeated=repeated_values(body), warnings=warnings)
         prompts = tuple(replace(each, field=INPUT) for each in request.prompts if isinstance(each, ChatPrompt))
         return replace(request, prompts=prompts, reply=reply, constraint=constraint)
 
@@ -168,7 +173,7 @@ class OpenAIResponses(OpenAISpelling):
     def _own_name(self, field: str) -> str:
         return own_name(field)
 
-    def _asked(self, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         return chat_body(taken)
 
 

@@ -64,6 +64,8 @@ class OpenAIStream(ABC):
         self._logprobs = request.sampling.logprobs
         self._usage_message = request.reply.usage_message
         self._running = RunningUsage(request) if request.reply.continuous_usage else None
+        self._token_ids = request.reply.token_ids
+        self._begun: set[int] = set()  # the choices that have been shown
         self._failed = False
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
@@ -90,9 +92,13 @@ class OpenAIStream(ABC):
     def _choice(self, event: TokenEvent) -> ChatChoice | None:
         """None: the event has nothing to show."""
         logprobs = event.logprobs if self._logprobs and event.logprobs else None
-        if not event.has_output and logprobs is None and event.finish_reason is None:
+        ids = event.token_ids if self._token_ids else None
+        if not event.has_output and logprobs is None and event.finish_reason is None and not ids:
             return None
-        return event_choice(event, event.finish_reason, logprobs)
+        choice = event_choice(event, event.finish_reason, logprobs)
+        if ids is not None:
+            choice.token_ids, choice.prompt_ids = ids, None if event.index in self._begun else event.prompt_ids
+        return choice
 
     @abstractmethod
     def _chunks(self, choice: ChatChoice) -> list[JsonObject]: ...
@@ -104,14 +110,14 @@ class ChatStream(OpenAIStream):
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._chat = ChatCompletion(request.request_id, context.model_name, context.created)
         super().__init__(request, self._chat)
-        self._begun: set[int] = set()
 
     def _chunks(self, choice: ChatChoice) -> list[JsonObject]:
-        chunk = self._chat.chunk(choice, first=False, usage=None)
         if choice.index in self._begun:
-            return [chunk]
+            return [self._chat.chunk(choice, first=False, usage=None)]
         self._begun.add(choice.index)
-        return [self._chat.chunk(ChatChoice(choice.index, "", None), first=True, usage=None), chunk]
+        role = ChatChoice(choice.index, "", None, prompt_ids=choice.prompt_ids)
+        choice.prompt_ids = None
+        return [self._chat.chunk(role, first=True, usage=None), self._chat.chunk(choice, first=False, usage=None)]
 
 
 class CompletionStream(OpenAIStream):
@@ -124,6 +130,7 @@ class CompletionStream(OpenAIStream):
 
     def _chunks(self, choice: ChatChoice) -> list[JsonObject]:
         chunk = self._completion.chunk(choice, self._offsets[choice.index])
+        self._begun.add(choice.index)
         if choice.logprobs is not None:
             self._offsets[choice.index] += shown_length(choice.logprobs)
         return [chunk]

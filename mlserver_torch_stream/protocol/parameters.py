@@ -109,6 +109,31 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
     Parameter(
+        "add_generation_prompt",
+        "False: the chat template does not begin an answer; true: it does, also after a message of the assistant.",
+        values.boolean,
+    ),
+    Parameter(
+        "continue_final_message",
+        "The answer continues the last message; default: if the assistant has said it.",
+        values.boolean,
+    ),
+    Parameter(
+        "add_special_tokens",
+        "Adds the tokenizer's special tokens; default: to texts that do not begin with one, not to conversations.",
+        values.boolean,
+    ),
+    Parameter(
+        "enable_thinking",
+        "True: the model may [reason](tools.md#reasoning) first; false: it must not.",
+        values.boolean,
+    ),
+    Parameter(
+        "thinking",
+        "The same as an object: its `type` is `enabled`, `adaptive` or `disabled`. No budget bounds the reasoning.",
+        values.thinking,
+    ),
+    Parameter(
         "tool_choice",
         "As in OpenAI's API: `auto`, `none`, `required`, or one function ([tools](tools.md)).",
         values.tool_choice,
@@ -135,6 +160,10 @@ PARAMETERS: tuple[Parameter, ...] = (
         "structured_outputs",
         "vLLM's [constraints](structured-output.md): `json`, `json_object`, `regex`, `choice` or `grammar`.",
         constraints.structured_outputs,
+    ),
+    *(
+        Parameter(f"guided_{kind}", f"vLLM's older name of `{kind}` of `structured_outputs`.", constraints.guided(kind))
+        for kind in constraints.GUIDED
     ),
     Parameter(
         "guided_decoding_guide",
@@ -187,7 +216,4 @@ TENSORS: Mapping[str, Parameter] = {name: parameter for name, parameter in BY_SP
 OPENAI_BODIES = ("llm_parameters", "kwargs")
 SILENT = frozenset({"headers", "content_type", "binary_data_output"})
 # Parameters of OpenAI's bodies that change no token: they are accepted and have no effect on sampling.
-SILENT_IN_BODY = frozenset(
-    {"model", "user", "metadata", "store", "stream_options", "safety_identifier"}
-    | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-)
+SILENT_IN_BODY = frozenset({"model", "stream_options", *values.METADATA})

@@ -15,7 +15,7 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.bodies import validate
 from mlserver_torch_stream.protocol.chat import check_template_arguments, chosen_tools
-from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, of_guide
+from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, GUIDED, of_guide
 from mlserver_torch_stream.protocol.openai_models import StreamOptions
 from mlserver_torch_stream.protocol.parameters import (
     BY_SPELLING,
@@ -42,8 +42,12 @@ MAX_ID_CHARACTERS = 256
 _STREAM_OPTIONS, _CONTINUOUS = "stream_options", "continuous_usage_stats"
 _STREAM_OPTIONS_MODEL = TypeAdapter(StreamOptions)
 _EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
-_CONSTRAINTS = ("response_format", "structured_outputs", GUIDE_TYPE)
-_CHAT_ONLY = ("chat_template_kwargs", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+_CONSTRAINTS = ("response_format", "structured_outputs", *(f"guided_{kind}" for kind in GUIDED), GUIDE_TYPE)
+_GENERATION_PROMPT, _CONTINUE, _SPECIAL = "add_generation_prompt", "continue_final_message", "add_special_tokens"
+_CHAT_ONLY = (
+    *("chat_template_kwargs", "tool_choice", "parallel_tool_calls", _EFFORT, _SWITCH, "thinking"),
+    *(_GENERATION_PROMPT, _CONTINUE),
+)
 
 _SAMPLING = "sampling_parameters"
 _DEFAULTS = "default_sampling"
@@ -127,6 +131,7 @@ def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
         if value is None:
             if key not in BY_SPELLING:
                 refuse(key, ..., BY_SPELLING)
+                continue
             raise InvalidInput(key, "has no value; over gRPC a fractional number must be sent as a string")
 
 
@@ -202,6 +207,11 @@ def build_request(
     need_logprobs = reply.logprobs or reply.cumulative_logprob or details
     if reply.echo_prompt:
         _check_echo(given, prompts, streaming=streaming and stream is not False)
+    if _SPECIAL in given:
+        adds = bool(given[_SPECIAL].value)
+        prompts = tuple(
+            replace(each, add_special_tokens=adds) if isinstance(each, TextPrompt) else each for each in prompts
+        )
     microseconds = _read_positive(given, "timeout")
     return GenerationRequest(
         request_id=request_id,
@@ -232,16 +242,35 @@ def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: M
     """The conversation for the chat template; without the tools if the client's ``tool_choice`` is ``none``."""
     arguments = given.get("chat_template_kwargs")
     chosen, choice = chosen_tools(tools, given, info)
+    begins, continues = _read_flag(given, _GENERATION_PROMPT), _read_flag(given, _CONTINUE)
+    if begins and continues:
+        raise InvalidInput(given[_CONTINUE].spelling, f"contradicts {_GENERATION_PROMPT}")
     checked = check_template_arguments(arguments.spelling, arguments.value) if arguments else {}
     return ChatPrompt(
         messages=messages,
         tools=chosen,
         tool_choice=choice,
         template_kwargs={**_reasoning_arguments(given, info), **checked},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        add_special_tokens=bool(_read_flag(given, _SPECIAL)),
     )
 
 
 def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
+    """What the chat template is told of the reasoning. A model that may reason need not."""
+    effort = _effort_argument(given, info)
+    switch = given.get(_SWITCH) or given.get("thinking")
+    if switch is None:
+        return effort
+    if _SWITCH in info.template_arguments:
+        return {**effort, _SWITCH: switch.value}
+    if info.reasons and not switch.value:
+        raise InvalidInput(switch.spelling, "the model's chat template cannot switch its reasoning off")
+    return effort
+
+
+def _effort_argument(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
     """``reasoning_effort`` for a template that reads it, or for one that can only be told whether to reason."""
     if _EFFORT not in given:
         return {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlserver_torch_stream.protocol.custom_tools import ArgumentText
 from mlserver_torch_stream.protocol.openai_objects import TokenCounts
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
@@ -85,6 +86,11 @@ def response_usage(counts: TokenCounts) -> JsonObject:
 
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+
+
+def warning_item(request_id: str, index: int, message: str) -> JsonObject:
+    """An item that says what the request asks for and does not get. OpenAI's API has none."""
+    return {"id": f"wr_{request_id}_{index}", "type": "warning", "status": COMPLETED, "message": message}
 
 
 class OutputItem(ABC):
@@ -199,13 +205,18 @@ class CallItem(OutputItem):
 
     prefix = "fc"
 
-    def __init__(self, request_id: str, index: int, call_id: str, name: str) -> None:
+    kind, content, deltas = "function_call", "arguments", "function_call_arguments"
+
+    def __init__(self, request_id: str, index: int, call_id: str, name: str, namespace: str | None = None) -> None:
         super().__init__(request_id, index)
         self._call_id, self._name = call_id, name
+        self._namespace = {} if namespace is None else {"namespace": namespace}
 
-    def delta(self, arguments: str) -> JsonObject:
+    def delta(self, arguments: str) -> list[JsonObject]:
+        if not arguments:
+            return []
         self._pieces.append(arguments)
-        return self._message("function_call_arguments.delta", delta=arguments)
+        return [self._message(f"{self.deltas}.delta", delta=arguments)]
 
     def shown(self, status: str) -> JsonObject:
         return self._call(status, self._content())
@@ -214,14 +225,37 @@ class CallItem(OutputItem):
         return self._call(IN_PROGRESS, "")
 
     def _closing(self) -> list[JsonObject]:
-        return [self._message("function_call_arguments.done", name=self._name, arguments=self._content())]
+        rest = self._rest()
+        return [*rest, self._message(f"{self.deltas}.done", name=self._name, **{self.content: self._content()})]
 
-    def _call(self, status: str, arguments: str) -> JsonObject:
+    def _rest(self) -> list[JsonObject]:
+        """The deltas that are left at the end."""
+        return []
+
+    def _call(self, status: str, said: str) -> JsonObject:
         return {
             "id": self.id,
-            "type": "function_call",
+            "type": self.kind,
             "status": status,
             "call_id": self._call_id,
+            **self._namespace,
             "name": self._name,
-            "arguments": arguments,
+            self.content: said,
         }
+
+
+class CustomCallItem(CallItem):
+    """A call of a custom tool, with its text."""
+
+    prefix = "ctc"
+    kind, content, deltas = "custom_tool_call", "input", "custom_tool_call_input"
+
+    def __init__(self, request_id: str, index: int, call_id: str, name: str, namespace: str | None = None) -> None:
+        super().__init__(request_id, index, call_id, name, namespace)
+        self._input = ArgumentText()
+
+    def delta(self, arguments: str) -> list[JsonObject]:
+        return super().delta(self._input.push(arguments))
+
+    def _rest(self) -> list[JsonObject]:
+        return super().delta(self._input.flush())

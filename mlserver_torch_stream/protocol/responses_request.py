@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.protocol import custom_tools
 from mlserver_torch_stream.protocol.chat import parsed_arguments
+from mlserver_torch_stream.protocol.custom_tools import function_name, functions
 from mlserver_torch_stream.protocol.openai_models import LOGPROBS
 
 INPUT = "input"
@@ -39,7 +41,7 @@ def chat_body(taken: Mapping[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in taken:
         body["max_tokens"] = taken["max_output_tokens"]
     if "tools" in taken:
-        body["tools"] = [_tool(tool) for tool in taken["tools"]]
+        body["tools"] = functions(taken["tools"])
     if "tool_choice" in taken:
         body["tool_choice"] = _tool_choice(taken["tool_choice"])
     if taken.get("text", {}).get("format"):
@@ -58,12 +60,8 @@ _CONVERTED = frozenset(
 )
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": tool["type"], "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
 def _tool_choice(choice: Any) -> Any:
-    if not isinstance(choice, dict) or choice.get("type") != "function":
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
         return choice
     return {"type": "function", "function": {"name": choice.get("name")}}
 
@@ -102,11 +100,13 @@ class _Conversation:
         """Raises InvalidInput."""
         item = {key: value for key, value in item.items() if value is not None}  # as SDKs dump their objects
         kind = item.get("type", "message")
+        if kind == "warning":
+            return
         if kind == "reasoning":
             self._begin()["reasoning"] = _text(item.get("content") or item.get("summary", []))
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._current().setdefault("tool_calls", []).append(_call(place, item))
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._say("tool", _text(item["output"]), tool_call_id=item["call_id"])
         elif item["role"] == "assistant":
             self._answer_with(_text(item["content"]))
@@ -139,5 +139,9 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
     """The item as a call in a chat's message, whose arguments are an object, as templates read them."""
-    arguments = parsed_arguments(f"{place}.arguments", "", item["arguments"])
-    return {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments}}
+    if item["type"] == "custom_tool_call":
+        arguments = {custom_tools.INPUT: item["input"]}
+    else:
+        arguments = parsed_arguments(f"{place}.arguments", "", item["arguments"])
+    name = function_name(item["name"], item.get("namespace"))
+    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}

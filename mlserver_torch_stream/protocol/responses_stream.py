@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from mlserver_torch_stream.errors import as_request_error
+from mlserver_torch_stream.protocol.custom_tools import NamedTool, named_tools
 from mlserver_torch_stream.protocol.openai_objects import logprob_entries
 from mlserver_torch_stream.protocol.openai_stream import describe, raise_failure
 from mlserver_torch_stream.protocol.responses_objects import (
@@ -16,10 +17,12 @@ from mlserver_torch_stream.protocol.responses_objects import (
     IN_PROGRESS,
     INCOMPLETE,
     CallItem,
+    CustomCallItem,
     MessageItem,
     OutputItem,
     ReasoningItem,
     ResponseObject,
+    warning_item,
 )
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, UsageCounter, shortened
 from mlserver_torch_stream.tool_calls import ToolCallDelta
@@ -36,6 +39,8 @@ class ResponsesStream:
         repeated = request.reply.repeated
         self._id = request.request_id
         self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
+        self._tools = named_tools(repeated["tools"])
+        self._warnings = request.reply.warnings
         self._usage = UsageCounter(request)
         self._shows_logprobs = request.sampling.logprobs
         self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
@@ -76,7 +81,13 @@ class ResponsesStream:
         if self._number:
             return []
         begun = self._response.state(IN_PROGRESS)
-        return [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
+        messages = [{"type": f"response.{state}", "response": begun} for state in ("created", IN_PROGRESS)]
+        for warning in self._warnings:
+            item = warning_item(self._id, len(self._output), warning)
+            places: JsonObject = {"output_index": len(self._output), "item": item}
+            messages += [{"type": f"response.output_item.{kind}", **places} for kind in ("added", "done")]
+            self._output.append(item)
+        return messages
 
     def _grow(self, event: TokenEvent) -> Iterable[JsonObject]:
         """The reasoning of an event comes before its text, and its text before its calls."""
@@ -100,10 +111,12 @@ class ResponsesStream:
         messages: list[JsonObject] = []
         if not isinstance(self._open, CallItem) or self._call != delta.index:
             self._call = delta.index
-            item = CallItem(self._id, self._next(), delta.id or "", delta.name or "")
-            messages += self._switch(item)
+            name = delta.name or ""
+            tool = self._tools.get(name, NamedTool(name, None, False))
+            kind = CustomCallItem if tool.custom else CallItem
+            messages += self._switch(kind(self._id, self._next(), delta.id or "", tool.name, tool.namespace))
         assert isinstance(self._open, CallItem)
-        return [*messages, self._open.delta(delta.arguments)] if delta.arguments else messages
+        return [*messages, *self._open.delta(delta.arguments)]
 
     def _opened(self, kind: type[_Textual]) -> tuple[_Textual, list[JsonObject]]:
         """The open item, which is of this kind now, and the messages that have opened it."""
@@ -130,7 +143,7 @@ class ResponsesStream:
 
     def _finish(self, reason: FinishReason | None) -> list[JsonObject]:
         """An empty answer is a message without text."""
-        messages = [] if self._next() else self._opened(MessageItem)[1]
+        messages = [] if self._next() > len(self._warnings) else self._opened(MessageItem)[1]
         cut = reason is FinishReason.LENGTH
         status = INCOMPLETE if cut else COMPLETED
         messages += self._close(status)

@@ -26,7 +26,7 @@ from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOp
 class SeldonChat(V2Tensors):
     """Seldon's spelling: a chat in V2 tensors; the reply has ``role``, ``content``, ``type`` and ``output_all``."""
 
-    comments = False  # the proxy reads every block of a stream as JSON
+    keep_alive = b""  # the proxy reads every block of a stream as JSON
     outputs = frozenset({*V2Tensors.outputs, *names.CHAT_OUTPUT_DATATYPES})
 
     def accepts(self, body: Mapping[str, Any]) -> bool:

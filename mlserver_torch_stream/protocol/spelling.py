@@ -19,6 +19,7 @@ from mlserver_torch_stream.types import (
     FinishReason,
     GenerationRequest,
     ModelInfo,
+    Prompt,
     ReplyOptions,
     TextPrompt,
     TokenEvent,
@@ -81,11 +82,11 @@ class WholeEncoder(Protocol):
 class Spelling(ABC):
     """One way to write a request and its replies. A spelling has no state; its encoders have.
 
-    ``comments``: SSE comments may stand between the events of its streams. ``event_name_field``: the field of a
-    message that names its SSE event; None: the events have no names.
+    ``keep_alive``: the block of SSE that is sent while a stream has no events; empty: none. ``event_name_field``: the
+    field of a message that names its SSE event; None: the events have no names.
     """
 
-    comments = True
+    keep_alive = b": ping\n\n"
     event_name_field: str | None = None
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
@@ -125,6 +126,25 @@ class Spelling(ABC):
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """Status and body of an error before the first token."""
         return error.status, {"error": error.message}
+
+
+class PromptCodec(Protocol):
+    """A model's tokenizer and its chat template. Every method may take long, and may raise InvalidInput."""
+
+    def encode(self, prompt: Prompt) -> Sequence[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_strings(self, ids: Sequence[int]) -> Sequence[str]:
+        """The tokens as the tokenizer's vocabulary has them."""
+
+
+class PromptSpelling(ABC):
+    """What a spelling has besides if its requests ask about a prompt alone, so that nothing is generated."""
+
+    @abstractmethod
+    def answer(self, request: GenerationRequest, codec: PromptCodec, info: ModelInfo) -> JsonObject:
+        """The whole reply. Called in a thread; raises RequestError."""
 
 
 class UsageCounter:
@@ -319,6 +339,7 @@ class CollectedSequence:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.prompt_ids: Sequence[int] = ()
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
 
@@ -339,6 +360,7 @@ class CollectedSequence:
         self.logprobs += event.logprobs
         self.finish_reason = event.finish_reason
         self.stop_reason = event.stop_reason
+        self.prompt_ids = event.prompt_ids or self.prompt_ids
         if event.cumulative_logprob is not None:
             self.cumulative_logprob = event.cumulative_logprob
 
@@ -378,10 +400,11 @@ class CollectedReply:
 
     def choices(self) -> list[ChatChoice]:
         """Every sequence, for OpenAI's objects."""
-        wanted = self._request.sampling.logprobs
+        wanted, ids = self._request.sampling.logprobs, self._request.reply.token_ids
         return [
             ChatChoice(
-                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls)
+                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls),
+                *((each.token_ids, each.prompt_ids) if ids else ()),
             )
             for index, (text, each) in enumerate(zip(self._echoed_texts(), self.sequences, strict=True))
         ]

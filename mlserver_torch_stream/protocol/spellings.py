@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlserver_torch_stream.protocol.anthropic_spelling import ANTHROPIC_SPELLINGS
 from mlserver_torch_stream.protocol.generate import FLAT
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.seldon_spelling import SELDON
-from mlserver_torch_stream.protocol.spelling import Spelling
+from mlserver_torch_stream.protocol.spelling import PromptSpelling, Spelling
+from mlserver_torch_stream.protocol.tokenize_spelling import TOKENIZE_SPELLINGS
 from mlserver_torch_stream.protocol.v2_reply import V2
 
 
@@ -39,8 +41,11 @@ REST_ROUTES = (
         for endpoint, streaming, spellings in _ENDPOINTS
     ),
     *(
-        RestRoute(f"{prefix}{path.removeprefix('/v1')}", None, (spelling,))
+        RestRoute(
+            f"{prefix}{path.removeprefix('/v1')}", False if isinstance(spelling, PromptSpelling) else None, (spelling,)
+        )
         for prefix in OPENAI_PREFIXES
-        for path, spelling in OPENAI_SPELLINGS.items()
+        for path, spelling in {**OPENAI_SPELLINGS, **ANTHROPIC_SPELLINGS}.items()
     ),
+    *(RestRoute(path, False, (spelling,)) for path, spelling in TOKENIZE_SPELLINGS.items()),
 )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,6 +97,8 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 # A request may have this many prompts or messages, however short the model's context is. Four million would hold the
 # event loop for most of a minute.
 _MAX_ELEMENTS = 4096
+THINKING = ("enabled", "adaptive", "disabled")  # the types of Anthropic's ``thinking``
+MAX_IGNORED = 32  # names of unknown parameters that are noted
 MAX_TOKEN_IDS = 4096  # in one parameter: with a constraint, each costs time in every step
 _SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
 
@@ -319,6 +323,14 @@ def adapter(value: Any, info: ModelInfo) -> str:
     return value
 
 
+def thinking(value: Any, info: ModelInfo) -> bool:
+    """Reads Anthropic's ``thinking``: whether the model may reason."""
+    kind = json_object(value, info).get("type")
+    if kind not in THINKING:
+        raise ValueError(f"must have a type that is one of {', '.join(THINKING)}, got {shown(kind)}")
+    return bool(kind != "disabled")
+
+
 def one_of(*choices: str) -> Reader:
     def read(value: Any, info: ModelInfo) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -329,26 +341,113 @@ def one_of(*choices: str) -> Reader:
 
 
 # Each with the values that ask for nothing, so that a client which always sends its defaults is served.
-_UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
+UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI's
     "audio": (),
     "best_of": (1,),
-    "details": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # Triton's and Hugging Face's
+    "details": (False,),
+    "lora_name": (),
+    # vLLM's
+    "allowed_token_ids": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "return_mm_kwargs": (True, False),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),  # it says nothing without truncate_prompt_tokens
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang's
+    "ebnf": (),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "regex": (),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    # llama.cpp's
+    "backend_sampling": (False,),
+    "dry_multiplier": (0,),
+    "dynatemp_exponent": (1,),
+    "dynatemp_range": (0,),
+    "grammar": ("",),
+    "id_slot": (-1,),
+    "json_schema": (),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "mirostat_eta": (0.1,),
+    "mirostat_tau": (5,),
+    "n_keep": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "reasoning_format": ("auto",),
+    "repeat_penalty": (1,),
+    "return_progress": (False,),
+    "return_tokens": (False,),
+    "samplers": (),
+    "thinking_forced_open": (False,),
+    "timings_per_token": (False,),
+    "top_n_sigma": (-1,),
+    "xtc_probability": (0,),
+    "xtc_threshold": (0.1,),
 }
-_UNIMPLEMENTED_PREFIXES = ("guided_", "sequence_", "shared_memory_")
+# Parameters of OpenAI's bodies on which no answer depends, with the types of their values.
+METADATA: Mapping[str, type] = {
+    "user": str,
+    "metadata": dict,
+    "store": bool,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "service_tier": str,
+    "client_metadata": dict,  # Codex
+    "request_id": str,  # vLLM
+    "session_id": str,  # vLLM, Open WebUI
+    "chat_id": str,  # Open WebUI
+    "rid": str,  # SGLang
+    "cache_prompt": bool,  # llama.cpp: prefixes are always cached
+    "guided_decoding_backend": str,  # vLLM
+    "litellm_session_id": str,
+    "litellm_trace_id": str,
+}
+_UNIMPLEMENTED_PREFIXES = ("sequence_", "shared_memory_")
 
 
 def harmless_values(key: str) -> tuple[Any, ...]:
     """The values, besides null, with which a key that is not implemented asks for nothing."""
-    return _UNIMPLEMENTED.get(key, ())
+    return UNIMPLEMENTED.get(key, ())
 
 
 def refuse_unless_harmless(key: str, value: Any, harmless: Collection[Any]) -> None:
@@ -362,15 +461,39 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
+_ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)  # None: unknown names are refused
+
+
+@contextmanager
+def unknown_parameters(*, ignored: bool) -> Iterator[list[str]]:
+    """In the block unknown parameters are refused, or, if they are ``ignored``, their names are added to the list."""
+    names: list[str] = []
+    token = _ignored.set(names if ignored else None)
+    try:
+        yield names
+    finally:
+        _ignored.reset(token)
+
+
+def ignores(name: str) -> bool:
+    """Whether the server's setting has the unknown parameter ignored, which is noted."""
+    names = _ignored.get()
+    if names is not None and name not in names and len(names) < MAX_IGNORED:
+        names.append(name)
+    return names is not None
+
+
 def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter") -> None:
-    """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing, as null does."""
+    """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing, as null does, or the
+    server ignores unknown parameters."""
     if value is None:
         return
-    if key in _UNIMPLEMENTED or key.startswith(_UNIMPLEMENTED_PREFIXES):
+    if key in UNIMPLEMENTED or key.startswith(_UNIMPLEMENTED_PREFIXES):
         refuse_unless_harmless(key, value, harmless_values(key))
         return
     name = printable(key)
-    raise InvalidInput(name, f"unknown {what}{did_you_mean(name, known, str)}")
+    if what != "parameter" or not ignores(name):
+        raise InvalidInput(name, f"unknown {what}{did_you_mean(name, known, str)}")
 
 
 SIZE = "binary_data_size"  # the parameter of a tensor whose elements follow the JSON object

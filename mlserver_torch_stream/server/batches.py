@@ -23,7 +23,8 @@ from mlserver_torch_stream.protocol.openai_spelling import OPENAI_SPELLINGS
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.server.host import find_model
 from mlserver_torch_stream.server.item_slots import ItemSlots
-from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
+from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.token_model import TokenModel, TokenReply
 
@@ -81,7 +82,9 @@ class ServedModels:
         generator = model.generator(EndpointKind.REST_UNARY)
         spelling = OPENAI_SPELLINGS[endpoint]
         posted = PostedBody(body)
-        request = spelling.decode(posted, generator.info, streaming=False, request_id=uuid4().hex)
+        request_id = uuid4().hex
+        with ignored_parameters(read_options(), name, request_id):
+            request = spelling.decode(posted, generator.info, streaming=False, request_id=request_id)
         if request.priority is not None:
             raise InvalidInput("priority", "is not for rows of a batch, which all come after the requests of clients")
         if model not in self._slots:

@@ -20,8 +20,10 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.access.guards import GuardedAio
 from mlserver_torch_stream.server.batches import Batches
-from mlserver_torch_stream.server.grpc.torchserve import InferenceService
+from mlserver_torch_stream.server.grpc.reflection import Reflection, mlserver_files
+from mlserver_torch_stream.server.grpc.torchserve import InferenceService, torchserve_file
 from mlserver_torch_stream.server.grpc.triton import TritonServicer
+from mlserver_torch_stream.server.grpc.triton_messages import triton_file
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.lifecycle import ports, shutdown
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
@@ -34,6 +36,7 @@ from mlserver_torch_stream.server.rest import (
     batch_routes,
     connection,
     health,
+    item_batch,
     model_routes,
     openai_routes,
     predictions,
@@ -50,7 +53,7 @@ async def open_port(
     port: int,
     setting: str,
     service: str,
-    handler: grpc.GenericRpcHandler,
+    handlers: tuple[grpc.GenericRpcHandler, ...],
 ) -> None:
     """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
 
@@ -63,7 +66,7 @@ async def open_port(
         # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
         options=[*host.grpc_options(), ("grpc.so_reuseport", 0)],
     )
-    listener.add_generic_rpc_handlers((handler,))
+    listener.add_generic_rpc_handlers(handlers)
     try:
         listener.add_insecure_port(f"{address}:{port}")
     except RuntimeError as error:
@@ -123,14 +126,15 @@ async def _open_grpc_services(host: ServerHost, state: ServerState, options: Ser
     open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:
-        triton = TritonServicer(host, state, stalled_after).handler()
+        triton = (TritonServicer(host, state, stalled_after).handler(), Reflection([triton_file()]))
         await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
-    torchserve = InferenceService(host, state.lifecycle, stalled_after).handler()
+    torchserve, described = InferenceService(host, state.lifecycle, stalled_after).handler(), torchserve_file()
     listener = host.grpc_listener()
     if listener is not None:
-        listener.add_generic_rpc_handlers((torchserve,))
+        listener.add_generic_rpc_handlers((torchserve, Reflection([*mlserver_files(), described])))
     if port := options.grpc_port_torchserve:
-        await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", torchserve)
+        handlers = (torchserve, Reflection([described]))
+        await open_ours(port, "grpc_port_torchserve", "TorchServe's gRPC service", handlers)
 
 
 def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
@@ -139,10 +143,11 @@ def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> 
     openai_routes.add_fallback_routes(host)
     health.add_routes(host, state.lifecycle)
     model_routes.add_routes(host, state)
-    openai_routes.add_model_routes(host)
+    openai_routes.add_model_routes(host, options)
     adapter_routes.add_routes(host, options)
     page_routes.add_routes(host, options)
     predictions.add_routes(host, state.lifecycle, options)
+    item_batch.add_routes(host, state.lifecycle)
     batches = Batches(options.batch_store, host.registry, state)
     batch_routes.add_batch_routes(host, batches, options)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
@@ -77,6 +78,13 @@ class ServerOptions(BaseModel):
     """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
+    unknown_parameters: Literal["refuse", "ignore"] = "refuse"
+    """`ignore`: parameters of requests that are [unknown](openai.md#parameters) have no effect; the header
+    `x-ignored-parameters` of the answer and the log name them. `refuse`: such requests get an error."""
+    model_aliases: str = ""
+    """Further names of models, for clients that send names of their own: `alias=model`, separated by commas. `*` in an
+    alias stands for any text: `claude-*=smollm2`. The first alias that fits counts, and a model's own name before it.
+    """
     page: bool = False
     """Serve [a page](page.md) at `/`, on which you chat with the models; `mlserver-torch-stream serve` and `make run`
     set it to true."""
@@ -110,6 +118,23 @@ class ServerOptions(BaseModel):
     """Show the metrics under vLLM's names too."""
     torchserve_metric_names: bool = False
     """Show requests and handlers' own metrics under [TorchServe's names](torchserve.md#metrics) too."""
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _check_aliases(cls, value: str) -> str:
+        for pair in filter(None, value.split(",")):
+            alias, _, model = (part.strip() for part in pair.partition("="))
+            if not alias or not model:
+                raise ValueError("must be pairs of alias=model, separated by commas")
+        return value
+
+    def model_of_alias(self, name: str) -> str:
+        """The model that has this alias, or else the name itself."""
+        for pair in filter(None, self.model_aliases.split(",")):
+            alias, _, model = (part.strip() for part in pair.partition("="))
+            if re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL):
+                return model
+        return name
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:

@@ -75,8 +75,8 @@ class Reply(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def comments(self) -> bool:
-        """True if SSE comments may stand between the events."""
+    def keep_alive(self) -> bytes:
+        """As in ``Spelling``."""
 
     @property
     def reads_following(self) -> bool:
@@ -115,7 +115,10 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply to one request, read once: in pieces or whole."""
+    """The reply to one request, read once: in pieces or whole. Reading begins it, if ``begin`` has not."""
+
+    def begin(self, more: bool = False) -> object:
+        """``more``: the next request of its batch follows at once. Raises RequestError."""
 
     async def whole(self) -> bytes:
         """All pieces joined. Raises RequestError."""

@@ -19,12 +19,12 @@ from mlserver_torch_stream.engine.api import AdapterSet, TokenStream
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, as_request_error
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
-from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
+from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, PromptSpelling, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.v2_reply import V2
 from mlserver_torch_stream.protocol.v2_request import decode_piece
-from mlserver_torch_stream.server.host import default_models
-from mlserver_torch_stream.server.observability.request_observer import EndpointKind
-from mlserver_torch_stream.server.options import read_options
+from mlserver_torch_stream.server.host import default_models, find_model
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
+from mlserver_torch_stream.server.options import ServerOptions, read_options
 from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
@@ -68,8 +68,8 @@ class TokenReply:
         return self._request.request_id
 
     @property
-    def comments(self) -> bool:
-        return self._spelling.comments
+    def keep_alive(self) -> bytes:
+        return self._spelling.keep_alive
 
     def close(self) -> None:
         self._closed = True
@@ -145,6 +145,36 @@ class TokenReply:
             stream.close()
 
 
+class PromptReply:
+    """The reply to a request that asks about a prompt alone: what ``answer`` returns, which is called once."""
+
+    keep_alive = b""
+    reads_following = False
+    error: Exception | None = None
+
+    def __init__(self, request_id: str, answer: Callable[[], Awaitable[JsonObject]]) -> None:
+        self.request_id = request_id
+        self._answer = answer
+
+    async def bodies(self) -> AsyncIterator[JsonObject]:
+        yield await self._answer()
+
+    async def whole(self) -> JsonObject:
+        return await self._answer()
+
+    async def attached(self) -> tuple[JsonObject, bytes | None]:
+        return await self._answer(), None
+
+    def failure(self, error: Exception) -> Sequence[JsonObject]:
+        return ()
+
+    def end(self) -> bytes | None:
+        return None
+
+    def close(self) -> None:
+        """Does nothing: what a thread has begun goes on."""
+
+
 _NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
 
 
@@ -172,10 +202,12 @@ class TokenModel(ServedModel):
     def most_open(self) -> int:
         return int(self._slot.built.engine.info.max_num_seqs)
 
-    def reply(self, request: RestRequest) -> TokenReply:
+    def reply(self, request: RestRequest) -> TokenReply | PromptReply:
         generator, posted, spelling = self.generator(request.endpoint), request.posted, request.spelling
         streaming, request_id = request.endpoint.streams, request.request_id
         decoded = spelling.decode(posted, generator.info, streaming=streaming, request_id=request_id)
+        if isinstance(spelling, PromptSpelling):
+            return PromptReply(request_id, partial(generator.answer, decoded, spelling.answer))
         if request.adapter is not None:
             decoded = replace(decoded, adapter=request.adapter)
         context = request.context(decoded.request_id)
@@ -185,7 +217,8 @@ class TokenModel(ServedModel):
         generator, payload, index = self.generator(message.endpoint), message.payload, message.index
         spelling = spelling_of(tensor.name for tensor in payload.inputs)
         streaming, request_id = index is not None, message.request_id
-        request = spelling.decode_message(payload, generator.info, streaming=streaming, request_id=request_id)
+        with ignored_parameters(read_options(), self.name, request_id):
+            request = spelling.decode_message(payload, generator.info, streaming=streaming, request_id=request_id)
         if index is not None and message.following is None and request.stream_mode is not StreamMode.EACH:
             raise InvalidInput("stream_mode", _NOT_FIRST)
         context = self._context(index)
@@ -219,3 +252,16 @@ def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
         if isinstance(model, TokenModel) and name in model.adapter_names:
             return model
     return None
+
+
+def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
+    """The name of the model that a body names: its own, or the one that the options have for it."""
+    return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
+
+
+def only_model(registry: MultiModelRegistry) -> str:
+    """The name of the only model that generates tokens. Raises InvalidInput if there are several, or none."""
+    names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
+    if len(names) != 1:
+        raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")
+    return names[0]

@@ -71,6 +71,10 @@ async def with_a_tool(model: Any) -> None:
         result = await _agent(model, seed, 20.0, output_type=Look, tools=tools).run("Where is it?")
         assert isinstance(result.output, Look)
         if called:
+            for _ in range(2):  # the further turns send the calls and the answers of the turns before
+                history = result.all_messages()
+                result = await _agent(model, seed, output_type=Look).run("And now?", message_history=history)
+                assert isinstance(result.output, Look)
             return
     raise AssertionError("the tool was never called")
 

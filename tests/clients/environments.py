@@ -12,8 +12,10 @@ from pathlib import Path
 # Of each environment: what is installed beside the dependencies that these packages ask for.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "openai": ("openai==3.54.0",),
+    "anthropic": ("anthropic==2.13.0",),
     "langchain-openai": ("langchain-openai==1.7.3", "openai==3.54.0"),
     "litellm": ("litellm==1.106.2", "openai==2.54.0"),
+    "litellm-mcp": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),  # LiteLLM needs it for an argument `tools`
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
     "torch-model-archiver": ("torch-model-archiver==0.12.0",),

@@ -131,6 +131,8 @@ def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize(
     ("environment", "scripts"),
     [
+        ("anthropic", ("tools_of_anthropic",)),
+        ("litellm-mcp", ("tools_of_litellm",)),
         ("openai", ("tools_of_openai", "responses_of_openai")),
         ("langchain-openai", ("agents_of_langchain",)),
         ("pydantic-ai", ("agents_of_pydantic_ai",)),

@@ -53,7 +53,8 @@ def test_the_server_keeps_to_it(short: Server, python: Path, document: Path) -> 
     What the document accepts may still be refused, such as a prompt that is longer than the context.
     """
     described = json.loads(document.read_text())
-    for name in ("ChatCompletionRequest", "CompletionRequest", "ModelResponseRequest"):
+    anthropic = ("MessagesRequest", "CountTokensRequest")
+    for name in ("ChatCompletionRequest", "CompletionRequest", "ModelResponseRequest", *anthropic):
         parameters = described["components"]["schemas"][name]["properties"]
         parameters["model"] = {"enum": ["tiny"]}
         del parameters["model_version"], parameters["timeout"], parameters["bad_words"]

@@ -14,15 +14,13 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from mlserver_torch_stream.cli.infer_http import Concurrency, Gate
-from mlserver_torch_stream.cli.infer_objects import PostForPieces
-from mlserver_torch_stream.cloud.backoff import Retry, within
+from mlserver_torch_stream.cloud.aws import S3Listing
+from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry, within
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
 from mlserver_torch_stream.cloud.pipeline import infer_rows
 from mlserver_torch_stream.cloud.prefetch import fetch_range
 from mlserver_torch_stream.cloud.rows import CloudError, Outcome, Result, Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan, stream
-from mlserver_torch_stream.cloud.s3_listing import S3Listing
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watch import Announced, Watcher
 from tests import plain_http
@@ -261,7 +259,7 @@ def test_a_listing_of_our_own_is_signed_for_the_region_of_the_environment(monkey
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     listing = S3Listing.find("s3://b/in", {"access_key_id": "k", "secret_access_key": "s"}, _SOON_S)
     assert listing is not None and listing.credentials is not None
-    assert (listing.endpoint, listing.credentials.region) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
+    assert (listing.endpoint, listing.credentials["region_name"]) == ("https://s3.eu-west-1.amazonaws.com", "eu-west-1")
 
 
 def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_listed_otherwise(
@@ -290,7 +288,7 @@ def test_a_listing_of_our_own_that_is_no_xml_is_an_error_that_may_pass() -> None
         async for _ in listing.objects(None):
             pass
 
-    with serving(Page) as url, pytest.raises(StoreUnavailable, match="what is no XML"):
+    with serving(Page) as url, pytest.raises(StoreUnavailable, match="ListObjectsV2"):
         asyncio.run(act())
 
 
@@ -362,29 +360,6 @@ async def _served() -> tuple[asyncio.Server, list[asyncio.StreamWriter]]:
     """A server that accepts connections and leaves them open, and their writers."""
     accepted: list[asyncio.StreamWriter] = []
     return await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0), accepted
-
-
-def test_a_connection_that_is_made_just_as_its_post_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        server, accepted = await _served()
-        connect, made = asyncio.open_connection, list[asyncio.StreamWriter]()
-
-        async def connect_and_cancel(*address: Any, **options: Any) -> Any:
-            opened = await connect(*address, **options)
-            made.append(opened[1])
-            posting.cancel()
-            return opened
-
-        monkeypatch.setattr(asyncio, "open_connection", connect_and_cancel)
-        post = PostForPieces(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", _SOON_S)
-        posting = asyncio.ensure_future(anext(post.pieces("/", b"", {})))
-        await asyncio.wait({posting})
-        assert posting.cancelled() and made[0].is_closing()
-        for writer in accepted:
-            writer.close()
-        server.close()
-
-    asyncio.run(asyncio.wait_for(run(), _SOON_S))
 
 
 def test_a_connection_that_is_made_after_its_time_is_over_is_closed() -> None:

@@ -65,6 +65,6 @@ def test_conversations_defaults_several_answers_and_rows_that_cannot_be_served(
     assert body["object"] == "chat.completion" and [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][0]["message"]["role"] == "assistant" and body["usage"]["completion_tokens"] <= 12
     assert "max_tokns: unknown parameter; did you mean max_tokens?" in trouble(unknown)["message"]
-    assert "empty" in trouble(empty)["message"] and trouble(long)["type"] == "invalid_request_error"
+    assert "prompt: must have" in trouble(empty)["message"] and trouble(long)["type"] == "invalid_request_error"
     assert len(logprobs["response"]["body"]["choices"][0]["logprobs"]["tokens"]) == 6
     assert good["response"]["body"]["usage"]["completion_tokens"] == 4

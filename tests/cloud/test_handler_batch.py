@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
-from mlserver_torch_stream.cli.infer_handler import HandlerInfer
-from mlserver_torch_stream.cli.object_row import ObjectRequest
-from mlserver_torch_stream.cloud.rows import Row
+import pytest
+
+from mlserver_torch_stream.cli.child_server import NAME, child_server
+from mlserver_torch_stream.cloud.backend import open_backend
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
+from mlserver_torch_stream.cloud.requests import ObjectRequest
+from mlserver_torch_stream.cloud.rows import AccessDenied, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.handlers import write
 
 _ENDLESS = """
-import itertools, time
+import itertools, pathlib, time
 from ts.handler_utils.utils import send_intermediate_predict_response as send
 
 def handle(data, context):
-    for _ in itertools.count() if data else ():
+    if data and bytes(data[0]["body"]) == b"short":
+        return ["done"] * len(data)
+    for number in itertools.count() if data else ():
+        (pathlib.Path(__file__).parent / "begun").touch()
         send(["x"] * len(data), context.request_ids, "ok", 200, context)
         time.sleep(0.01)
 """
 
 
-def test_requests_of_a_batch_that_is_cancelled_are_closed(tmp_path: Path) -> None:
-    """The end of the run would wait for a worker whose pieces nobody reads."""
-    asyncio.run(_cancelled(str(write(tmp_path / "h", _ENDLESS))))
+def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(tmp_path: Path) -> None:
+    """Else the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
+    asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
 
 
-async def _cancelled(handler: str) -> None:
-    infer = await HandlerInfer.load(handler, {"ts": "shim"}, 2, ObjectRequest(), RunMetrics())
-    try:
-        batch = asyncio.create_task(infer([Row(number, str(number), None, "") for number in range(3)]))
-        for _ in range(1000):
+async def _cancelled(handler: Path) -> None:
+    extra = {"ts": "shim", "batchSize": 3, "maxBatchDelay": 0}
+    async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
+        endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
+        with pytest.raises(AccessDenied):
+            keyless = await open_backend(replace(endpoint, key=None))
+            try:
+                await keyless([Row(0, "0", None, "", data=b"short")])
+            finally:
+                await keyless.aclose()
+        backend = await open_backend(endpoint)
+        batch = asyncio.create_task(backend([Row(number, str(number), None, "") for number in range(3)]))
+        for _ in range(2000):
             await asyncio.sleep(0.01)
-            jobs = list(infer.built.engine.jobs.values())
-            if any(job.stream.queued_s is not None for job in jobs):
+            if (handler.parent / "begun").exists():
                 break
         batch.cancel()
         await asyncio.wait({batch})
-        assert len(jobs) == 3 and all(job.stream.over for job in jobs)
-    finally:
-        await infer.aclose()
+        (outcome,) = await asyncio.wait_for(backend([Row(3, "3", None, "", data=b"short")]), 60)
+        assert outcome.response is not None and outcome.response["predictions"] == ["done"]
+        await backend.aclose()

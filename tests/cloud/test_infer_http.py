@@ -6,16 +6,18 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.cli.answers_http import RowRequest
-from mlserver_torch_stream.cli.infer_http import Concurrency, Gate, HttpInfer, only_model
-from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.backend import open_backend
+from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
+from mlserver_torch_stream.cloud.requests import RowRequest
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     CloudError,
@@ -27,6 +29,7 @@ from mlserver_torch_stream.cloud.rows import (
     RunIdentity,
     StoreUnavailable,
 )
+from mlserver_torch_stream.cloud.run import CloudRun, stream
 from tests.cloud.models import model_server
 from tests.scripted_http import Handler, serving
 
@@ -37,11 +40,11 @@ def _row(index: int, prompt: str = "", **body: Any) -> Row:
     return Row(index, "k", index + 1, f"r{index}", body=body or {"prompt": prompt or f"row {index}"})
 
 
-def _ask(url: str, rows: Sequence[Row], **settings: Any) -> list[Outcome]:
+def _ask(url: str, batch: Sequence[Row], **settings: Any) -> list[Outcome]:
     async def ask() -> list[Outcome]:
-        infer = HttpInfer(url, "m", settings.pop("api", "v2"), settings.pop("row_request", RowRequest()), **settings)
+        infer = await open_backend(ServerEndpoint(url, "m", **settings))
         try:
-            return await infer(rows)
+            return await infer(batch)
         finally:
             await infer.aclose()
 
@@ -58,7 +61,7 @@ def test_a_row_at_which_the_connection_breaks_each_time_fails_alone_while_others
             yield _row(number)
 
     async def run() -> list[Outcome]:
-        infer = HttpInfer(server.url, "m", "v2", RowRequest(), most=3, retry=_QUICK)
+        infer = await open_backend(ServerEndpoint(server.url, "m", concurrency=3, retry=_QUICK))
         limits = PipelineLimits(batch_rows=1, batches=3)
         found = [result.outcome async for result in infer_rows(rows(), infer, limits)]
         await infer.aclose()
@@ -76,7 +79,7 @@ def test_a_row_at_which_the_connection_breaks_each_time_fails_alone_while_others
 def test_a_server_that_goes_away_or_stays_busy_ends_the_run_and_fails_no_row(trouble: int | str) -> None:
     with model_server() as server, pytest.raises(StoreUnavailable):
         server.trouble = lambda prompt, before: None if prompt in ("row 0", "row 1") else trouble
-        _ask(server.url, [_row(number) for number in range(9)], most=2, retry=_QUICK)
+        _ask(server.url, [_row(number) for number in range(9)], concurrency=2, retry=_QUICK)
 
 
 def _text(outcome: Outcome) -> str:
@@ -90,9 +93,7 @@ def _text(outcome: Outcome) -> str:
 def test_prompts_and_conversations_in_either_spelling(api: str, stream: bool) -> None:
     chat = _row(1, messages=[{"role": "user", "content": "hello"}], max_tokens=9)
     with model_server() as server:
-        plain, said = _ask(
-            server.url, [_row(0, "abc"), chat], api=api, stream=stream, row_request=RowRequest({"seed": 7})
-        )
+        plain, said = _ask(server.url, [_row(0, "abc"), chat], api=api, stream=stream, rows=RowRequest({"seed": 7}))
     assert _text(plain) == "cba" and _text(said) == "olleh"
     assert plain.response is not None and said.response is not None
     assert plain.response["object"] == "text_completion" and said.response["object"] == "chat.completion"
@@ -201,8 +202,8 @@ def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() 
     image = Row(0, "a.jpg", None, "a.jpg", Kind.IMAGE, data=b"\xff\xd8")
     sound = Row(1, "b.wav", None, "b.wav", Kind.AUDIO, data=b"RIFF")
     with model_server() as server:
-        assert _ask(server.url, [image, sound], api="openai", row_request=RowRequest(media=True))[0].failure is None
-        refused = _ask(server.url, [image], row_request=RowRequest())[0].failure
+        assert _ask(server.url, [image, sound], api="openai", rows=RowRequest(media=True))[0].failure is None
+        refused = _ask(server.url, [image], rows=RowRequest())[0].failure
     parts = [body["messages"][0]["content"][0] for body in server.bodies]
     assert {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9g="}} in parts
     assert {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}} in parts
@@ -212,7 +213,7 @@ def test_images_and_sound_go_to_openai_as_parts_of_a_message_and_nowhere_else() 
 def test_a_server_that_says_429_gets_as_many_requests_as_it_bears_and_answers_them_all() -> None:
     with model_server(most=3, delay=0.01) as server:
         outcomes = _ask(
-            server.url, [_row(i) for i in range(60)], most=40, retry=Retry(tries=30, first=0.01, longest=0.1)
+            server.url, [_row(i) for i in range(60)], concurrency=40, retry=Retry(tries=30, first=0.01, longest=0.1)
         )
     assert [_text(outcome) for outcome in outcomes] == [f"row {i}"[::-1] for i in range(60)]
     assert server.refused and sorted(server.answered) == sorted(f"row {i}" for i in range(60))
@@ -267,6 +268,18 @@ def test_no_server_ends_the_run() -> None:
 def test_the_servers_only_model_needs_no_name(api: Any) -> None:
     with model_server() as server:
         assert asyncio.run(only_model(server.url, api, None)) == "m"
+
+
+def test_a_stream_of_results_takes_the_url_of_a_server_or_its_endpoint(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"row {number}")
+
+    async def texts(model: ServerEndpoint | str) -> list[str]:
+        return [_text(result.outcome) async for result in stream(CloudRun(str(tmp_path)), model)]
+
+    with model_server() as server:
+        for model in (server.url, ServerEndpoint(server.url, "m", "openai", stream=False)):
+            assert asyncio.run(texts(model)) == [f"row {number}"[::-1] for number in range(3)]
 
 
 @given(st.lists(st.booleans(), max_size=200))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cli.object_row import AnswerTooLarge, ObjectRequest, PieceCollector
+from mlserver_torch_stream.cloud.answers import AnswerTooLarge, PieceCollector, predicted
 from mlserver_torch_stream.cloud.rows import Result, Row, RunIdentity
 from tests.cloud.command import cloud, joined, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
@@ -275,7 +275,7 @@ def test_the_same_command_goes_on_where_a_server_went_away(torchserve: _TorchSer
     ],
 )
 def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, prediction: Any) -> None:
-    outcome = ObjectRequest().outcome([(value, content_type)])
+    outcome = predicted([(value, content_type)])
     assert outcome.response == {
         "object": "prediction",
         "content_type": content_type or None,
@@ -286,7 +286,7 @@ def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, predi
 def test_an_answer_of_any_depth_can_be_written() -> None:
     """Python reads JSON of more levels than it writes inside an output row."""
     for levels in range(490, 1000):
-        outcome = ObjectRequest().outcome([(b"[" * levels + b"]" * levels, "")])
+        outcome = predicted([(b"[" * levels + b"]" * levels, "")])
         line = Result(Row(0, "a", None, "a"), outcome).encode(RunIdentity("run", 0))
         assert line.count(b"]") == levels + 1
 

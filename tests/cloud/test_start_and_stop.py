@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cli.answers_http import RowRequest
-from mlserver_torch_stream.cli.infer_http import HttpInfer
-from mlserver_torch_stream.cli.interruptible import LeftBehind, in_a_thread, run_to_end
 from mlserver_torch_stream.cli.progress import summary
+from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.rows import Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.run import CloudRun, plan
@@ -73,7 +72,7 @@ def test_a_server_that_refuses_every_connection_was_never_busy() -> None:
             yield Row(index, "k", index + 1, f"k:{index}", body={"prompt": "x"}, size=1)
 
     async def act() -> None:
-        infer = HttpInfer(url, "m", "v2", RowRequest(), retry=Retry(tries=3, first=0.01))
+        infer = await open_backend(ServerEndpoint(url, "m", retry=Retry(tries=3, first=0.01)))
         try:
             async for _ in infer_rows(rows(), infer, PipelineLimits(batch_rows=1), metrics):
                 pass
@@ -111,48 +110,6 @@ def test_batches_that_are_cancelled_have_not_failed(rows: Path, tmp_path: Path, 
     held.set()
     figures = json.loads((tmp_path / "m.json").read_text())
     assert status == 130 and (figures["failed_batches_counter"], figures["num_inferences"]) == (0, 0)
-
-
-def test_a_second_signal_while_the_first_is_obeyed_does_not_hide_the_thread_that_is_left() -> None:
-    """If it did, the interpreter would end while the thread is in C++, which aborts the process."""
-    begun, release = threading.Event(), threading.Event()
-
-    def load() -> None:
-        begun.set()
-        release.wait(60)
-
-    async def work() -> None:
-        try:
-            await in_a_thread(load)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(30)
-
-    def interrupt() -> None:
-        begun.wait(60)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = set(threading.enumerate())
-    threading.Thread(target=interrupt).start()
-    try:
-        with pytest.raises(LeftBehind):
-            run_to_end(work())
-    finally:
-        release.set()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for thread in set(threading.enumerate()) - threads:  # else the next command would find it at work
-            thread.join(60)
-
-
-def test_a_load_that_fails_leaves_no_thread_behind() -> None:
-    def load() -> None:
-        raise RunRefused("no model")
-
-    for _ in range(50):
-        with pytest.raises(RunRefused):
-            run_to_end(in_a_thread(load))
 
 
 @pytest.mark.parametrize("name", [b"new\nline.txt", b"control\x01.txt", b"not utf-8 \xff.txt", b"empty\n.txt"])

@@ -8,16 +8,14 @@ import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.cloud.aws_signature import Credentials
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Created, read_notification, signed_post
+from mlserver_torch_stream.cloud.sqs import Created, read_notification
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watch import MAX_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
@@ -221,24 +219,6 @@ def test_notifications(body: str, created: list[Created] | None) -> None:
     assert read_notification(body) == created
 
 
-def test_requests_are_signed_as_botocore_signs_them() -> None:
-    from botocore.auth import SigV4Auth
-    from botocore.awsrequest import AWSRequest
-    from botocore.credentials import Credentials as Known
-
-    now, body = datetime(2026, 11, 21, 12, 0, 0, tzinfo=timezone.utc), b'{"QueueUrl": "x"}'
-    credentials = Credentials("AK", "SK", "eu-west-1", "TOKEN")
-    ours = signed_post(credentials, "sqs.example", "AmazonSQS.ReceiveMessage", body, now)
-    request = AWSRequest("POST", "https://sqs.example/", data=body)
-    for name in ("content-type", "host", "x-amz-target", "x-amz-security-token"):
-        request.headers[name] = ours[name]
-    request.context["timestamp"] = ours["x-amz-date"]
-    request.headers["X-Amz-Date"] = ours["x-amz-date"]
-    auth = SigV4Auth(Known("AK", "SK", "TOKEN"), "sqs", "eu-west-1")
-    text = auth.string_to_sign(request, auth.canonical_request(request))
-    assert ours["authorization"].endswith(f"Signature={auth.signature(text, request)}")
-
-
 def test_polling_sees_what_comes_behind_its_cursor_once_and_a_new_watcher_goes_on(
     tmp_path: Path, server: ModelServer
 ) -> None:
@@ -389,6 +369,8 @@ def test_a_queue_without_credentials_is_refused(
     tmp_path: Path, server: ModelServer, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/none")
     watch = ("watch", "--input", "s3://b/i", "--output", tmp_path / "o", "--queue", "http://127.0.0.1:9/q")
     assert cloud(*watch, "--url", server.url) == 2
     said = capsys.readouterr().err

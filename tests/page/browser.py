@@ -116,6 +116,24 @@ def the_first_of_the_examples_is_asked_by_a_click(browser: Browser) -> None:
 
 
 @flow
+def escape_stops_an_answer_unless_it_closes_something(browser: Browser) -> None:
+    with opened(browser, viewport=PHONE) as page:
+        page.locator("#panel-toggle").click()
+        setting(page, "max_tokens", "1000")
+        setting(page, "more", '{"ignore_eos": true}')
+        page.locator("#panel-close").click()
+        ask(page, _LONG)
+        expect(page.locator(".figures")).to_contain_text("tokens/s")
+        page.locator("#panel-toggle").click()
+        page.keyboard.press("Escape")
+        expect(page.locator("#panel")).to_be_hidden()
+        expect(page.locator("#stop")).to_be_visible()
+        page.keyboard.press("Escape")
+        ended(page)
+        expect(page.locator(".figures")).to_contain_text("stopped")
+
+
+@flow
 def stop_ends_the_answer_at_the_server(browser: Browser) -> None:
     with opened(browser) as page:
         before = counter("cancelled_sequences")
@@ -204,7 +222,7 @@ def what_is_copied_is_the_answer_or_a_command_that_runs(browser: Browser) -> Non
 
 @flow
 def the_probabilities_of_a_token_are_shown_by_mouse_and_by_keyboard(browser: Browser) -> None:
-    with opened(browser) as page:
+    with opened(browser, bypass_csp=True) as page:
         setting(page, "max_tokens", "12")
         page.locator("[name=logprobs]").check()
         ask(page, "What is the capital of France?")
@@ -214,6 +232,8 @@ def the_probabilities_of_a_token_are_shown_by_mouse_and_by_keyboard(browser: Bro
         page.locator(".token").nth(3).hover()
         expect(tip).to_be_visible()
         assert tip.locator(".row").count() in (5, 6) and tip.locator(".chosen").count() == 1
+        found = Axe().run(page).response["violations"]
+        assert found == [], [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
         shares = [float(each.strip("<% \u00a0")) for each in tip.locator(".share").all_inner_texts()]
         assert 0 < sum(shares) <= 101 and shares == sorted(shares, reverse=True)
         page.locator("#prompt").hover()

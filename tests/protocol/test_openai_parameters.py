@@ -24,7 +24,8 @@ from mlserver_torch_stream.protocol.openai_spelling import (
     OpenAISpelling,
 )
 from mlserver_torch_stream.protocol.spelling import PostedBody
-from mlserver_torch_stream.types import GenerationRequest, ModelInfo
+from mlserver_torch_stream.protocol.values import MAX_IGNORED, unknown_parameters
+from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 from tests import markdown
 from tests.examples import examples
 from tests.protocol.test_v2_fuzz import any_text, json_value
@@ -364,6 +365,118 @@ def test_what_is_too_much_is_refused_by_its_name(body: dict[str, Any], field: st
     assert isinstance(refused, InvalidInput) and refused.field == field and len(refused.message) < 500
 
 
+_DEFAULTS_OF_VLLM = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "spaces_between_special_tokens": True,
+    "add_special_tokens": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "include_reasoning": True,
+    "truncate_prompt_tokens": None,
+    "return_token_ids": None,
+    "echo": False,
+    "mm_processor_kwargs": {},
+    "request_id": "a",
+    "service_tier": "flex",
+    "cache_prompt": True,
+}
+
+
+def test_a_client_may_send_all_its_defaults() -> None:
+    """What asks for nothing, and metadata; a null counts as nothing where the parameter is unknown, too."""
+    asked = _outcome("chat", {**_LEAST["chat"], **_DEFAULTS_OF_VLLM, "anything": None}, False)
+    assert isinstance(asked, GenerationRequest), asked
+    assert asked.prompts[0].begins_answer  # type: ignore[union-attr]
+    for name, value in (("use_beam_search", True), ("truncate_prompt_tokens", 5), ("verbosity", "low")):
+        refused = _outcome("chat", {**_LEAST["chat"], name: value}, False)
+        assert isinstance(refused, InvalidInput) and refused.field == name and "not implemented" in refused.message
+
+
+def test_where_the_setting_says_so_unknown_names_are_noted_and_nothing_else_is_let_through() -> None:
+    messages = [{"role": "user", "content": "Hello", "nobody": 1}]
+    body = {**_LEAST["chat"], "messages": messages, "nobody_knows_it": 1, "stream_options": {"x": 2}}
+    alone = _outcome("chat", {**_LEAST["chat"], "stream_options": {}}, True)
+    with unknown_parameters(ignored=True) as names:
+        assert _outcome("chat", body, True) == alone
+        assert sorted(names) == ["nobody", "nobody_knows_it", "x"]
+        for name, value in (("audio", {}), ("temperature", "hot"), ("best_of", 2)):
+            refused = _outcome("chat", {**_LEAST["chat"], name: value}, False)
+            assert isinstance(refused, InvalidInput) and refused.field == name
+        _outcome("chat", {**_LEAST["chat"], **{f"x{number}": 1 for number in range(1000)}}, False)
+    assert len(names) == MAX_IGNORED
+    assert isinstance(_outcome("chat", {**_LEAST["chat"], "nobody_knows_it": 1}, False), InvalidInput)
+
+
+@pytest.mark.parametrize(
+    ("more", "last", "ends"),
+    [
+        ({}, "user", "begun"),
+        ({}, "assistant", "continued"),
+        ({"add_generation_prompt": True, "continue_final_message": False}, "assistant", "begun"),
+        ({"continue_final_message": False}, "assistant", "begun"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "user", "continued"),
+        ({"add_generation_prompt": False}, "user", "open"),
+    ],
+)
+def test_a_conversation_ends_as_its_client_says(more: dict[str, Any], last: str, ends: str) -> None:
+    request = _outcome("chat", {**_LEAST["chat"], "messages": [{"role": last, "content": "a"}], **more}, False)
+    assert isinstance(request, GenerationRequest), request
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.begins_answer, prompt.continues) == (ends == "begun", ends == "continued")
+
+
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": None, "tool_calls": []}, {"content": []}])
+def test_an_answer_may_have_been_empty(empty: dict[str, Any]) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", **empty}, {"role": "user", "content": "b"}]
+    request = _outcome("chat", {**_LEAST["chat"], "messages": turns}, False)
+    assert isinstance(request, GenerationRequest), request
+    assert request.prompts[0].messages[1]["content"] == ""  # type: ignore[union-attr]
+    refused = _outcome("chat", {**_LEAST["chat"], "messages": [{"role": "user", "content": None}]}, False)
+    assert isinstance(refused, InvalidInput)
+
+
+def test_tools_without_a_notation_say_what_to_do() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidInput, match=r'tool_choice: "required".*setting tool_parser'):
+        posted = PostedBody({**_LEAST["chat"], "tools": tools})
+        OPENAI_CHAT.decode(posted, replace(_INFO, tool_parser=None), streaming=False, request_id="r")
+
+
+def test_a_message_cannot_be_continued_after_a_generation_prompt() -> None:
+    refused = _outcome("chat", {**_LEAST["chat"], "add_generation_prompt": True, "continue_final_message": True}, False)
+    assert isinstance(refused, InvalidInput) and refused.field == "continue_final_message"
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_guided_is_an_older_name_of_structured_outputs(kind: str) -> None:
+    value = {"json": {"type": "string"}, "choice": ["a", "b"]}.get(kind, "a|b")
+    older = _outcome("completions", {**_LEAST["completions"], f"guided_{kind}": value}, False)
+    newer = _outcome("completions", {**_LEAST["completions"], "structured_outputs": {kind: value}}, False)
+    assert isinstance(older, GenerationRequest) and isinstance(newer, GenerationRequest)
+    assert older.constraint is not None and newer.constraint is not None
+    assert older.constraint == replace(newer.constraint, field=f"guided_{kind}")
+    both = {f"guided_{kind}": value, "response_format": {"type": "json_object"}}
+    refused = _outcome("completions", {**_LEAST["completions"], **both}, False)
+    assert isinstance(refused, InvalidInput) and refused.field == f"guided_{kind}"
+
+
+@pytest.mark.parametrize(
+    "said", [{"enable_thinking": False}, {"thinking": {"type": "disabled", "budget_tokens": None}}]
+)
+def test_reasoning_is_switched_by_a_template_that_can(said: dict[str, Any]) -> None:
+    (name,) = said
+    switches = replace(_INFO, reasons=True, template_arguments=frozenset({"enable_thinking"}))
+    request = OPENAI_CHAT.decode(PostedBody({**_LEAST["chat"], **said}), switches, streaming=False, request_id="r")
+    assert request.prompts[0].template_kwargs == {"enable_thinking": False}  # type: ignore[union-attr]
+    assert isinstance(_outcome("chat", {**_LEAST["chat"], **said}, False), GenerationRequest)  # it never reasons
+    with pytest.raises(InvalidInput) as refused:
+        posted = PostedBody({**_LEAST["chat"], **said})
+        OPENAI_CHAT.decode(posted, replace(_INFO, reasons=True), streaming=False, request_id="r")
+    assert refused.value.field == name
+
+
 def test_every_list_of_the_document_names_its_items() -> None:
     """Generators of clients leave out a path whose body has a list without ``items``."""
 
@@ -389,23 +502,26 @@ def test_a_response_is_one_answer_whatever_the_settings_say_of_chats() -> None:
 
 
 def test_the_page_has_a_row_for_every_parameter_of_a_response_and_no_other() -> None:
-    said = {}
+    said = _of_every_body()
     for names, done, _ in markdown.table("docs/openai.md", "Parameters of a response"):
         said.update(dict.fromkeys(markdown.code_spans(names), done))
     assert said == {name: treatment(field) for name, field in fields(ModelResponseRequest).items()}
 
 
 def test_the_page_has_a_row_for_every_parameter_and_no_other() -> None:
-    rows = markdown.table("docs/openai.md", "Parameters")
-    said = {}
-    for names, endpoints, done, *_ in rows:
-        for name in markdown.code_spans(names):
-            assert name not in said, name
-            said[name] = (endpoints, done)
     bodies = {"chat": fields(ChatCompletionRequest), "completions": fields(CompletionRequest)}
-    for name, (endpoints, done) in said.items():
+    said = {endpoint: _of_every_body() for endpoint in bodies}
+    for names, endpoints, done, *_ in markdown.table("docs/openai.md", "Parameters"):
         for endpoint, body in bodies.items():
-            listed = endpoints in ("both", endpoint) or (endpoints == "each" and name in body)
-            assert (name in body) == listed, f"{name}: {endpoint}"
-            assert name not in body or treatment(body[name]) == done, name
-    assert said.keys() == {*bodies["chat"], *bodies["completions"]}
+            for name in markdown.code_spans(names):
+                if endpoints in ("both", endpoint) or (endpoints == "each" and name in body):
+                    assert name not in said[endpoint], f"{name}: {endpoint}"
+                    said[endpoint][name] = done
+    assert said == {
+        endpoint: {name: treatment(field) for name, field in body.items()} for endpoint, body in bodies.items()
+    }
+
+
+def _of_every_body() -> dict[str, str]:
+    rows = markdown.table("docs/openai.md", "Parameters of other servers")
+    return {name: done for names, done, _ in rows for name in markdown.code_spans(names)}

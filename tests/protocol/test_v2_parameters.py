@@ -131,7 +131,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour_at_every_level(info:
 
 @pytest.mark.parametrize(
     "key",
-    ["guided_json", "lora_name", "details", "sequence_id", "sequence_start"],
+    ["guided_whitespace_pattern", "lora_name", "details", "sequence_id", "sequence_start"],
 )  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(info: ModelInfo, key: str) -> None:
     error = refused(info, **{key: 1})

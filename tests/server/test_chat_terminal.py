@@ -43,6 +43,22 @@ def _answer(shown: Terminal, question: str) -> tuple[str, int]:
     return shown.shown[begin : summary.start()].removesuffix("\n"), int(summary[1])
 
 
+def test_of_several_models_one_is_typed(server: Server) -> None:
+    program = ["-m", "mlserver_torch_stream.cli", "chat", "--url", server.url, "--max-tokens", "2"]
+    with terminal(program, {}) as shown:
+        listed = shown.wait_for("model> ")
+        number = re.search(r"(\d+)  tiny\n", shown.shown)
+        assert number is not None and "other\n" in shown.shown
+        shown.type("nobody\n")
+        again = shown.wait_for("Type a number or a name of the list.", listed)
+        shown.wait_for("model> ", again)
+        shown.type(f"{number[1]}\n")
+        shown.wait_for("tiny at http", again)
+        shown.wait_for(_PROMPT, again)
+        shown.type("/quit\n")
+        assert shown.wait_for_end() == 0
+
+
 @pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_the_second_answer_knows_the_first_and_the_line_below_tells_its_tokens(server: Server, transport: str) -> None:
     with _chat(*_transport(server, transport), "--max-tokens", "12") as shown:

@@ -92,6 +92,8 @@ def test_a_path_that_is_not_there_is_named(server: Server, path: str) -> None:
     for response in (post(server, path, {"model": "tiny"}), plain_http.get(f"{server.url}{path}")):
         error = refused(response)
         assert response.status_code == 404 and f"{path} is not implemented" in error["message"]
+        prefix = path[: path.index("/v1") + 3]
+        assert f"{prefix}/chat/completions, {prefix}/completions, " in error["message"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
         assert response.headers["x-request-id"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,76 @@ def test_a_call_is_an_item_and_its_answer_continues_the_conversation(served: Ser
     assert _text(whole(served, PATH, ask(turns, **_SHORT)))
 
 
+_CUSTOM = {"type": "custom", "name": "say", "description": "Says it."}
+_LARK = """
+start: begin line+ "end" LF?
+begin: "*** Begin\\n"
+line: ("+" | "-") /[ab"]{2}/ LF -> one
+
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize(
+    ("format", "expression"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "grammar", "syntax": "regex", "definition": 'say "[a-c]{3}"\n(é|😀)!'}, 'say "[a-c]{3}"\n(é|😀)!'),
+        ({"type": "grammar", "syntax": "lark", "definition": _LARK}, '\\*\\*\\* Begin\n([+-][ab"]{2}\n)+end\n?'),
+    ],
+)
+def test_a_custom_tool_is_called_with_a_text(served: Server, format: Any, expression: str | None) -> None:
+    tool = {**_CUSTOM, **({} if format is None else {"format": format})}
+    more = {"tools": [tool], "tool_choice": {"type": "custom", "name": "say"}, "max_output_tokens": 400}
+    asked = ask(**{**_CALL, **more})
+    answer, messages = whole(served, PATH, asked), events(served, asked)
+    (call,) = answer["output"]
+    assert (call["type"], call["name"]) == ("custom_tool_call", "say") and "arguments" not in call
+    assert call["status"] == answer["status"]
+    assert _deltas(messages, "custom_tool_call_input") == call["input"]
+    if expression is not None:
+        assert answer["status"] == "completed" and re.fullmatch(expression, call["input"]), call["input"]
+        assert kinds(messages)[2:6] == [
+            *("output_item.added", "custom_tool_call_input.delta"),
+            *("custom_tool_call_input.done", "output_item.done"),
+        ]
+    (done,) = [each for each in messages if each["type"] == "response.custom_tool_call_input.done"]
+    assert done["input"] == call["input"]
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+    assert _text(whole(served, PATH, ask([{"role": "user", "content": "Hello"}, call, output], **_SHORT)))
+
+
+def test_a_tool_of_a_namespace_is_called_by_both_names(served: Server) -> None:
+    tools = [{"type": "namespace", "name": "eyes", "description": "d", "tools": [_LOOK, {**_CUSTOM, "format": None}]}]
+    choice = {"type": "function", "name": "eyes.look"}
+    (call,) = whole(served, PATH, ask(**{**_CALL, "tools": tools, "tool_choice": choice}))["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "eyes", "look")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "no"}
+    assert _text(whole(served, PATH, ask([call, output], tools=tools, **_SHORT)))
+
+
+def test_a_request_of_codex_is_taken(served: Server) -> None:
+    """As the command line sends it, but for its prompts."""
+    asked = ask(
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+        instructions="You are an agent.",
+        tools=[{**_LOOK, "strict": False}, _CUSTOM],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"effort": "medium", "summary": "auto"},
+        store=False,
+        include=["reasoning.encrypted_content"],
+        service_tier="priority",
+        prompt_cache_key="k",
+        text={"verbosity": "medium"},
+        client_metadata={"x-codex-installation-id": "a"},
+        model="thinks",
+        **_SHORT,
+    )
+    assert events(served, asked)[-1]["type"] == "response.incomplete"
+
+
 def test_a_call_that_is_cut_off_is_incomplete(served: Server) -> None:
     cut = whole(served, PATH, ask(**{**_CALL, "max_output_tokens": 24}))
     assert cut["status"] == "incomplete" and cut["output"][-1]["status"] == "incomplete"
@@ -264,13 +335,13 @@ def test_log_probabilities_are_those_of_a_chat(served: Server) -> None:
         (ask(previous_response_id="resp_1"), "previous_response_id"),
         (ask(conversation="conv_1"), "conversation"),
         (ask(prompt={"id": "p"}), "prompt"),
-        (ask(truncation="auto"), "truncation"),
+        (ask(truncation="often"), "truncation"),
         (ask(max_tool_calls=3), "max_tool_calls"),
         (ask(max_tokens=3), "max_tokens"),
         (ask(max_output_tokens=0), "max_output_tokens"),
         (ask(n=2), "n"),
         (ask(top_logprobs=3), "top_logprobs"),
-        (ask(include=["file_search_call.results"]), "include[0]"),
+        (ask(include=["everything"]), "include[0]"),
         (ask(tools=[{"type": "web_search"}]), "tools[0].type"),
         (ask(tools=[{"type": "function"}]), "tools[0].name"),
         (ask(tools=[_LOOK, _LOOK]), "tools[1].name"),

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import grpc
 import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
+from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.server.rest.adapter_routes import place_of
 from tests import plain_http
 from tests.engine.wire_worker import CONTEXT, interpreter
 from tests.server import openai, v2
@@ -119,6 +122,21 @@ def test_adapters_are_listed_loaded_and_unloaded(doors: Server) -> None:
     assert names() == ["tiny", "early"]
     gone = openai.post(doors, UNLOAD, {"lora_name": "later"})
     assert (gone.status_code, openai.refused(gone)["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_a_hub_id_is_taken_only_where_the_hub_is_on(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1" if off else "0")
+    for path, taken in (
+        ("org/name", not off),
+        ("../name", False),
+        ("/etc", False),
+        ("name", False),
+        ("tests/server", False),
+    ):
+        with nullcontext() if taken else pytest.raises(InvalidInput, match="lora_path"):
+            assert place_of("", path) == path
 
 
 def test_an_adapter_with_the_name_of_its_model_fails_the_load(doors: Server, folder: Path, tiny_model: Path) -> None:

@@ -247,9 +247,8 @@ class ChatFormat:
 
         ``ending`` is the end of the rendered text. The answer's text must match ``constraint``.
         """
-        last = prompt.messages[-1]
-        if last.get("role") == "assistant":  # which the answer continues
-            ending = str(last["content"])
+        if prompt.continues:
+            ending = str(prompt.messages[-1]["content"])
         kind = self._kind(prompt)
         whole = constraint if prompt.tools is None or kind == NONE else self._constraint(prompt, constraint)
         if self._template is not None and kind == TEMPLATE:

@@ -103,8 +103,11 @@ class TextCodec:
         if isinstance(prompt, TokensPrompt):
             return prompt.token_ids
         if isinstance(prompt, TextPrompt):
-            return self._ids(prompt.text, "text_input", self._adds_special_tokens(prompt.text))
-        return self._ids(self._rendered(prompt), prompt.field, False)
+            adds = prompt.add_special_tokens
+            return self._ids(
+                prompt.text, "text_input", self._adds_special_tokens(prompt.text) if adds is None else adds
+            )
+        return self._ids(self._rendered(prompt), prompt.field, prompt.add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Returns the text of ``ids``, with the spaces that the tokens have."""
@@ -133,6 +136,10 @@ class TextCodec:
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token; a special token's are those of its name."""
         return self._token_bytes.of(token_id)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Returns the tokens as the vocabulary has them."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the ids of each word, as it is tokenized at the start of a text and after a space."""
@@ -205,12 +212,10 @@ class TextCodec:
 
     def _rendered(self, prompt: ChatPrompt) -> str:
         """Returns the text of a conversation, which the chat template makes."""
-        # The template either opens a new assistant message or continues the last one.
-        continues = prompt.messages[-1].get("role") == "assistant"
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None,
-            "add_generation_prompt": not continues,
-            "continue_final_message": continues,
+            "add_generation_prompt": prompt.begins_answer,
+            "continue_final_message": prompt.continues,
         }
         messages = [dict(message) for message in prompt.messages]
         own = type(self._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

@@ -307,8 +307,9 @@ def _checked_hello(header: Mapping[str, Any]) -> str:
 
 
 def _refusal(header: Mapping[str, Any]) -> LoadFailed:
-    key = "parameters.extra.vllm" if header.get("field") is not None else "vLLM"
-    return LoadFailed(f"{key}: {header.get('why')}")
+    if header.get("field") is not None:
+        return LoadFailed(f"parameters.extra.vllm: {header.get('why')}")
+    return LoadFailed(f"vLLM: {header.get('why')}; the log has vLLM's own output above")
 
 
 def cores_of_this_process(count: int) -> list[int]:

@@ -40,6 +40,8 @@ class HandlerFailed(RequestError):
 class WorkerLost(HandlerFailed):
     """The worker died, or was killed, while it ran the request, perhaps because of another request of its batch."""
 
+    shared = True
+
 
 class RequestTooLarge(RequestError):
     """The request does not fit into one message to a worker."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, QueueFull, RequestError
 from mlserver_torch_stream.handlers.pool.handler_metrics import HandlerMetrics
@@ -21,7 +21,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
     ResponsePiece,
 )
 from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, as_rest
-from mlserver_torch_stream.protocol.spelling import JsonObject
+from mlserver_torch_stream.protocol.spelling import JsonObject, Spelling
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
 from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
 from mlserver_torch_stream.server.observability.request_observer import RequestRecord, RequestReports, TimedRequest
@@ -62,7 +62,12 @@ class HandlerRequestObserver(TimedRequest):
 MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
 
 _STREAM_NEXT = "ts_stream_next"
-Submit = Callable[[HandlerRequest], PieceStream]
+
+
+class Submit(Protocol):
+    """Hands a request to the workers. Raises RequestError."""
+
+    def __call__(self, request: HandlerRequest, *, more: bool = False) -> PieceStream: ...
 
 
 class PieceReader:
@@ -92,16 +97,25 @@ class PieceReader:
             self._job.close()
         self._observer.closed()
 
+    def begin(self, more: bool = False) -> PieceStream:
+        """Submits the request. ``more``: the next request of its batch follows at once. Raises RequestError."""
+        try:
+            self._job = self._submit(self._request, more=more)
+        except RequestError as error:
+            self._observer.failed(error)
+            raise
+        if self._closed:
+            self._job.close()
+        return self._job
+
     async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
         """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
         last, count, size = False, 0, 0
         answer: ResponsePiece | None = None
+        job = self._job or self.begin()
         try:
-            self._job = self._submit(self._request)
-            if self._closed:
-                self._job.close()
-            async for piece in self._job:
-                self._observer.piece(self._job.queued_s)
+            async for piece in job:
+                self._observer.piece(job.queued_s)
                 last, count, size = piece.last, count + 1, size + len(piece.value)
                 if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
                     message = f"{count} pieces, {size} bytes are too much for one response: stream it"
@@ -134,7 +148,7 @@ class HandlerReply(PieceReader):
     ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
     """
 
-    comments = True
+    keep_alive = Spelling.keep_alive
     reads_following = False
 
     def __init__(
@@ -181,6 +195,7 @@ class PredictionFailed(RequestError):
     def __init__(self, failed: HandlerFailed) -> None:
         super().__init__(failed.message)
         self.status = failed.handlers_status
+        self.shared = failed.shared
 
 
 class PredictionReply(PieceReader):

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlserver_torch_stream.errors import Unauthorized
+from mlserver_torch_stream.protocol.anthropic_spelling import ANTHROPIC_MESSAGES
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.access.access_control import AccessControl
@@ -55,7 +56,7 @@ class RestGuard:
 
     def _passes(self, scope: Scope) -> bool:
         keys, headers = self._access.keys, Headers(scope=scope)
-        if keys is None or keys.accept(headers.getlist("authorization")):
+        if keys is None or keys.accept(headers.getlist("authorization")) or keys.accept(_anthropic(headers)):
             return True
         if self._preflights and scope.get("method") == "OPTIONS" and all(name in headers for name in _PREFLIGHT):
             return True
@@ -67,6 +68,11 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
+def _anthropic(headers: Headers) -> list[str]:
+    """The keys of Anthropic's header, as those of the other one."""
+    return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+
+
 async def _refuse(path: str, send: Send) -> None:
     """Answers 401 in the spelling of the path."""
     error = Unauthorized()
@@ -74,9 +80,10 @@ async def _refuse(path: str, send: Send) -> None:
     if _TORCHSERVE.fullmatch(path):
         status, body = status_and_body(error)
     elif path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
-        status, spelled = OPENAI_CHAT.refusal(error)
+        spelling = ANTHROPIC_MESSAGES if "/v1/messages" in path else OPENAI_CHAT
+        status, spelled = spelling.refusal(error)
         body = orjson.dumps(spelled)
-        headers += [(name.encode(), value.encode()) for name, value in OPENAI_CHAT.headers(str(uuid4())).items()]
+        headers += [(name.encode(), value.encode()) for name, value in spelling.headers(str(uuid4())).items()]
     else:
         status, body = error.status, orjson.dumps({"error": error.message})
     await send_json(send, status, body, headers)

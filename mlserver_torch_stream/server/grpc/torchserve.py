@@ -16,11 +16,12 @@ from typing import Any
 from uuid import uuid4
 
 import grpc
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import DecodeError
 from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.message_pool import Fields, message_classes
+from mlserver_torch_stream.message_pool import Fields, message_classes, message_file
 from mlserver_torch_stream.protocol.sequence_headers import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.grpc.streams import MessageStream
@@ -63,12 +64,27 @@ _FIELDS: Fields = {
     "ErrorInfo": {"reason": (1, "string")},
     "TorchServeHealthResponse": {"health": (1, "string")},
 }
-_message_class = message_classes("org.pytorch.serve.grpc.inference", _FIELDS, {})
+_PACKAGE = "org.pytorch.serve.grpc.inference"
+_message_class = message_classes(_PACKAGE, _FIELDS, {})
 
 PredictionsRequest = _message_class("PredictionsRequest")
 PredictionResponse = _message_class("PredictionResponse")
 ErrorInfo = _message_class("ErrorInfo")
 TorchServeHealthResponse = _message_class("TorchServeHealthResponse")
+
+
+def torchserve_file() -> FileDescriptorProto:
+    """The service and its messages, for clients that ask the server for them."""
+    file = message_file(_PACKAGE, {**_FIELDS, "Empty": {}}, {}, "proto3")
+    file.name = "inference.proto"
+    service = file.service.add(name=SERVICE.removeprefix(f"{_PACKAGE}."))
+    prediction = {"input_type": f".{_PACKAGE}.PredictionsRequest", "output_type": f".{_PACKAGE}.PredictionResponse"}
+    health = {"input_type": f".{_PACKAGE}.Empty", "output_type": f".{_PACKAGE}.TorchServeHealthResponse"}
+    service.method.add(name="Ping", **health)
+    service.method.add(name="Predictions", **prediction)
+    service.method.add(name="StreamPredictions", server_streaming=True, **prediction)
+    service.method.add(name="StreamPredictions2", client_streaming=True, server_streaming=True, **prediction)
+    return file
 
 
 _ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"

@@ -7,7 +7,10 @@ those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that
 
 from __future__ import annotations
 
-from mlserver_torch_stream.message_pool import Enums, Fields, message_classes
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from mlserver.grpc import dataplane_pb2 as pb
+
+from mlserver_torch_stream.message_pool import Enums, Fields, message_classes, message_file
 
 _DURATIONS = (
     *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
@@ -70,3 +73,23 @@ _message_class = message_classes("inference", _FIELDS, _ENUMS)
 ModelStreamInferResponse = _message_class("ModelStreamInferResponse")
 ModelConfigResponse = _message_class("ModelConfigResponse")
 ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
+
+
+def triton_file() -> FileDescriptorProto:
+    """The service and its messages as a client has to read them: MLServer's file with what Triton's has besides."""
+    file = FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(file)
+    ours = message_file(file.package, _FIELDS, _ENUMS, file.syntax)
+    file.enum_type.extend(ours.enum_type)
+    file.message_type.extend(ours.message_type)
+    (stream,) = (message for message in file.message_type if message.name == "ModelStreamInferResponse")
+    (response,) = (field for field in stream.field if field.name == "infer_response")
+    response.type, response.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{file.package}.ModelInferResponse"
+    (service,) = file.service
+    for method in service.method:
+        if method.name == "ModelStreamInfer":
+            method.output_type = f".{file.package}.{stream.name}"
+    for name in ("ModelConfig", "ModelStatistics"):
+        taken, given = f".{file.package}.ModelMetadataRequest", f".{file.package}.{name}Response"  # the same two fields
+        service.method.add(name=name, input_type=taken, output_type=given)
+    return file

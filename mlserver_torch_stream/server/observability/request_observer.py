@@ -18,9 +18,11 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from urllib.parse import quote
 
 from mlserver.errors import MLServerError, ModelNotReady
 from mlserver.settings import Settings
@@ -30,6 +32,7 @@ from opentelemetry.util.types import AttributeValue
 
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
+from mlserver_torch_stream.protocol.values import unknown_parameters
 from mlserver_torch_stream.server.observability.request_metrics import (
     CANCELLED,
     REFUSED,
@@ -37,6 +40,7 @@ from mlserver_torch_stream.server.observability.request_metrics import (
     ModelRequests,
     RequestMetrics,
 )
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt, TokenEvent
 from mlserver_torch_stream.version import __version__
 
@@ -439,3 +443,14 @@ def status_of(error: BaseException) -> int:
     if isinstance(error, ModelNotReady):
         return NotServing.status
     return int(error.status_code) if isinstance(error, MLServerError) else GenerationFailed.status
+
+
+@contextmanager
+def ignored_parameters(options: ServerOptions, model: str, request_id: str) -> Iterator[list[str]]:
+    """The block decodes a request: it lists the unknown parameters that the options have it ignore, which are logged
+    after it."""
+    with unknown_parameters(ignored=options.unknown_parameters == "ignore") as names:
+        yield names
+    if names:
+        said = ", ".join(map(quote, names))
+        logger.warning("model %s: unknown parameters of request %s are ignored: %s", model, quote(request_id), said)

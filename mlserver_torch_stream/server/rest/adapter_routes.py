@@ -17,14 +17,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from mlserver_torch_stream.did_you_mean import did_you_mean
-from mlserver_torch_stream.errors import InvalidInput, RequestError, UnknownModel
+from mlserver_torch_stream.errors import InvalidInput, UnknownModel
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import as_refusal
-from mlserver_torch_stream.server.rest.connection import parse_object, read_body
+from mlserver_torch_stream.server.rest.connection import ClientLeft, parse_object, read_body
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer
 from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
 
@@ -62,8 +62,8 @@ class _AdapterRoutes:
         try:
             body = parse_object(await read_body(request.scope, request.receive, self._max_body_bytes))
             return PlainTextResponse(await act(body))
-        except RequestError as error:
-            return openai_answer(request, *OPENAI_CHAT.refusal(error))
+        except ClientLeft:
+            return Response(status_code=400)  # which nobody reads
         except Exception as error:
             return openai_answer(request, *OPENAI_CHAT.refusal(as_refusal(error)))
 
@@ -76,7 +76,7 @@ class _AdapterRoutes:
             raise InvalidInput("lora_name", f"{name!r} is the name of a model or an adapter already")
         adapters = self._owner(body).adapters
         assert adapters is not None
-        await adapters.load(name, self._place(path))
+        await adapters.load(name, place_of(self._root, path))
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def _unload(self, body: JsonObject) -> str:
@@ -98,15 +98,19 @@ class _AdapterRoutes:
             raise InvalidInput("model", "must name the one model that takes adapters: its vllm has enable_lora")
         return takers[0]
 
-    def _place(self, path: str) -> str:
-        root = self._root
-        if root:
-            found = Path(root, path).resolve()
-            if found.is_relative_to(Path(root).resolve()) and found.is_dir():
-                return str(found)
-        if _HUB_ID.fullmatch(path) and not os.path.exists(path) and not _hub_is_off():
-            return path
-        raise InvalidInput("lora_path", "is neither a folder below the server's lora_root nor a hub id that can be had")
+
+def place_of(root: str, path: str) -> str:
+    """Returns the folder or hub id that a client may name: a folder below ``root``, if there is one, or a hub id.
+
+    Raises InvalidInput.
+    """
+    if root:
+        found = Path(root, path).resolve()
+        if found.is_relative_to(Path(root).resolve()) and found.is_dir():
+            return str(found)
+    if _HUB_ID.fullmatch(path) and not os.path.exists(path) and not _hub_is_off():
+        return path
+    raise InvalidInput("lora_path", "is neither a folder below the server's lora_root nor a hub id that can be had")
 
 
 def _hub_is_off() -> bool:

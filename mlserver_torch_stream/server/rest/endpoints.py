@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
+from urllib.parse import quote
 from uuid import uuid4
 
 import orjson
@@ -31,7 +32,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, Repl
 from mlserver_torch_stream.protocol.spellings import RestRoute
 from mlserver_torch_stream.server.host import ServerHost, find_model
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
-from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import R, Reply, Request, RestRequest, ServedModel, is_ours
 from mlserver_torch_stream.server.rest.connection import (
@@ -50,8 +51,9 @@ from mlserver_torch_stream.server.rest.connection import (
 )
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.status import as_headers
-from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
+from mlserver_torch_stream.server.token_model import TokenModel, find_adapter, name_of_alias, only_model
 
+_IGNORED_HEADER = b"x-ignored-parameters"
 _LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
 
 
@@ -151,6 +153,7 @@ class EndpointRequest(HttpRequest[Reply]):
         self._endpoint = endpoint
         self._path: dict[str, str] = scope["path_params"]
         self._headers = Headers(scope=scope)
+        self._ignored: list[str] = []  # names of unknown parameters
 
     async def serve(self) -> None:
         self.request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
@@ -177,7 +180,8 @@ class EndpointRequest(HttpRequest[Reply]):
         """The headers that the spelling has in every reply."""
         self.request_id = self.request_id or str(uuid4())
         headers = self._spelling.headers(self.request_id)
-        return [(name.encode(), value.encode()) for name, value in headers.items()]
+        ignored = [(_IGNORED_HEADER, ", ".join(map(quote, self._ignored)).encode())] if self._ignored else []
+        return [*((name.encode(), value.encode()) for name, value in headers.items()), *ignored]
 
     def _find(self, body: JsonObject) -> None:
         """The model of the path or, on a path without one, of the body."""
@@ -185,6 +189,7 @@ class EndpointRequest(HttpRequest[Reply]):
         if "model_name" in self._path:
             self.find(self._host.registry, name, version)
             return
+        name = name_of_alias(self._host.registry, self._options, name) or only_model(self._host.registry)
         if find_model(self._host.registry, name, None) is None and version is None:
             owner = find_adapter(self._host.registry, name)
             if owner is not None:
@@ -250,7 +255,8 @@ class EndpointRequest(HttpRequest[Reply]):
         self.request_id = self.request_id or str(uuid4())
         context, route = partial(self._context, model), self._endpoint.route
         request = RestRequest(posted, route, self._spelling, self.kind, self.request_id, context, self._adapter)
-        reply = self.reply = model.reply(request)
+        with ignored_parameters(self._options, model.name, self.request_id) as self._ignored:
+            reply = self.reply = model.reply(request)
         return reply
 
     def _context(self, model: ServedModel, request_id: str) -> ReplyContext:
@@ -261,7 +267,8 @@ class EndpointRequest(HttpRequest[Reply]):
     def _events(self, reply: Reply) -> EventStream:
         return EventStream(
             self._send,
-            keep_alive=self._options.sse_ping_interval if reply.comments else 0.0,
+            keep_alive=self._options.sse_ping_interval if reply.keep_alive else 0.0,
+            ping=reply.keep_alive,
             stalled_after=self._options.stalled_reader_timeout,
             stalled=self.give_up,
             headers=self._spelling_headers(),

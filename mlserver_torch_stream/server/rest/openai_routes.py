@@ -27,17 +27,18 @@ from mlserver_torch_stream.protocol.openai_stream import error_object
 from mlserver_torch_stream.protocol.spellings import OPENAI_PREFIXES
 from mlserver_torch_stream.server.host import ServerHost, default_models, find_model
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import HandlerModel, is_ours
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
-from mlserver_torch_stream.server.token_model import TokenModel, find_adapter
+from mlserver_torch_stream.server.token_model import TokenModel, find_adapter, name_of_alias
 
 _NAME = "torch_stream:models"
 _OWNER = "mlserver-torch-stream"
 
 
-def add_model_routes(host: ServerHost) -> None:
+def add_model_routes(host: ServerHost, options: ServerOptions) -> None:
     """Puts the routes before MLServer's. Called once for a server."""
-    models = OpenAIModels(host.registry)
+    models = OpenAIModels(host.registry, options)
     for prefix in OPENAI_PREFIXES:
         routes = [
             Route(f"{prefix}/openapi.json", _document, methods=["GET"], name=_NAME),
@@ -50,8 +51,9 @@ def add_model_routes(host: ServerHost) -> None:
 class OpenAIModels:
     """Answers from MLServer's registry. Each name is listed once, with its default version."""
 
-    def __init__(self, registry: MultiModelRegistry) -> None:
+    def __init__(self, registry: MultiModelRegistry, options: ServerOptions) -> None:
         self._registry = registry
+        self._options = options
 
     async def listed(self, request: Request) -> JSONResponse:
         models = [model for model in default_models(self._registry) if isinstance(model, TokenModel)]
@@ -60,7 +62,7 @@ class OpenAIModels:
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
-        name = request.path_params["model_name"]
+        name = name_of_alias(self._registry, self._options, request.path_params["model_name"])
         model: Any = find_model(self._registry, name, None)
         if isinstance(model, HandlerModel):
             ready = bool(model.ready)
@@ -130,12 +132,18 @@ class _UnknownRoute(SelectiveRoute):
         routes = self._other_routes(request.scope)
         allowed = sorted({method for route in routes for method in getattr(route, "methods", ())})
         if not allowed:
-            message = f"{path} is not implemented by this runtime; use /v1/chat/completions"
+            message = f"{path} is not implemented by this runtime; there are {', '.join(self._paths())}"
             return openai_answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
         message = f"{path} takes {' and '.join(allowed)}, got {request.method}"
         response = openai_answer(request, 405, {"error": error_object(405, message, code="method_not_supported")})
         response.headers["allow"] = ", ".join(allowed)
         return response
+
+    def _paths(self) -> list[str]:
+        """The paths below the prefix, in the order of their names."""
+        paths = {getattr(each, "path", "") for each in self._router.routes if _is_ours(each)}
+        below = (each for each in paths if each.startswith(self._prefix) and each != self.path)
+        return sorted(each.replace(":path}", "}") for each in below)
 
     def _is_foreign(self, path: str) -> bool:
         """True for KServe's path of another runtime's model, to which MLServer says that there is none."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from starlette.types import Send
 
+from mlserver_torch_stream.protocol.spelling import Spelling
 from mlserver_torch_stream.server.options import LAST_LOOK_S
 from mlserver_torch_stream.server.rest.connection import EncodedHeaders
 
@@ -86,13 +87,12 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
-_PING = b": ping\n\n"
 
 
 class EventStream(ChunkStream):
     """``send`` events inside ``async with``, then ``end``; the status line goes out with the first event or ping.
 
-    ``keep_alive``: seconds of silence before a ping, 0 for none. ``headers``: beside those of every stream of events.
+    ``keep_alive``: seconds of silence before a ``ping``, 0 for none. ``headers``: beside those of every stream.
     """
 
     def __init__(
@@ -103,8 +103,10 @@ class EventStream(ChunkStream):
         stalled_after: float,
         stalled: Callable[[], None],
         headers: EncodedHeaders,
+        ping: bytes = Spelling.keep_alive,
     ) -> None:
         super().__init__(send, stalled_after=stalled_after, stalled=stalled, headers=[*_HEADERS, *headers])
+        self._ping_block = ping
         self._keep_alive = keep_alive
         self._pings: asyncio.Task[None] | None = None
         self._pinging = asyncio.Lock()  # held while a ping waits for the reader
@@ -142,4 +144,4 @@ class EventStream(ChunkStream):
             if silence < self._keep_alive:
                 await asyncio.sleep(self._keep_alive - silence)
             else:
-                await self._after_ping(_PING)
+                await self._after_ping(self._ping_block)

@@ -128,6 +128,12 @@ function grow() {
 
 prompt.addEventListener("input", grow);
 byId("stop").addEventListener("click", () => conversation.stop());
+function stopByKey(event) {
+  const closes = document.querySelector("dialog[open]") || (isPanelOpen() && !wide.matches); // Escape is for these
+  if (event.key === "Escape" && conversation.isRunning && !closes) conversation.stop();
+}
+
+document.addEventListener("keydown", stopByKey, true); // before the panel closes
 byId("model").addEventListener("change", () => showChoice());
 byId("new-chat").addEventListener("click", () => {
   conversation.clear();

@@ -1,107 +1,23 @@
-"""Turns rows into OpenAI's requests and the answers of servers into OpenAI's objects."""
+"""Turns the answers of servers into the bodies of output rows: OpenAI's objects, and the predictions of handlers."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import aiohttp
+
 from mlserver_torch_stream.client.http_transport import error_message
-from mlserver_torch_stream.cloud.naming import closed_format
-from mlserver_torch_stream.cloud.rows import Failure, Kind, Outcome, Row
-from mlserver_torch_stream.protocol.openai_batch import ChunkFold, check_model
+from mlserver_torch_stream.cloud.parse import MAX_ANSWER_BYTES, PREDICTIONS
+from mlserver_torch_stream.cloud.rows import Failure, Outcome
+from mlserver_torch_stream.protocol.openai_batch import ChunkFold
 from mlserver_torch_stream.protocol.openai_objects import ChatChoice, completion
-from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
-from mlserver_torch_stream.protocol.openai_stream import BAD_REQUEST, error_object
-from mlserver_torch_stream.protocol.responses_request import INPUT
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
-
-_RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
-
-
-class RowUnsuitable(Exception):
-    """The model cannot take this row."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowQuestion:
-    """One row as a request: ``messages`` or ``prompt``, and its parameters."""
-
-    prompt: str | None
-    messages: list[dict[str, Any]] | None
-    parameters: dict[str, Any]
-
-    @property
-    def chat(self) -> bool:
-        return self.messages is not None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
-        return {**prompt, **self.parameters}
-
-
-@dataclass(frozen=True, slots=True)
-class RowRequest:
-    """How rows become requests. ``defaults``: parameters that a row may override; ``chat``: a text is a user's message;
-    ``media``: images and sound may be parts of a message; ``served``: the model's names in rows.
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    chat: bool = False
-    media: bool = False
-    served: Collection[str] = ()
-
-    def takes(self, kind: Kind) -> bool:
-        return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
-
-    def ask(self, row: Row) -> RowQuestion:
-        """The row's request. Raises RowUnsuitable or UnknownModel."""
-        if not self.takes(row.kind):
-            form = closed_format(row.key, row.kind)
-            raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
-        if row.kind is Kind.TEXT:
-            text = row.data.decode("utf-8-sig")
-            body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
-        elif row.kind is Kind.JSONL:
-            body = dict(row.body or {})
-            check_model(body, self.served)
-            if INPUT in body:
-                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
-        else:
-            body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
-        said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}
-        return RowQuestion(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
-
-
-def _media(row: Row) -> dict[str, Any]:
-    ending = row.key.rpartition(".")[2].lower()
-    encoded = base64.b64encode(row.data).decode()
-    if row.kind is Kind.IMAGE:
-        kind = "jpeg" if ending == "jpg" else ending
-        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
-    return {"type": "input_audio", "input_audio": {"data": encoded, "format": ending}}
-
-
-async def each(rows: Sequence[Row], one: Callable[[Row], Awaitable[Outcome]]) -> list[Outcome]:
-    """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
-    tasks = [asyncio.ensure_future(one(row)) for row in rows]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def refused(code: str, message: str) -> Outcome:
-    """The outcome of a row that was not sent to the model."""
-    return Outcome(failure=Failure(code, message, BAD_REQUEST, error_object(BAD_REQUEST, message, code=code)))
-
 
 DONE = "[DONE]"
 _MAX_LEVELS = 500  # Python writes JSON of some 900 levels
@@ -248,3 +164,78 @@ class V2ServerAnswer:
 
 def _count(said: Any) -> int:
     return said if isinstance(said, int) else 0
+
+
+_JSON = "application/json"
+_MAX_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
+
+
+class AnswerTooLarge(Exception):
+    """The answer to one row is larger than is held in memory."""
+
+
+class PieceCollector:
+    """The pieces of one answer, within a bound."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bytes, str]] = []
+        self._bytes = 0
+
+    def add(self, value: bytes, content_type: str) -> None:
+        """Raises AnswerTooLarge."""
+        self._bytes += len(value)
+        if self._bytes > MAX_ANSWER_BYTES:
+            raise AnswerTooLarge(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+        if len(self.found) == _MAX_PIECES:
+            raise AnswerTooLarge(f"the answer has more than {_MAX_PIECES} pieces")
+        self.found.append((value, content_type))
+
+    async def read(self, content: aiohttp.StreamReader, content_type: str) -> None:
+        """Adds each chunk of a body, or a whole body without chunks. Raises AnswerTooLarge."""
+        piece = bytearray()
+        async for data, ends in content.iter_chunks():
+            piece += data
+            if len(piece) > MAX_ANSWER_BYTES:
+                raise AnswerTooLarge(f"a piece of the answer is more than {MAX_ANSWER_BYTES} bytes")
+            if ends:
+                self.add(bytes(piece), content_type)
+                piece = bytearray()
+        if piece or not self.found:
+            self.add(bytes(piece), content_type)
+
+
+def predicted(
+    pieces: Sequence[tuple[bytes, str]], apart: bool = False, span: tuple[float, float] | None = None
+) -> Outcome:
+    """``pieces``: the values of the answer's pieces, at least one, and their content types; ``apart``: each becomes an
+    output line."""
+    if apart:
+        return Outcome(span=span, pieces=[_prediction_body(value, content_type) for value, content_type in pieces])
+    return Outcome(_prediction_body(b"".join(value for value, _ in pieces), pieces[0][1]), span=span)
+
+
+def answer_too_large(reason: str) -> Outcome:
+    return Outcome(failure=Failure("too_large", reason))
+
+
+def _prediction_body(value: bytes, content_type: str) -> dict[str, Any]:
+    return {
+        "object": "prediction",
+        "content_type": content_type or None,
+        PREDICTIONS: [_prediction(value, content_type)],
+    }
+
+
+def _prediction(value: bytes, content_type: str) -> Any:
+    """JSON as it is, text as a string, and other bytes as ``{"base64": …}``. Handlers seldom name a content type, so
+    that an answer without one is JSON if it can be read as such."""
+    kind = content_type.partition(";")[0].strip().lower()
+    try:
+        if kind in ("", _JSON):
+            return parse(value)
+    except ValueError:
+        pass
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}

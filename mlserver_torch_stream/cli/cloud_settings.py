@@ -1,0 +1,230 @@
+"""Checks the options of ``cloud``, and makes what the room ``cloud`` takes from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from typing import Any
+
+from mlserver_torch_stream.cli.argument_types import openai_key
+from mlserver_torch_stream.cli.cloud_options import STDOUT, URL_DEFAULTS
+from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
+from mlserver_torch_stream.cloud.parse import WHOLE_BYTES, Chunking
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
+from mlserver_torch_stream.cloud.rows import Kind, RunRefused
+from mlserver_torch_stream.cloud.run import CloudRun
+from mlserver_torch_stream.model_source import find_path
+
+OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
+    """``models``: the model's names in rows, beside those of --served-model-name."""
+    media = arguments.url is not None and arguments.api == "openai"
+    return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
+
+
+def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
+    """The model of that name at --url."""
+    return ServerEndpoint(
+        arguments.url,
+        model,
+        "v2" if arguments.tensor is not None else arguments.api,
+        rows=make_row_request(arguments, model),
+        objects=object_request(arguments) if hands_objects(arguments) else None,
+        tensor=arguments.tensor,
+        concurrency=arguments.concurrency,
+        stream=not arguments.unary,
+        key=api_key(),
+        timeout=arguments.timeout,
+        name=shown_name(arguments),
+    )
+
+
+def shown_name(arguments: argparse.Namespace) -> str | None:
+    """The model's name in answers, if --served-model-name sets one."""
+    return arguments.served_model_name[0] if arguments.served_model_name else None
+
+
+def created() -> int | None:
+    """The time that output rows bear, if SOURCE_DATE_EPOCH sets one for a reproducible build. Raises RunRefused."""
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise RunRefused(f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {text!r}")
+    return int(text)
+
+
+def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int = 8) -> PipelineLimits:
+    """``batch_rows``, ``batches``: the defaults for a model in this process."""
+    remote = arguments.url is not None
+    rows = arguments.batch_rows or (1 if remote else batch_rows)
+    batches = arguments.batches or (arguments.concurrency if remote else batches)
+    weight = arguments.batch_tokens or arguments.batch_bytes or 16 * 2**20
+    return PipelineLimits(arguments.window, arguments.window_bytes, rows, weight, arguments.max_wait, batches)
+
+
+def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
+    """``model``: the model's name or location, which is part of the run's identity."""
+    index, count = arguments.worker
+    failures = 0 if arguments.fail_fast else arguments.max_failures
+    return CloudRun(
+        input=arguments.input,
+        model=identity(arguments, model),
+        output=None if arguments.output == STDOUT else arguments.output,
+        glob=arguments.glob,
+        manifest=arguments.manifest,
+        kind=kind_for_all(arguments),
+        part_rows=arguments.part_rows,
+        lane=index,
+        lanes=count,
+        max_failures=failures,
+        retry_failed=arguments.retry_failed,
+        limits=make_limits(arguments),
+        ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
+        retry=Retry(arguments.tries),
+        stall_s=arguments.stall,
+        storage=dict(arguments.storage),
+        created=created(),
+        chunking=chunking(arguments),
+    )
+
+
+def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
+    shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
+    of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
+    if arguments.rows == "piece":
+        of_objects["rows"] = arguments.rows
+    return {"name": model, "by": by, **shaping, "served": arguments.served_model_name, **of_objects}
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises RunRefused for options that contradict each other. It names the option."""
+    check_object_options(arguments)
+    for name, default in URL_DEFAULTS.items():
+        if arguments.url is None and getattr(arguments, name) is not None:
+            raise RunRefused(f"--{name}: is for requests to a server; give its --url")
+        if arguments.url is not None and getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if arguments.url is None and (arguments.api != "v2" or arguments.unary):
+        raise RunRefused("--api and --unary say how a server is asked; give its --url")
+    if arguments.url is not None and arguments.extra:
+        raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
+    if arguments.url is not None and arguments.batch_tokens:
+        raise RunRefused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
+    if arguments.batch_tokens and arguments.batch_bytes:
+        raise RunRefused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
+    if arguments.command == "run" and arguments.on is not None:
+        if arguments.output == STDOUT:
+            raise RunRefused("--on: several workers need an --output that they share")
+        if arguments.worker != (1, 1):
+            raise RunRefused("--worker: is chosen by --on itself")
+
+
+def api_key() -> str | None:
+    try:
+        return openai_key()
+    except ValueError as error:
+        raise RunRefused(str(error)) from None
+
+
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_MAX_HEADERS = 2**20  # bytes
+_SET_HERE = re.compile(r"x-(object|chunk)-.*|x-request-id|content-.*|host|connection|transfer-encoding")
+_TEXT = re.compile(r"[\t\x20-\x7e]*")
+
+
+def hands_objects(arguments: argparse.Namespace) -> bool:
+    """True if the bytes of objects are passed on unchanged, to a handler or as a tensor."""
+    return arguments.handler is not None or arguments.api == "torchserve" or arguments.tensor is not None
+
+
+def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
+    """How all objects are read; None: by their endings."""
+    if hands_objects(arguments):
+        return Kind.BYTES
+    return None if arguments.kind is None else Kind(arguments.kind)
+
+
+def chunking(arguments: argparse.Namespace) -> Chunking:
+    return Chunking(arguments.chunk_bytes, arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES)
+
+
+def object_request(arguments: argparse.Namespace) -> ObjectRequest:
+    """Raises RunRefused."""
+    headers = {}
+    for name, value in arguments.parameters.items():
+        if not isinstance(value, str | int | float) or not _HEADER.fullmatch(name) or not _TEXT.fullmatch(str(value)):
+            raise RunRefused(f"--parameters: {name}: must be the name and the text of a header")
+        if _SET_HERE.fullmatch(name.lower()):
+            raise RunRefused(f"--parameters: {name}: is set for each request")
+        headers[name.lower()] = value if isinstance(value, str) else json.dumps(value)
+    return ObjectRequest(headers, arguments.rows == "piece")
+
+
+def check_object_options(arguments: argparse.Namespace) -> None:
+    """Raises RunRefused if two options of whole objects, or one of them and an option of prompts, contradict."""
+    if not hands_objects(arguments):
+        for name, given in (
+            ("chunk-bytes", arguments.chunk_bytes),
+            ("whole-bytes", arguments.whole_bytes),
+            ("rows", arguments.rows != "object"),
+        ):
+            if given:
+                raise RunRefused(f"--{name}: is for objects that --handler, --api torchserve or --tensor takes")
+        return
+    _check_taker(arguments)
+    if arguments.rows == "chunk" and arguments.chunk_bytes is None:
+        raise RunRefused("--rows: chunk needs --chunk-bytes")
+    if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
+        raise RunRefused("--whole-bytes: is for objects that are not split into chunks; leave out --chunk-bytes")
+    for name, value in (
+        ("as", arguments.kind),
+        ("chat", arguments.chat),
+        ("served-model-name", arguments.served_model_name),
+        ("unary", arguments.unary),
+        ("batch-tokens", arguments.batch_tokens),
+        ("kafka", getattr(arguments, "kafka", None)),
+    ):
+        if value:
+            raise RunRefused(f"--{name}: is for prompts, not for --handler, --api torchserve or --tensor")
+    object_request(arguments)
+
+
+def _check_taker(arguments: argparse.Namespace) -> None:
+    if arguments.handler is not None:
+        for name in ("model", "url", "tensor"):
+            if getattr(arguments, name) is not None:
+                raise RunRefused(f"--{name}: is for a server or an engine, and cannot be combined with --handler")
+        if find_path(re.sub(r"(?<=\.py):\w+$", "", arguments.handler), None) is None:
+            raise RunRefused(f"--handler: no such file: {arguments.handler}")
+        _check_message(arguments)
+    elif arguments.api == "torchserve":
+        if arguments.url is None:
+            raise RunRefused("--url: --api torchserve needs the URL of the server")
+        if arguments.model is None:
+            raise RunRefused("--model: names the handler's model at --url, as in name or name/version")
+        if arguments.tensor is not None:
+            raise RunRefused("--tensor: is for V2 servers; --api torchserve posts the bytes themselves")
+    else:
+        if arguments.url is None or arguments.api != "v2":
+            raise RunRefused("--tensor: is for a V2 server; give its --url")
+        if arguments.rows == "piece":
+            raise RunRefused("--rows: a V2 server is asked for whole answers, which have no pieces")
+
+
+def _check_message(arguments: argparse.Namespace) -> None:
+    """A chunk, or a whole object, and its headers are one message to a worker."""
+    from mlserver_torch_stream.handlers.frames import MAX_BYTES
+
+    most = MAX_BYTES - _MAX_HEADERS
+    if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
+        name = "chunk" if arguments.chunk_bytes else "whole"
+        raise RunRefused(f"--{name}-bytes: a handler takes at most {most} bytes at a time")

@@ -1,0 +1,412 @@
+"""Infers rows with a server over HTTP: prompts in the V2 protocol or OpenAI's API, objects as predictions or tensors.
+
+A server of this project also takes whole batches. What a server refuses, the run refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from mlserver_torch_stream.client import EventParser
+from mlserver_torch_stream.client.call import GenerationCall
+from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
+from mlserver_torch_stream.client.v2_json import http_request
+from mlserver_torch_stream.cloud.answers import (
+    AnswerTooLarge,
+    GenerationBroke,
+    HttpAnswer,
+    OpenAIAnswer,
+    PieceCollector,
+    V2ServerAnswer,
+    answer_too_large,
+    parse,
+    predicted,
+)
+from mlserver_torch_stream.cloud.endpoint import (
+    BROKEN,
+    FRAMES,
+    JSON,
+    MAX_ERROR_CHARACTERS,
+    OK,
+    UNREADABLE,
+    Backend,
+    RowFailed,
+    RowRejected,
+    ServerEndpoint,
+    ServerUnready,
+    lasting_refusal,
+    only_model,
+    row_failure,
+)
+from mlserver_torch_stream.cloud.parse import MAX_ANSWER_BYTES, PREDICTIONS
+from mlserver_torch_stream.cloud.requests import ObjectRequest, RowQuestion, RowUnsuitable
+from mlserver_torch_stream.cloud.rows import (
+    CloudError,
+    Failure,
+    Infer,
+    Outcome,
+    Row,
+    StoreUnavailable,
+    refusal,
+)
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame, split
+from mlserver_torch_stream.protocol.openai_stream import BAD_REQUEST
+from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
+
+
+async def open_backend(endpoint: ServerEndpoint) -> Backend:
+    """Raises RunRefused if the endpoint names no model, and the server has none or several."""
+    model = endpoint.model or await only_model(endpoint.url, endpoint.api, endpoint.key)
+    if endpoint.batches:
+        return BatchBackend(endpoint, model)
+    if endpoint.tensor is not None:
+        return TensorBackend(endpoint, model)
+    return PredictionBackend(endpoint, model) if endpoint.api == "torchserve" else GenerationBackend(endpoint, model)
+
+
+@asynccontextmanager
+async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
+    """The callable itself, or one that asks the server at the endpoint or URL."""
+    if not isinstance(model, ServerEndpoint | str):
+        yield model
+        return
+    backend = await open_backend(ServerEndpoint(model) if isinstance(model, str) else model)
+    try:
+        yield backend
+    finally:
+        await backend.aclose()
+
+
+class GenerationBackend(Backend):
+    """Asks for a generation for each row, streamed or whole."""
+
+    async def _one(self, row: Row) -> Outcome:
+        try:
+            ask = self.endpoint.rows.ask(row)
+            path, body = self._request(ask)
+            content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (RowUnsuitable, RequestError, ValueError, RecursionError) as error:
+            return _unsent(error)
+        return await self._tried(lambda alone: self._attempt(path, content, ask))
+
+    def _request(self, ask: RowQuestion) -> tuple[str, dict[str, Any]]:
+        if self.endpoint.api == "openai":
+            body: dict[str, Any] = {**ask.body, "model": self.model, "stream": self.endpoint.stream}
+            if self.endpoint.stream:
+                body["stream_options"] = {"include_usage": True}
+            return ask.path, body
+        # Parameters that change nothing in OpenAI's API are left out in V2.
+        parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
+        # The prompt is None in a chat, which has messages, and in a row without a prompt, which the server refuses.
+        prompts: Any = (ask.prompt,)
+        return http_request(GenerationCall(self.model, prompts, ask.messages, parameters), self.endpoint.stream)
+
+    async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
+        name = self.endpoint.name or self.model
+        answer = OpenAIAnswer() if self.endpoint.api == "openai" else V2ServerAnswer(name, ask.chat)
+        async with self.gate.through() as started:
+            began = time.monotonic()
+            async with self._answered(started, path, content, JSON) as response:
+                body = await self._read(response, answer)
+        span = began, time.monotonic()
+        return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
+
+    async def _read(self, response: aiohttp.ClientResponse, answer: HttpAnswer) -> dict[str, Any]:
+        """The answer as OpenAI's object. Raises CloudError."""
+        try:
+            if not self.endpoint.stream:
+                answer.whole(parse(await response.read()))
+                return answer.body()
+            parser, ended = EventParser(), False
+            async for chunk in response.content.iter_any():
+                for event in parser.feed(chunk):
+                    ended = answer.event(event) or ended
+            if ended:
+                return answer.body()
+        except GenerationBroke as error:
+            raise RowFailed(f"the generation failed: {error}", BROKEN, error.error) from None
+        except aiohttp.ClientError:
+            raise
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise _unreadable(error) from None
+        raise StoreUnavailable(f"{self._url}: the stream ended before its last event")
+
+
+_BUSY = ("ServiceUnavailableException",)  # a full queue, no worker; a handler that fails has another type
+_UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
+
+
+class PredictionBackend(Backend):
+    """Posts each object or chunk to ``/predictions/{model}``; the model is the handler's, or ``model/version``."""
+
+    async def _one(self, row: Row) -> Outcome:
+        request = _objects(self.endpoint)
+        headers = {
+            **request.all_headers(row),
+            "content-type": request.content_type(row),
+            "x-request-id": request.request_id(row),
+        }
+        return await self._tried(lambda alone: self._attempt(row.data, headers, alone))
+
+    async def _attempt(self, content: bytes, headers: Mapping[str, str], alone: bool) -> Outcome:
+        pieces = PieceCollector()
+        async with self.gate.through(alone) as started:
+            began = time.monotonic()
+            try:
+                async with self._posted(f"/predictions/{quote(self.model)}", content, headers) as response:
+                    await pieces.read(response.content, response.headers.get("content-type", ""))
+            except AnswerTooLarge as error:
+                return answer_too_large(str(error))
+            except StoreUnavailable as error:
+                if pieces.found:  # as where the handler fails after its first piece
+                    text = f"{error}, after {len(pieces.found)} pieces of the answer"
+                    raise RowFailed(text, UNREADABLE) from error
+                raise
+            if response.status not in OK:
+                raise self._refused(started, response, b"".join(value for value, _ in pieces.found))
+            self.gate.concurrency.answered()
+        return predicted(pieces.found, _objects(self.endpoint).pieces, (began, time.monotonic()))
+
+    def _refused(self, started: int, answer: aiohttp.ClientResponse, body: bytes) -> CloudError:
+        error, status = _torchserve_error(body), answer.status
+        kind = str(error.get("type"))
+        text = str(error.get("message") or body.decode(errors="replace")[:MAX_ERROR_CHARACTERS].strip())
+        text = self._without_key(f"{self._url} answered {status}: {text}")
+        if status == 429 or kind in _BUSY:
+            self.gate.concurrency.refused(started)
+            return ServerUnready(text, retry_after_s(answer.headers))
+        return lasting_refusal(text, status, missing=kind in _UNKNOWN)
+
+
+class TensorBackend(Backend):
+    """Sends each object or chunk as a BYTES tensor. The prediction is the list of the output tensors."""
+
+    async def _one(self, row: Row) -> Outcome:
+        raw = len(row.data).to_bytes(4, "little") + row.data
+        request = _objects(self.endpoint)
+        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": [1], "datatype": "BYTES"}
+        tensor["parameters"] = {"binary_data_size": len(raw), "content_type": request.content_type(row)}
+        head = json.dumps({"parameters": request.all_headers(row), "inputs": [tensor]}).encode()
+        return await self._tried(lambda alone: self._attempt(len(head), head + raw, alone))
+
+    async def _attempt(self, head: int, content: bytes, alone: bool) -> Outcome:
+        path = f"/v2/models/{quote(self.model, safe='')}/infer"
+        headers = {**FRAMES, "Inference-Header-Content-Length": str(head)}
+        async with self.gate.through(alone) as started:
+            began, answer = time.monotonic(), bytearray()
+            async with self._answered(started, path, content, headers) as response:
+                async for part in response.content.iter_any():
+                    answer += part
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        return answer_too_large(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+        body = {"object": "prediction", "content_type": "application/json", PREDICTIONS: [_outputs(bytes(answer))]}
+        return Outcome(body, span=(began, time.monotonic()))
+
+
+_Frame = tuple[dict[str, Any], bytes]
+
+
+class BatchBackend(Backend):
+    """Sends batches to a server of this project, which answers each row of them, in one exchange."""
+
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
+        super().__init__(endpoint, model)
+        self._exchange: asyncio.Task[None] | None = None
+        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._waiting: dict[int, asyncio.Future[list[_Frame]]] = {}
+        self._numbers = count()
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        frames: dict[int, bytes] = {}  # of the rows that have no outcome yet
+        for index, row in enumerate(rows):
+            try:
+                frames[index] = self._frame(row)
+            except (RowUnsuitable, RequestError, ValueError, RecursionError) as error:
+                outcomes[index] = _unsent(error)
+        try:
+            await self.retry_busy(frames, outcomes)
+        except (RowFailed, RowRejected) as error:  # the server has refused the whole request
+            failure = error.failure
+            if len(frames) > 1:
+                failure = Failure(failure.code, failure.message, failure.status, failure.error, shared=True)
+            outcomes |= dict.fromkeys(frames, Outcome(failure=failure))
+        return [outcomes[index] for index in range(len(rows))]
+
+    async def retry_busy(self, frames: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
+        """Moves each row from ``frames`` into ``outcomes``. Rows that the model cannot take now are sent again."""
+
+        async def attempt() -> None:
+            began = time.monotonic()
+            answers = await self._post(list(frames.values()))
+            span = began, time.monotonic()
+            busy = ""
+            for index, (head, body) in zip(list(frames), answers, strict=True):
+                if head.get("busy"):
+                    busy = error_message(parse(body)["error"])
+                else:
+                    outcomes[index] = self._outcome(head, body, span)
+                    del frames[index]
+            if busy:
+                raise ServerUnready(f"the model takes no more: {busy}")
+
+        if frames:
+            await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
+
+    async def tokens(self, row: Row) -> int:
+        """The number of tokens of the row's prompt; for a row without a valid request, the number of its bytes."""
+        try:
+            frame = self._frame(row, counted=True)
+        except (RowUnsuitable, RequestError, ValueError, RecursionError):
+            return row.size
+        ((head, _),) = await self._post([frame])
+        return int(head.get("tokens", row.size))
+
+    async def workers(self) -> tuple[int, int]:
+        """The rows of a batch and the number of workers of a handler."""
+        async with self._session.get(URL(self._url + self._path, encoded=True)) as response:
+            said = await response.json()
+        return said["batchSize"], max(1, said["minWorkers"], said["maxWorkers"])
+
+    @property
+    def _path(self) -> str:
+        return f"/v2/models/{quote(self.model, safe='')}/batch"
+
+    def _frame(self, row: Row, counted: bool = False) -> bytes:
+        if (objects := self.endpoint.objects) is not None:
+            head = {"id": objects.request_id(row), "content_type": objects.content_type(row)}
+            return encode_frame({**head, "headers": objects.all_headers(row)}, row.data)
+        ask = self.endpoint.rows.ask(row)
+        body = {**ask.body, "model": self.model}
+        content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        return encode_frame({"path": ask.path, **({"count": True} if counted else {})}, content)
+
+    async def _post(self, frames: Sequence[bytes]) -> list[_Frame]:
+        """The answers to one batch. Raises CloudError."""
+        if self._exchange is None or self._exchange.done():
+            self._outgoing, self._waiting = asyncio.Queue(), {}
+            self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))
+        number = next(self._numbers)
+        answers: asyncio.Future[list[_Frame]] = asyncio.get_running_loop().create_future()
+        outgoing, waiting = self._outgoing, self._waiting
+        waiting[number] = answers
+        outgoing.put_nowait(b"".join((encode_frame({"batch": number, "items": len(frames)}), *frames)))
+        try:
+            return await answers
+        except asyncio.CancelledError:
+            outgoing.put_nowait(encode_frame({"cancel": number}))
+            raise
+        finally:
+            waiting.pop(number, None)
+
+    async def _run_exchange(
+        self, outgoing: asyncio.Queue[bytes], waiting: dict[int, asyncio.Future[list[_Frame]]]
+    ) -> None:
+        """Sends batches and takes their answers, until the connection breaks, which fails those without one."""
+        try:
+            async with self._posted(self._path, _all_of(outgoing), FRAMES) as response:
+                if response.status != 200:
+                    raise self._refusal(response, await response.read())
+                async for number, answers in _answered_batches(response.content):
+                    if number in waiting and not waiting[number].done():
+                        waiting[number].set_result(answers)
+            raise StoreUnavailable(f"{self._url}: the exchange of batches has ended")
+        except CloudError as error:
+            for answer in list(waiting.values()):
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def aclose(self) -> None:
+        if self._exchange is not None:
+            self._exchange.cancel()
+            await asyncio.wait({self._exchange})
+        await super().aclose()
+
+    def _outcome(self, head: Mapping[str, Any], body: bytes, span: tuple[float, float]) -> Outcome:
+        if "too_large" in head:
+            return answer_too_large(head["too_large"])
+        if head["status"] != 200:
+            error = parse(body)["error"]
+            code = error["code"] or ("invalid_request" if head["status"] < 500 else "generation_failed")
+            return Outcome(failure=Failure(code, error["message"], head["status"], error, head["shared"]))
+        if self.endpoint.objects is not None:
+            kinds = [head["content_type"]] * len(head["lengths"])
+            pieces = list(zip(split(body, head["lengths"]), kinds, strict=True))
+            return predicted(pieces, self.endpoint.objects.pieces, span)
+        answer = OpenAIAnswer()
+        answer.whole(parse(body))
+        whole = {**answer.body(), "model": self.endpoint.name or self.model}
+        whole["usage"].pop("prompt_tokens_details", None)  # how much was cached differs from run to run
+        return Outcome(whole, None, answer.prompt_tokens, answer.completion_tokens, span)
+
+
+async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
+    """What is put into the queue, for ever; what waits there already is sent at once."""
+    while True:
+        parts = [await queue.get()]
+        while not queue.empty():
+            parts.append(queue.get_nowait())
+        yield b"".join(parts)
+
+
+async def _answered_batches(content: aiohttp.StreamReader) -> AsyncIterator[tuple[int, list[_Frame]]]:
+    buffer, number, missing = FrameBuffer(), 0, 0
+    answers: list[_Frame] = []
+    async for data in content.iter_any():
+        buffer.feed(data)
+        while (frame := buffer.take()) is not None:
+            if not missing:
+                number, missing, answers = frame[0]["batch"], frame[0]["items"], []
+                continue
+            answers.append(frame)
+            missing -= 1
+            if not missing:
+                yield number, answers
+
+
+def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
+    return endpoint.objects or ObjectRequest()
+
+
+def _unsent(error: Exception) -> Outcome:
+    """The outcome of a row that was not sent: a lone surrogate, NaN or nesting without end cannot be."""
+    if isinstance(error, RequestError):
+        return Outcome(failure=refusal(error))
+    if isinstance(error, RowUnsuitable):
+        return Outcome(failure=row_failure("unsuitable", str(error), BAD_REQUEST, None))
+    return Outcome(failure=row_failure("invalid_request", f"cannot be sent as JSON: {error}", BAD_REQUEST, None))
+
+
+def _unreadable(error: Exception) -> RowFailed:
+    return RowFailed(f"the server's answer cannot be read: {type(error).__name__}: {error}", UNREADABLE)
+
+
+def _torchserve_error(body: bytes) -> Mapping[str, Any]:
+    """TorchServe's error object; empty where the body is a handler's own."""
+    try:
+        found = parse(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and {"code", "type", "message"} <= set(found) else {}
+
+
+def _outputs(answer: bytes) -> list[dict[str, Any]]:
+    """Raises RowFailed."""
+    try:
+        return [
+            {key: tensor[key] for key in ("name", "datatype", "shape", "parameters", "data") if key in tensor}
+            for tensor in parse(answer)["outputs"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(error) from None

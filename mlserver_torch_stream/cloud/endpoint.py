@@ -1,0 +1,269 @@
+"""A server that infers rows, over HTTP: how it is asked, what its refusals mean, and when a request is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+from yarl import URL
+
+from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
+from mlserver_torch_stream.cloud.answers import parse
+from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
+from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
+from mlserver_torch_stream.cloud.rows import (
+    AccessDenied,
+    CloudError,
+    Failure,
+    ObjectMissing,
+    Outcome,
+    Row,
+    RunRefused,
+    StoreUnavailable,
+)
+from mlserver_torch_stream.protocol.openai_stream import error_object
+
+Api = Literal["v2", "openai", "torchserve"]
+
+OK = range(200, 300)
+_LATER = (408, 429, 502, 503, 504)
+_SLOWER = (429, 503)
+MAX_ERROR_CHARACTERS = 2000
+JSON = {"Content-Type": "application/json"}
+FRAMES = {"Content-Type": "application/octet-stream"}
+BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
+_CONNECT_S = 10.0
+_TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
+_SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
+_WARNED_BYTES = 2**20  # of a body that aiohttp takes from memory without a warning
+
+
+@dataclass(frozen=True)
+class ServerEndpoint:
+    """A model of a server, and how rows are sent to it. ``model`` None: the server's only one.
+
+    ``rows``: how prompts become requests; ``objects``: how whole objects and chunks do, for ``api`` "torchserve" and
+    for ``tensor``, the name of a BYTES tensor. ``batches``: a batch of the run is one request, which servers of this
+    project take. At most ``concurrency`` requests are in flight. ``timeout``: seconds of silence, None for ever.
+    ``name``: the model's name in answers without one, and in all of ``batches``. ``ended`` says why the server will
+    never answer again; None while it may.
+    """
+
+    url: str
+    model: str | None = None
+    api: Api = "v2"
+    rows: RowRequest = field(default_factory=RowRequest)
+    objects: ObjectRequest | None = None
+    tensor: str | None = None
+    batches: bool = False
+    concurrency: int = 32
+    stream: bool = True
+    key: str | None = None
+    timeout: float | None = 300.0
+    name: str | None = None
+    retry: Retry = field(default_factory=lambda: Retry(tries=10, first=0.2, longest=30.0))
+    ended: Callable[[], str | None] = lambda: None
+
+
+class RowFailed(CloudError, retriable=True):
+    """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
+
+    def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.failure = row_failure("server_error", message, status, error)
+
+
+class RowRejected(CloudError):
+    """The server refuses this row, and would refuse it again."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
+    """The server takes no connection, or asks for a later attempt, whatever the row holds."""
+
+
+class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
+    """The server will not answer again."""
+
+
+class Backend:
+    """The callable that infers a batch with the ``model`` of an endpoint. ``retries``: the requests sent again.
+
+    Raises StoreUnavailable if the server does not answer within all tries, AccessDenied for a wrong key and
+    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row. A row at
+    which the connection breaks each time fails alone if the server answers other rows meanwhile.
+    """
+
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
+        self.endpoint = endpoint
+        self.model = model
+        self.gate = Gate(Concurrency(endpoint.concurrency))
+        self.retries = 0
+        self._url = endpoint.url.rstrip("/")
+        self._answers = 0
+        self._session = _session(endpoint.key, endpoint.timeout, endpoint.concurrency)
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
+        tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        await self._session.close()
+
+    async def _one(self, row: Row) -> Outcome:
+        raise NotImplementedError
+
+    async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
+        """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+
+        It is called with True at the row's last try: another row that the server put into the same batch may have
+        failed the tries before, so that the row should be sent while no other is.
+        """
+        failures = breaks = 0
+        before: int | None = None  # all answers before the second break; some may have come after the first
+
+        async def attempt() -> Outcome:
+            nonlocal failures, breaks, before
+            try:
+                outcome = await once(failures == _TRIES_OF_A_ROW - 1)
+                self._answers += 1
+                return outcome
+            except ServerUnready:
+                raise
+            except StoreUnavailable:
+                breaks += 1
+                before = self._answers if breaks == 2 else before
+                raise
+            except RowFailed as error:
+                failures += 1
+                if failures == _TRIES_OF_A_ROW:
+                    raise RowRejected(error.failure) from None
+                raise
+
+        try:
+            return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
+        except RowRejected as error:
+            return Outcome(failure=error.failure)
+        except StoreUnavailable as error:
+            if isinstance(error, ServerUnready) or before in (None, self._answers):
+                raise
+            text = f"{error.message}, at each of {breaks} tries, while other rows were answered"
+            return Outcome(failure=row_failure("server_error", text, UNREADABLE, None))
+
+    def _count_retry(self, error: CloudError) -> None:
+        self.retries += 1
+
+    @asynccontextmanager
+    async def _posted(
+        self, path: str, content: bytes | AsyncIterator[bytes], headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yields the answer to a post, whatever its status. Raises StoreUnavailable where the connection breaks."""
+        body = io.BytesIO(content) if isinstance(content, bytes) and len(content) >= _WARNED_BYTES else content
+        url = URL(self._url + path, encoded=True)
+        try:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                yield response
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            if (why := self.endpoint.ended()) is not None:
+                raise ServerEnded(why) from error
+            unconnected = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            kind = ServerUnready if unconnected else StoreUnavailable
+            raise kind(f"{self._url}: {error or type(error).__name__}") from error
+
+    @asynccontextmanager
+    async def _answered(
+        self, started: int, path: str, content: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yields the answer to a post. Raises CloudError where it is a refusal, or breaks off."""
+        async with self._posted(path, content, headers) as response:
+            if response.status != 200:
+                if response.status in _SLOWER:
+                    self.gate.concurrency.refused(started)
+                raise self._refusal(response, await response.read())
+            yield response
+        self.gate.concurrency.answered()
+
+    def _refusal(self, response: aiohttp.ClientResponse, body: bytes) -> CloudError:
+        status = response.status
+        reason, error = _server_error(self._without_key(body.decode(errors="replace")))
+        text = f"{self._url} answered {status}: {reason}"
+        if status in _LATER:
+            kind = ServerUnready if status in _SLOWER else StoreUnavailable
+            return kind(text, retry_after_s(response.headers))
+        return lasting_refusal(text, status, missing=status == 404, error=error)
+
+    def _without_key(self, text: str) -> str:
+        """The text without the key, which a server may repeat in its error."""
+        key = self.endpoint.key or ""
+        return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
+
+
+def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout),
+        connector=aiohttp.TCPConnector(limit=concurrency),
+        skip_auto_headers=("Accept-Encoding",),  # a packed answer would lose the borders of its pieces
+        trust_env=True,
+    )
+
+
+def lasting_refusal(
+    text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
+) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
+    """The error of a refusal that does not pass by itself. ``missing``: the server has no such model."""
+    if status in (401, 403):
+        return AccessDenied(text)
+    if missing:
+        return ObjectMissing(text)
+    if status >= 500:
+        return RowFailed(text, status, error)
+    return RowRejected(row_failure("invalid_request", text, status, error))
+
+
+def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
+    """``error``: the server's own error object, where it sent one."""
+    return Failure(code, message, status, error or error_object(status, message, code=code))
+
+
+def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
+    """The message of a refusal, and its error object, if it is OpenAI's."""
+    try:
+        error = parse(body)["error"]
+        return error_message(error), error if isinstance(error, dict) else None
+    except (ValueError, KeyError, TypeError):
+        return body[:MAX_ERROR_CHARACTERS].strip(), None
+
+
+async def only_model(url: str, api: Api, key: str | None) -> str:
+    """The name of the server's only model. Raises RunRefused where it has none or several."""
+    method, path, body = (
+        ("GET", "/v1/models", None) if api == "openai" else ("POST", "/v2/repository/index", b'{"ready": true}')
+    )
+    try:
+        async with (
+            _session(key, _CONNECT_S, 1) as session,
+            session.request(method, url.rstrip("/") + path, data=body, headers=JSON) as response,
+        ):
+            response.raise_for_status()
+            found = await response.json(content_type=None)
+            models = found["data"] if api == "openai" else found
+            names = sorted({str(model["id" if api == "openai" else "name"]) for model in models})
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+        raise RunRefused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
+    if len(names) != 1:
+        raise RunRefused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
+    return names[0]

@@ -1,0 +1,122 @@
+"""Turns rows into requests: the prompts of rows into bodies of OpenAI's API, whole objects and chunks into headers."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from mlserver_torch_stream.cloud.naming import closed_format
+from mlserver_torch_stream.cloud.rows import Kind, Row
+from mlserver_torch_stream.protocol.openai_batch import check_model
+from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.responses_request import INPUT
+
+_RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
+
+
+class RowUnsuitable(Exception):
+    """The model cannot take this row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuestion:
+    """One row as a request: ``messages`` or ``prompt``, and its parameters."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    parameters: dict[str, Any]
+
+    @property
+    def chat(self) -> bool:
+        return self.messages is not None
+
+    @property
+    def path(self) -> str:
+        """The path of OpenAI's API that takes the request."""
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of OpenAI's API, without a model."""
+        prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
+        return {**prompt, **self.parameters}
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """How rows become requests. ``defaults``: parameters that a row may override; ``chat``: a text is a user's message;
+    ``media``: images and sound may be parts of a message; ``served``: the model's names in rows.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    media: bool = False
+    served: Collection[str] = ()
+
+    def takes(self, kind: Kind) -> bool:
+        return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
+
+    def ask(self, row: Row) -> RowQuestion:
+        """The row's request. Raises RowUnsuitable or UnknownModel."""
+        if not self.takes(row.kind):
+            form = closed_format(row.key, row.kind)
+            raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
+        if row.kind is Kind.TEXT:
+            text = row.data.decode("utf-8-sig")
+            body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
+        elif row.kind is Kind.JSONL:
+            body = dict(row.body or {})
+            check_model(body, self.served)
+            if INPUT in body:
+                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
+        else:
+            body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
+        said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}
+        return RowQuestion(body.get(PROMPT), body.get(MESSAGES), {**self.defaults, **said})
+
+
+def _media(row: Row) -> dict[str, Any]:
+    ending = row.key.rpartition(".")[2].lower()
+    encoded = base64.b64encode(row.data).decode()
+    if row.kind is Kind.IMAGE:
+        kind = "jpeg" if ending == "jpg" else ending
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{encoded}"}}
+    return {"type": "input_audio", "input_audio": {"data": encoded, "format": ending}}
+
+
+_BYTES = "application/octet-stream"
+_TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRequest:
+    """How rows become requests. Every request has the ``headers``. ``pieces``: each piece of an answer becomes a
+    row."""
+
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: bool = False
+
+    def request_id(self, row: Row) -> str:
+        """The same in every run over the same objects."""
+        return quote(row.key) if row.chunk is None else f"{quote(row.key)}#{row.chunk.index}"
+
+    def content_type(self, row: Row) -> str:
+        """Returns the type of the key's ending; bytes for a chunk, because it may begin anywhere in the object."""
+        kind, packed = _TYPES.guess_type(row.key.rpartition("/")[2])
+        return _BYTES if kind is None or packed is not None or row.chunk is not None else kind
+
+    def all_headers(self, row: Row) -> dict[str, str]:
+        chunk = row.chunk
+        index, offset, last = (0, 0, True) if chunk is None else (chunk.index, chunk.offset, chunk.last)
+        return {
+            **self.headers,
+            "x-object-key": quote(row.key),
+            "x-object-size": str(row.whole),
+            "x-chunk-index": str(index),
+            "x-chunk-offset": str(offset),
+            "x-chunk-last": "true" if last else "false",
+        }

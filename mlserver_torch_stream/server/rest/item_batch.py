@@ -1,0 +1,242 @@
+"""Answers the batches of ``cloud run`` in one exchange for the whole run: ``POST /v2/models/{model}/batch``.
+
+Both bodies are frames, a JSON header and bytes each. A batch is a frame with its ``batch`` number and its count of
+``items``, and then the items; its answer is the same with a frame for each item, in their order, as soon as all of them
+are there. Items of a token model are bodies of OpenAI's API, each a generation of its own; items of a handler are one
+batch of it. A frame with ``cancel`` ends a batch. ``GET`` describes the model's workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
+from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_SPELLINGS, OpenAISpelling
+from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
+from mlserver_torch_stream.protocol.spellings import RestRoute
+from mlserver_torch_stream.server.host import ServerHost, find_model
+from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind
+from mlserver_torch_stream.server.request import (
+    HandlerModel,
+    PieceReply,
+    Request,
+    RestRequest,
+    ServedModel,
+    as_refusal,
+    find_accepted,
+    is_ours,
+)
+from mlserver_torch_stream.server.rest.connection import ClientLeft, parse_object, send_json, send_refusal
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
+from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.token_model import TokenModel
+
+PATH = "/v2/models/{model_name}/batch"
+MAX_ANSWER_BYTES = 64 * 2**20  # of one item
+MAX_ANSWER_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
+_MAX_MESSAGE_BYTES = 2000
+_UNBOUNDED = 1 << 30
+_FRAMES = [(b"content-type", b"application/octet-stream")]
+
+Item = tuple[dict[str, Any], bytes]
+
+
+def add_routes(host: ServerHost, lifecycle: Lifecycle) -> None:
+    """Called once for a server."""
+    host.add_routes([_BatchRoute(host, _BatchEndpoint(host, lifecycle))])
+
+
+class _BatchRoute(SelectiveRoute):
+    def __init__(self, host: ServerHost, endpoint: _BatchEndpoint) -> None:
+        super().__init__(PATH, endpoint, ["GET", "POST"])
+        self._registry = host.registry
+
+    def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
+        model = find_model(self._registry, path["model_name"], None)
+        return model is None or is_ours(model)
+
+
+class _BatchEndpoint:
+    """The ASGI application of the path."""
+
+    def __init__(self, host: ServerHost, lifecycle: Lifecycle) -> None:
+        self._host = host
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(scope, receive, send)
+        except ClientLeft:
+            pass
+        except Exception as error:
+            refused = as_refusal(error, self._lifecycle.shutdown_reason)
+            status, body = OPENAI_CHAT.refusal(refused)
+            await send_refusal(send, status, orjson.dumps(body), refused.retry_after, [])
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["model_name"]
+        found: ServedModel = find_accepted(self._host.registry, name, None, is_ours)
+        described = found.describe_workers()
+        if scope["method"] == "GET":
+            await send_json(send, 200, orjson.dumps(described), [])
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
+        # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
+        # item always is, and can wait in the worker.
+        waits = isinstance(found, HandlerModel) and described["batchSize"] > 1
+        turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            async for number, items in _batches(receive):
+                if items is None:
+                    if number in tasks:
+                        tasks[number].cancel()
+                    continue
+                tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
+                tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))  # type: ignore[misc]
+            await asyncio.gather(*tasks.values())
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            for task in list(tasks.values()):
+                task.cancel()
+
+    async def _answer(
+        self, found: ServedModel, number: int, items: Sequence[Item], turns: asyncio.Semaphore, send: Send
+    ) -> None:
+        request: Request[PieceReply] = Request(self._lifecycle, EndpointKind.REST_UNARY, model=found)
+        try:
+            async with turns, request.entered(self._host) as model:
+                answers = await self._answers(model, items)
+        except Exception as error:  # the model can take none of the items now
+            refused = request.refuse(error)
+            status, body = OPENAI_CHAT.refusal(refused)
+            refusal = {"status": status, "busy": refused.retry_after is not None, "shared": len(items) > 1}
+            answers = [encode_frame(refusal, orjson.dumps(body))] * len(items)
+        head = encode_frame({"batch": number, "items": len(items)})
+        await send({"type": "http.response.body", "body": b"".join((head, *answers)), "more_body": True})
+
+    async def _answers(self, model: ServedModel, items: Sequence[Item]) -> list[bytes]:
+        """One frame for each item. Raises RequestError if the model can take none of them now."""
+        if isinstance(model, TokenModel):
+            return await _gather([self._completion(model, header, body) for header, body in items])
+        assert isinstance(model, HandlerModel)
+        replies = [_opened(model, header, body) for header, body in items]
+        try:
+            for index, reply in enumerate(replies):
+                reply.begin(more=index < len(replies) - 1)
+            return await _gather([self._prediction(model, reply) for reply in replies])
+        finally:
+            for reply in replies:  # a reply that nobody reads would block its worker
+                reply.close()
+
+    async def _completion(self, model: TokenModel, header: Mapping[str, Any], body: bytes) -> bytes:
+        """``count`` in the header asks for the number of tokens of the prompt alone."""
+        spelling = OPENAI_SPELLINGS[header["path"]]
+        try:
+            posted = PostedBody(parse_object(body))
+            if header.get("count"):
+                return encode_frame({"status": 200, "tokens": _count(model, spelling, posted)})
+            route = RestRoute(header["path"], False, (spelling,))
+            context = partial(_context, model)
+            kind = EndpointKind.REST_UNARY
+            with closing(model.reply(RestRequest(posted, route, spelling, kind, "item", context))) as reply:
+                whole, _ = await reply.attached()
+            return encode_frame({"status": 200}, orjson.dumps(whole))
+        except Exception as error:
+            return self._refusal(model, spelling, error)
+
+    async def _prediction(self, model: HandlerModel, reply: PieceReply) -> bytes:
+        values: list[bytes] = []
+        size, content_type = 0, ""
+        try:
+            async for piece in reply.pieces():
+                if piece.status >= 400:
+                    raise _StatusSet(piece.status, piece.value)
+                content_type = content_type if values else piece.content_type
+                values.append(piece.value)
+                size += len(piece.value)
+                if size > MAX_ANSWER_BYTES:
+                    return encode_frame({"too_large": f"the answer is more than {MAX_ANSWER_BYTES} bytes"})
+                if len(values) > MAX_ANSWER_PIECES:
+                    return encode_frame({"too_large": f"the answer has more than {MAX_ANSWER_PIECES} pieces"})
+        except Exception as error:
+            return self._refusal(model, OPENAI_CHAT, error)
+        finally:
+            reply.close()
+        head = {"status": 200, "content_type": content_type, "lengths": [len(value) for value in values]}
+        return encode_frame(head, b"".join(values))
+
+    def _refusal(self, model: ServedModel, spelling: OpenAISpelling, error: Exception) -> bytes:
+        """``busy``: the item may be answered later. So are all items of a model that has died, which fails none."""
+        refused = as_refusal(error, self._lifecycle.shutdown_reason)
+        status, body = spelling.refusal(refused)
+        dead = status >= 500 and model.trouble is not None
+        head = {"status": status, "busy": dead or refused.retry_after is not None, "shared": refused.shared}
+        return encode_frame(head, orjson.dumps(body))
+
+
+class _StatusSet(RequestError):
+    """The handler has answered with an error status of its own."""
+
+    def __init__(self, status: int, value: bytes) -> None:
+        super().__init__(value[:_MAX_MESSAGE_BYTES].decode(errors="replace").strip())
+        self.status = status
+
+
+async def _gather(answers: Sequence[Any]) -> list[bytes]:
+    """Runs all at once; where one raises or the caller is cancelled, none runs on."""
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> PieceReply:
+    headers = {str(name): str(text) for name, text in header["headers"].items()}
+    field = BodyField("body", str(header["content_type"]), body)
+    return model.open_prediction([field], headers, str(header["id"]), EndpointKind.REST_STREAM)
+
+
+def _count(model: TokenModel, spelling: OpenAISpelling, posted: PostedBody) -> int:
+    generator = model.generator(EndpointKind.REST_UNARY)
+    request = spelling.decode(posted, generator.info, streaming=False, request_id="item")
+    return sum(len(generator.codec.encode(prompt)) for prompt in request.prompts)
+
+
+def _context(model: ServedModel, request_id: str) -> ReplyContext:
+    return ReplyContext(model.name, model.version, 0)
+
+
+async def _batches(receive: Receive) -> AsyncIterator[tuple[int, list[Item] | None]]:
+    """The number and the items of each batch; None instead of the items cancels it. Raises ClientLeft."""
+    buffer = FrameBuffer()
+    batch: tuple[int, list[Item]] | None = None
+    count, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        buffer.feed(message.get("body", b""))
+        more = message.get("more_body", False)
+        while (frame := buffer.take()) is not None:
+            header, _ = frame
+            if batch is None and "cancel" in header:
+                yield header["cancel"], None
+            elif batch is None:
+                batch, count = (header["batch"], []), header["items"]
+            else:
+                batch[1].append(frame)
+                if len(batch[1]) == count:
+                    yield batch
+                    batch = None
