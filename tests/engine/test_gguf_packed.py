@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import shutil
 import subprocess
 import sys
 import threading
