@@ -216,6 +216,8 @@ def build_request(
     need_logprobs = reply.logprobs or reply.cumulative_logprob or details
     if reply.echo_prompt:
         _check_echo(given, prompts, streaming=streaming and stream is not False and not streams_echo)
+    if reply.prompt_logprobs and any(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        raise InvalidInput("prompt_logprobs", "is not implemented for conversations; send a text or its ids")
     if _SPECIAL in given:
         adds = bool(given[_SPECIAL].value)
         prompts = tuple(
