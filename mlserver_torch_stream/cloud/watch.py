@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import FORMAT
@@ -73,6 +74,9 @@ class Watcher:
     weigh: Weigh = lambda row: row.size
     seen: int = 0
 
+    def __post_init__(self) -> None:
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the results in the making
+
     def result_name(self, info: ObjectInfo) -> str:
         kind = None if self.kind is None else self.kind.value
         model = dict(self.model)
@@ -114,10 +118,12 @@ class Watcher:
             self.report(f"{announced.key}: has gone before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
-        if not await self._there(name):
-            data = await self._inferred(listed)
-            with suppress(ObjectExists):  # another watcher has written it meanwhile
-                await self.retry.run(self.output.create, name, data)
+        turn = self._turns.setdefault(name, asyncio.Lock())
+        async with turn:  # one of several announcements of a version at a time, so that it is inferred once
+            if not await self._there(name):
+                data = await self._inferred(listed)
+                with suppress(ObjectExists):  # another watcher has written it meanwhile
+                    await self.retry.run(self.output.create, name, data)
         await announced.done()
 
     async def _listed(self, key: str) -> Listed:
