@@ -100,6 +100,11 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
     command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
+    command.add_argument(
+        "--sequences",
+        action="store_true",
+        help="send the chunks of an object to one worker of a stateful --handler, in order",
+    )
     command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
     command.add_argument(
         "--rows",

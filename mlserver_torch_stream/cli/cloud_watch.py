@@ -148,6 +148,8 @@ async def _objects(
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         weigh=model.weigh,
     )
+    if arguments.sequences:
+        watcher.objects = min(watcher.objects, model.limits.batches)
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.listen is not None:
         records = Store.open(f"{arguments.output.rstrip('/')}/events", dict(arguments.storage), arguments.stall)

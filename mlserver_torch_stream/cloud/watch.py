@@ -38,6 +38,7 @@ from mlserver_torch_stream.cloud.rows import (
     Weigh,
 )
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.sequences import ObjectSequences
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
 
@@ -76,6 +77,8 @@ class Watcher:
 
     def __post_init__(self) -> None:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the results in the making
+
+        self._again = asyncio.Lock()
 
     def result_name(self, info: ObjectInfo) -> str:
         kind = None if self.kind is None else self.kind.value
@@ -142,9 +145,13 @@ class Watcher:
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
-        source = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        infer = self.infer
+        whole = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        source: Source | ObjectSequences = whole
+        if self.chunking.sequences:
+            source = infer = ObjectSequences(whole, infer, self.metrics, self.objects, self._again)
         rows = source.rows()
-        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics, self.weigh)) as results:
+        async with aclosing(infer_rows(rows, infer, self.limits, self.metrics, self.weigh)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
                     self.report(f"{info.key}: {result.outcome.failure.message}")
