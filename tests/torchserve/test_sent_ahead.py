@@ -267,3 +267,19 @@ def test_a_worker_killed_under_load_loses_no_request_and_runs_none_twice(tmp_pat
             assert len(ran) == len(set(ran)) and len(ran) >= 480 - len(failed)
 
     run(scenario())
+
+
+def test_an_open_sequence_that_no_worker_holds_is_refused(tmp_path: Path) -> None:
+    """A request that goes on with a state is never the first that a worker sees of its sequence."""
+
+    async def scenario() -> None:
+        source = "def handle(data, context):\n    return None if data is None else ['ok'] * len(data)\n"
+        limits = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
+        async with running(write_handler(tmp_path, source), **limits) as pool:
+            sequence = {"sequence_id": "s", "whole_sequence": True}
+            with pytest.raises(WorkerLost, match="no worker holds it"):
+                pool.submit(request("a", "1", **sequence, sequence_open=True))
+            assert await texts(pool.submit(request("a", "2", **sequence))) == ["ok"]
+            assert await texts(pool.submit(request("b", "3", **sequence, sequence_open=True))) == ["ok"]
+
+    run(scenario())
