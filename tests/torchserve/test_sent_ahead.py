@@ -10,7 +10,13 @@ import pytest
 from mlserver_torch_stream.errors import QueueFull, TimedOut
 from mlserver_torch_stream.handlers.config.model_config import read_config
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
-from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest, PieceStream
+from mlserver_torch_stream.handlers.pool.handler_request import (
+    HandlerFailed,
+    HandlerJob,
+    HandlerRequest,
+    PieceStream,
+    WorkerLost,
+)
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
