@@ -3,7 +3,8 @@
 Both bodies are frames, a JSON header and bytes each. A batch is a frame with its ``batch`` number and its count of
 ``items``, and then the items; its answer is the same with a frame for each item, in their order, as soon as all of them
 are there. Items of a token model are bodies of OpenAI's API, each a generation of its own; items of a handler are one
-batch of it. A frame with ``cancel`` ends a batch. ``GET`` describes the model's workers.
+batch of it. An item of a sequence is a batch by itself and has V2's parameters of it in ``sequence``. A frame with
+``cancel`` ends a batch. ``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class _BatchEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
         # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
         # item always is, and can wait in the worker.
-        waits = isinstance(found, HandlerModel) and described["batchSize"] > 1
+        # The items of sequences come one by one, and the handler gathers those of several sequences itself.
+        gathered = described["stateful"] if isinstance(found, HandlerModel) else True
+        waits = not gathered and described["batchSize"] > 1
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
@@ -205,7 +208,9 @@ async def _gather(answers: Sequence[Any]) -> list[bytes]:
 def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> PieceReply:
     headers = {str(name): str(text) for name, text in header["headers"].items()}
     field = BodyField("body", str(header["content_type"]), body)
-    return model.open_prediction([field], headers, str(header["id"]), EndpointKind.REST_STREAM)
+    sequence = header.get("sequence") or {}
+    kind = EndpointKind.REST_STREAM
+    return model.open_prediction([field], headers, str(header["id"]), kind, sequence, whole_sequence=bool(sequence))
 
 
 def _count(model: TokenModel, spelling: OpenAISpelling, posted: PostedBody) -> int:
