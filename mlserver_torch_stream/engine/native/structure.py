@@ -306,7 +306,7 @@ class _StructureReader:
         normed = x * torch.rsqrt(x.pow(2).mean() + eps)
         for multiplier in (weight.float(), weight.float() + 1):
             if torch.allclose(got, normed * multiplier, rtol=0.03, atol=0.03):
-                return multiplier
+                return multiplier.detach()
         raise UnsupportedLayout(f"{name} does not compute an RMS norm")
 
 
