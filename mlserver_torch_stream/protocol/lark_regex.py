@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
+
+if sys.version_info >= (3, 11):
+    from re import _parser  # type: ignore[attr-defined]
+else:
+    import sre_parse as _parser
 
 _MAX_CHARACTERS = 1 << 16  # of the expression, to which each use of a rule adds the whole rule
 _MAX_DEPTH = 100
@@ -38,7 +44,7 @@ def regex_of_lark(definition: str) -> str:
         raise ValueError(f"has more than {_MAX_CHARACTERS} characters")
     expression = _Grammar(definition).rule("start")
     try:
-        re.compile(expression)
+        _parser.parse(expression)  # compiling a class of all characters takes 20 ms, and a grammar may have thousands
     except (re.error, OverflowError, RecursionError):
         raise ValueError("cannot be read") from None
     return expression

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from itertools import pairwise
 
 import llguidance
@@ -79,3 +80,10 @@ def test_the_expression_matches_what_the_grammar_does(definition: str, matching:
 def test_what_is_no_expression_is_said(definition: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         regex_of_lark(definition)
+
+
+def test_a_grammar_of_large_classes_is_read_at_once() -> None:
+    """Compiling its expression would take a minute, in which the server answers nobody."""
+    began = time.process_time()
+    regex_of_lark("start: /" + "[a-\U0001f000]" * 6_000 + "/i")
+    assert time.process_time() - began < 10
