@@ -198,9 +198,9 @@ class EngineSettings(BaseModel):
     default_sampling: Sampling = Field(default_factory=dict)
     """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
-    """The folder for compiled kernels and converted GGUF files. A GGUF conversion is deleted when it has not been used
-    for 30 days; a damaged file is made again. Everybody who can write to this folder can run code in the server.
-    Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    """The folder for compiled kernels, converted GGUF files and records of checked loads. A GGUF conversion is deleted
+    when it has not been used for 30 days; a damaged file is made again. Everybody who can write to this folder can run
+    code in the server. Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
     vllm_python: str | None = None
     """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
     `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""

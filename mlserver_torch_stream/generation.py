@@ -89,6 +89,7 @@ _MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
 # The pieces of a text are checked again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
+_MAX_PROMPT_LOGPROBS = 2**20  # of a request: its reply has up to 100 bytes for each
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
 
 _T = TypeVar("_T")
@@ -166,7 +167,9 @@ class Generator:
         n = request.sampling.n
         submitted = []
         with self._observed(request) as observer:
-            for position, ids in enumerate(await self._encoded(request.prompts)):
+            encoded = await self._encoded(request.prompts)
+            _check_scores(request, sum(map(len, encoded)))
+            for position, ids in enumerate(encoded):
                 prompt = request.prompts[position]
                 submitted.append(await self._prepared(request, prompt, ids, first_index=position * n))
             observer.prompted(request.prompts, sum(len(each.prompt_ids) for each in submitted))
@@ -189,10 +192,18 @@ class Generator:
         """Raises InvalidInput if the constraint of the answers cannot be compiled."""
         if not isinstance(prompt, ChatPrompt):
             constraint = await self._compiled(request.constraint)
-            return _engine_request(request, ids, constraint, first_index=first_index)
+            text = await self._echoed(prompt, ids) if request.reply.echo_prompt else ""
+            return _engine_request(request, ids, constraint, first_index=first_index, prompt_text=text)
         answer = self.codec.answer_format(prompt, ids, request.constraint)
         constraint = await self._compiled(answer.constraint, answer.reasoning_marks)
         return _engine_request(request, ids, constraint, answer if answer.divides else None, first_index=first_index)
+
+    async def _echoed(self, prompt: TextPrompt | TokensPrompt, ids: Sequence[int]) -> str:
+        """Returns the text of a prompt that the reply repeats."""
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        decode = partial(self.codec.decode, ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self.codec.executor, decode)
 
     async def _compiled(
         self, constraint: Constraint | None, reasoning: ReasoningMarks | None = None
@@ -272,6 +283,14 @@ class Generator:
             raise
 
 
+def _check_scores(request: GenerationRequest, tokens: int) -> None:
+    """Raises InvalidInput where the reply would have too many log-probabilities of so many tokens of prompts."""
+    top, n = request.sampling.prompt_logprobs, request.sampling.n
+    if top is not None and (logprobs := tokens * (1 + top) * n) > _MAX_PROMPT_LOGPROBS:
+        asked = f"{tokens} prompt tokens with {top} alternatives, {n} times: {logprobs} log-probabilities"
+        raise InvalidInput("prompt_logprobs", f"asks for too much: {asked}, at most {_MAX_PROMPT_LOGPROBS}")
+
+
 def _engine_request(
     request: GenerationRequest,
     prompt_ids: tuple[int, ...],
@@ -280,6 +299,7 @@ def _engine_request(
     *,
     first_index: int = 0,
     open: bool = False,
+    prompt_text: str = "",
 ) -> EngineRequest:
     return EngineRequest(
         prompt_ids,
@@ -292,6 +312,7 @@ def _engine_request(
         constraint=constraint,
         answer=answer,
         adapter=request.adapter,
+        prompt_text=prompt_text,
     )
 
 

@@ -11,10 +11,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.child_process import started_ahead
 from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.protocol.request_options import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
@@ -26,10 +24,7 @@ if TYPE_CHECKING:
 
 # Several threads may load models at the same time: one imports, with the process's collector off; the rest wait for it.
 _importing = threading.Lock()
-# The code of engines, and transformers' modeling code with torch's compiler and sympy (105 MB), which packed weights
-# need in no server.
-_CODE = ("mlserver_torch_stream.engine.build", "transformers.modeling_utils")
-_CHECK = ("mlserver_torch_stream.engine.checks.packed_check", _CODE[1])  # what the process of packed weights imports
+_CODE = "mlserver_torch_stream.engine.build"
 
 
 def resolve(settings: ModelSettings, source: str | None) -> ResolvedSettings:
@@ -43,11 +38,7 @@ def resolve(settings: ModelSettings, source: str | None) -> ResolvedSettings:
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
     """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
-    settings = resolved.settings
-    # transformers imports its modeling code to find the class of a tokenizer that the settings name.
-    model_code = settings.weights != "packed" or settings.tokenizer is not None
-    with process_ahead(resolved):
-        built = _engine_builder(model_code)(resolved, owner, on_death)
+    built = _engine_builder()(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)
     except InvalidInput as error:
@@ -57,32 +48,18 @@ def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseExcept
     return built
 
 
-def process_ahead(resolved: ResolvedSettings) -> AbstractContextManager[None]:
-    """Starts the process that checks packed weights, if this process has yet to import the engine: both import at once.
-
-    Later loads may share weights, and start the process when they need it.
-    """
-    settings, first = resolved.settings, _CODE[0] not in sys.modules and not _importing.locked()
-    packed = settings.weights == "packed" and resolved.source.kind in ("embedded", "gguf") and settings.fits_cpu_kernels
-    return started_ahead(*_CHECK) if first and packed else nullcontext()
-
-
-def _engine_builder(model_code: bool = True) -> Callable[..., BuiltEngine]:
+def _engine_builder() -> Callable[..., BuiltEngine]:
     """Imports torch and transformers, the first time, and freezes their objects in the garbage collector.
-
-    ``model_code``: whether transformers' modeling code is imported too.
 
     Their half a million objects are never freed. Walking them delayed every stream by 0.3 s about once in a thousand
     requests, and took a second of the import. Measured on 2026-11-21: a full collection takes 230 ms before, 5 after.
     """
-    needed = _CODE if model_code else _CODE[:1]
     with _importing:
-        if not all(name in sys.modules for name in needed):
+        if _CODE not in sys.modules:
             collects = gc.isenabled()
             gc.disable()
             try:
-                for name in needed:
-                    importlib.import_module(name)
+                importlib.import_module(_CODE)
             finally:
                 if collects:
                     gc.enable()

@@ -116,7 +116,7 @@ class SamplingParameters:
     top-p, min-p, typical-p. Log-probabilities are those of the raw logits, before any of it.
     """
 
-    max_tokens: int | None = None  # None: as many as the context holds
+    max_tokens: int | None = None  # None: as many as the context holds; 0: the prompt is read, nothing is generated
     min_tokens: int = 0
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -137,6 +137,7 @@ class SamplingParameters:
     n: int = 1
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None  # alternatives for each token of the prompt; None: the prompt is not scored
     skip_special_tokens: bool = True
 
     @property
@@ -153,9 +154,10 @@ class ReplyOptions:
     num_output_tokens: bool = True
     cumulative_logprob: bool = False
     logprobs: bool = False
+    prompt_logprobs: bool = False
     token_ids: bool = False
     details: bool = False  # flat JSON only
-    echo_prompt: bool = False  # unary only: text_output starts with the prompt
+    echo_prompt: bool = False  # the answer's text starts with the prompt
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
     continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
@@ -192,14 +194,15 @@ _CHARACTERS_PER_ALTERNATIVE = 7
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one chosen token and of the most likely alternatives at its position.
+    """Natural-log probability of one token and of the most likely alternatives at its position.
 
+    ``logprob`` is None for the first token of a prompt, which has no token before it.
     ``token`` and ``top_tokens`` are the tokens' bytes, in the order of ``top``; None and nothing where only ids are
     known.
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
     token: bytes | None = None
     top_tokens: tuple[bytes, ...] = ()
@@ -228,8 +231,9 @@ class Usage:
 class TokenEvent:
     """The tokens of one sequence since its last event, and in the last event the reason of its end.
 
-    The contents of an event follow each other as ``reasoning``, ``text``, ``tool_calls``. ``text`` is the answer's text
-    alone. It never holds part of a character nor of a stop string, so it may be empty although ``token_ids`` is not.
+    The contents of an event follow each other as ``prompt_text`` and ``prompt_logprobs``, ``reasoning``, ``text``,
+    ``tool_calls``. ``text`` is the answer's text alone. It never holds part of a character nor of a stop string, so it
+    may be empty although ``token_ids`` is not.
     ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
     ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet. ``stop_reason``
     is the stop string, or the id of ``stop_token_ids``, that ended the sequence; None for the model's own end token.
@@ -246,19 +250,27 @@ class TokenEvent:
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_text: str = ""  # of a request that repeats its prompt
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens of the prompt, in order
     num_input_tokens: int = 0  # of the sequence's prompt, on every event that the engine's thread delivers
     prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # on the same events
 
     @property
     def has_output(self) -> bool:
         """Whether there is anything to show: ids alone may be those of an incomplete character."""
-        return bool(self.text or self.reasoning or self.tool_calls)
+        return bool(self.text or self.reasoning or self.tool_calls or self.prompt_text)
 
     @property
     def size(self) -> int:
         """In characters; ``MAX_PER_EVENT`` is the limit."""
-        said = len(self.text) + _TIMES_REASONING * len(self.reasoning) + sum(call.size for call in self.tool_calls)
-        return said + len(self.token_ids) + sum(entry.size for entry in self.logprobs)
+        said = (
+            len(self.prompt_text)
+            + len(self.text)
+            + _TIMES_REASONING * len(self.reasoning)
+            + sum(call.size for call in self.tool_calls)
+        )
+        scored = sum(entry.size for entry in self.prompt_logprobs) if self.prompt_logprobs else 0
+        return said + len(self.token_ids) + sum(entry.size for entry in self.logprobs) + scored
 
     def goes_before(self, later: TokenEvent) -> bool:
         """Whether one event for both keeps the order in which their contents were generated."""
@@ -278,6 +290,8 @@ class TokenEvent:
             usage=later.usage,
             error=later.error,
             stop_reason=later.stop_reason,
+            prompt_text=self.prompt_text + later.prompt_text,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
             num_input_tokens=later.num_input_tokens,
             prompt_ids=later.prompt_ids,
         )

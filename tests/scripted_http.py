@@ -5,6 +5,7 @@ Knows nothing of what is asked.
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,13 +40,15 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(handler: Callable[..., BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The server's URL."""
     http = _Server(("127.0.0.1", 0), handler)
+    if tls is not None:
+        http.socket = tls.wrap_socket(http.socket, server_side=True)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{http.server_port}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{http.server_port}"
     finally:
         http.shutdown()
         thread.join()

@@ -28,6 +28,12 @@ def port_number(text: str) -> int:
     return number
 
 
+def listen_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[HOST]:PORT``, or a port of 127.0.0.1."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", port_number(port)
+
+
 def above_zero(text: str) -> float:
     return _real(text, "a number")
 
@@ -77,15 +83,15 @@ def openai_key() -> str | None:
     return key or None
 
 
-def key_in_file(path: str) -> str:
-    """The first key of a file as the server reads it: one a line, without comments. Raises ValueError."""
+def key_in_file(path: str, option: str = "--api-key-file") -> str:
+    """The first key of the option's file as the server reads it: one a line, without comments. Raises ValueError."""
     try:
         lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--api-key-file: {path} cannot be read: {error}") from None
+        raise ValueError(f"{option}: {path} cannot be read: {error}") from None
     key = next((line for line in lines if line and not line.startswith("#")), None)
     if key is None:
-        raise ValueError(f"--api-key-file: {path} has no key")
+        raise ValueError(f"{option}: {path} has no key")
     return key
 
 

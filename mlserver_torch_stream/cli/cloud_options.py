@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from mlserver_torch_stream.cli.argument_types import count, nbytes, positive, seconds
+from mlserver_torch_stream.cli.argument_types import count, listen_address, nbytes, positive, seconds
 from mlserver_torch_stream.cloud.rows import Kind
 
 STDOUT = "-"
@@ -100,6 +100,11 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
     command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
+    command.add_argument(
+        "--sequences",
+        action="store_true",
+        help="send the chunks of an object to one worker of a stateful --handler, in order",
+    )
     command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
     command.add_argument(
         "--rows",
@@ -180,6 +185,19 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
     watch.add_argument("--glob", help="keys below --input")
     watch.add_argument(
         "--queue", help="URL of the SQS queue with the notifications of new objects; without it --input is polled"
+    )
+    watch.add_argument(
+        "--listen",
+        type=listen_address,
+        metavar="[HOST:]PORT",
+        help="receive notifications of new objects over HTTP (host: 127.0.0.1)",
+    )
+    watch.add_argument("--listen-key", metavar="FILE", help="with --listen: a file with the key that events must bear")
+    watch.add_argument(
+        "--listen-tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="with --listen: PEM files, for https"
+    )
+    watch.add_argument(
+        "--sns-topic", action="append", default=[], metavar="ARN", help="with --listen: accept messages of this topic"
     )
     watch.add_argument("--poll", type=seconds, default=2.0, help="seconds between two polls (default: %(default)s)")
     watch.add_argument("--kafka", metavar="HOST:PORT", help="read rows from Kafka instead of objects")

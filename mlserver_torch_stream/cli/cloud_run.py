@@ -193,8 +193,13 @@ async def _serve_handler(arguments: argparse.Namespace, name: str, metrics: RunM
             )
             async with _asked(endpoint, metrics) as backend:
                 assert isinstance(backend, BatchBackend)
-                batch_rows, workers = await backend.workers()
-                limits = settings.make_limits(arguments, batch_rows, workers + _AHEAD)
+                if arguments.sequences:
+                    most = await backend.most_sequences()
+                    limits = settings.make_limits(arguments, batches=most)
+                    limits = replace(limits, batch_rows=1, batches=min(limits.batches, most))
+                else:
+                    batch_rows, workers = await backend.workers()
+                    limits = settings.make_limits(arguments, batch_rows, workers + _AHEAD)
                 yield OpenedModel(backend, lambda row: row.size, limits)
     except LoadRefused as error:
         raise RunRefused(_as_options(str(error))) from None

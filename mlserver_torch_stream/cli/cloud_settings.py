@@ -154,7 +154,8 @@ def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
 
 
 def chunking(arguments: argparse.Namespace) -> Chunking:
-    return Chunking(arguments.chunk_bytes, arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES)
+    joined, most = arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES
+    return Chunking(arguments.chunk_bytes, joined, most, arguments.sequences)
 
 
 def object_request(arguments: argparse.Namespace) -> ObjectRequest:
@@ -171,6 +172,13 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 def check_object_options(arguments: argparse.Namespace) -> None:
     """Raises RunRefused if two options of whole objects, or one of them and an option of prompts, contradict."""
+    if arguments.sequences:
+        if arguments.handler is None:
+            raise RunRefused("--sequences: is for a --handler")
+        if arguments.chunk_bytes is None:
+            raise RunRefused("--sequences: a sequence is the chunks of an object; give their --chunk-bytes")
+        if arguments.rows != "object":
+            raise RunRefused("--rows: with --sequences an object is one row, since its chunks share a state")
     if not hands_objects(arguments):
         for name, given in (
             ("chunk-bytes", arguments.chunk_bytes),

@@ -1,4 +1,4 @@
-"""Runs ``cloud watch``: over a queue of notifications, by polling, or over a Kafka topic.
+"""Runs ``cloud watch``: over a queue of notifications, events over HTTP, by polling, or over a Kafka topic.
 
 Knows the options and the model.
 """
@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from mlserver_torch_stream.cli import cloud_settings as settings
+from mlserver_torch_stream.cli.argument_types import key_in_file
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease
+from mlserver_torch_stream.cloud.listen import EventListener
 from mlserver_torch_stream.cloud.naming import glob_pattern, lies_within
+from mlserver_torch_stream.cloud.notifications import InputPlace
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
@@ -23,6 +28,7 @@ from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.cloud.watch import Poller, Watcher
 
 if TYPE_CHECKING:
+    from mlserver_torch_stream.cloud.sns import SnsVerifier
     from mlserver_torch_stream.cloud.sqs import Queue
 
 
@@ -39,7 +45,7 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("topic", "group"):
             if getattr(arguments, name) is None:
                 raise RunRefused(f"--{name}: --kafka needs it")
-        for name in ("queue", "glob", "kind"):
+        for name in ("queue", "listen", "glob", "kind"):
             if getattr(arguments, name) is not None:
                 raise RunRefused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
     else:
@@ -52,6 +58,64 @@ def _check(arguments: argparse.Namespace) -> None:
             _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
             raise RunRefused("--output: lies within --input, so that results would be read as input")
+    _check_listen(arguments)
+
+
+_EVENT_SCHEMES = ("s3://", "gs://", "az://")
+
+
+def _check_listen(arguments: argparse.Namespace) -> None:
+    if arguments.listen is None:
+        for name in ("listen_key", "listen_tls", "sns_topic"):
+            if getattr(arguments, name):
+                raise RunRefused(f"--{name.replace('_', '-')}: is for --listen")
+        return
+    if arguments.queue is not None:
+        raise RunRefused("--listen: objects are announced by events over HTTP or by --queue, not by both")
+    if not arguments.input.startswith(_EVENT_SCHEMES):
+        raise RunRefused(f"--listen: events name objects in {', '.join(_EVENT_SCHEMES)}; without it --input is polled")
+    if arguments.listen_key is None and not _is_loopback(arguments.listen[0]):
+        raise RunRefused("--listen-key: needed where --listen is not a loopback address, as anyone could post events")
+    _make_listener_parts(arguments)  # refuses them before a model is loaded
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _ListenerParts(TypedDict):
+    key: str | None
+    tls: ssl.SSLContext | None
+    sns: SnsVerifier | None
+
+
+def _make_listener_parts(arguments: argparse.Namespace) -> _ListenerParts:
+    """Raises RunRefused."""
+    key, tls, sns = None, None, None
+    if arguments.listen_key is not None:
+        try:
+            key = key_in_file(arguments.listen_key, "--listen-key")
+        except ValueError as error:
+            raise RunRefused(str(error)) from None
+    if arguments.listen_tls is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            certificate, private_key = arguments.listen_tls
+            tls.load_cert_chain(certificate, private_key, password="")  # nobody is asked for a password
+        except (OSError, ValueError) as error:
+            raise RunRefused(f"--listen-tls: {error}") from None
+    if arguments.sns_topic:
+        try:
+            from mlserver_torch_stream.cloud.sns import SnsVerifier
+        except ImportError:
+            raise RunRefused(
+                "--sns-topic: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'"
+            ) from None
+        sns = SnsVerifier(arguments.sns_topic)
+    return {"key": key, "tls": tls, "sns": sns}
 
 
 async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
@@ -84,7 +148,22 @@ async def _objects(
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         weigh=model.weigh,
     )
+    if arguments.sequences:
+        watcher.objects = min(watcher.objects, model.limits.batches)
     pattern = glob_pattern(arguments.glob or "**")
+    if arguments.listen is not None:
+        records = Store.open(f"{arguments.output.rstrip('/')}/events", dict(arguments.storage), arguments.stall)
+        async with _turn(WriterLease(output, 1, 1, retry), arguments.poll) as lease:
+            host, port = arguments.listen
+            place = InputPlace.of_url(arguments.input, pattern)
+            parts = _make_listener_parts(arguments)
+            listener = EventListener(host, port, place, records, retry, say, metrics, check=lease.require, **parts)
+            try:
+                await watcher.watch(listener.announcements(), arguments.limit)
+            finally:
+                if metrics.refused_events:
+                    say(f"{metrics.refused_events} events were refused")
+        return
     if arguments.queue is None:
         async with _turn(WriterLease(output, 1, 1, retry), arguments.poll) as lease:
             poller = Poller(store, output, pattern, arguments.poll, retry, lease.require)
@@ -106,10 +185,8 @@ def _open_queue(arguments: argparse.Namespace) -> Queue:
         from mlserver_torch_stream.cloud.sqs import Queue
     except ImportError:
         raise RunRefused("--queue: needs the extra [cloud]: pip install 'mlserver-torch-stream[cloud]'") from None
-    bucket, _, prefix = arguments.input.removeprefix("s3://").rstrip("/").partition("/")
-    pattern = glob_pattern(arguments.glob or "**")
-    retry = Retry(arguments.tries)
-    return Queue(arguments.queue, bucket, f"{prefix}/" if prefix else "", pattern, retry, _report_foreign)
+    place = InputPlace.of_url(arguments.input, glob_pattern(arguments.glob or "**"))
+    return Queue(arguments.queue, place, Retry(arguments.tries), _report_foreign)
 
 
 @asynccontextmanager

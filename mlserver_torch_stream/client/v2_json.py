@@ -61,6 +61,7 @@ def deltas_of(reply: ServerReply) -> list[Delta]:
 
 
 def _logprob(entry: TokenLogprob) -> Logprob:
+    assert entry.logprob is not None, "a token of an answer has a token before it"
     top = tuple(Logprob(logprob, token_id) for token_id, logprob in entry.top)
     return Logprob(entry.logprob, entry.token_id, top=top)
 

@@ -56,6 +56,8 @@ from mlserver_torch_stream.cloud.rows import (
     Infer,
     Outcome,
     Row,
+    RunRefused,
+    SequenceLost,
     StoreUnavailable,
     refusal,
 )
@@ -143,6 +145,7 @@ class GenerationBackend(Backend):
         raise StoreUnavailable(f"{self._url}: the stream ended before its last event")
 
 
+_FULL = 429
 _BUSY = ("ServiceUnavailableException",)  # a full queue, no worker; a handler that fails has another type
 _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
@@ -228,6 +231,8 @@ class BatchBackend(Backend):
         self._numbers = count()
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        if any(row.sequence is not None for row in rows):
+            return [await self._in_sequence(row) for row in rows]
         outcomes: dict[int, Outcome] = {}
         frames: dict[int, bytes] = {}  # of the rows that have no outcome yet
         for index, row in enumerate(rows):
@@ -264,6 +269,28 @@ class BatchBackend(Backend):
         if frames:
             await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
+    async def _in_sequence(self, row: Row) -> Outcome:
+        """The outcome of a chunk, which is sent again only if no worker has got it. Raises SequenceLost."""
+        frame = self._frame(row)
+        starts = row.chunk is not None and row.chunk.index == 0
+
+        async def attempt() -> Outcome:
+            began = time.monotonic()
+            try:
+                ((head, body),) = await self._post([frame])
+            except ServerUnready:
+                raise
+            except StoreUnavailable as error:
+                raise SequenceLost(error.message) from error
+            if head.get("busy") or head.get("shared"):
+                message = error_message(parse(body)["error"])
+                if head["busy"] and (head["status"] == _FULL or starts):
+                    raise ServerUnready(f"the model takes no more: {message}")
+                raise SequenceLost(message)
+            return self._outcome(head, body, (began, time.monotonic()))
+
+        return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
+
     async def tokens(self, row: Row) -> int:
         """The number of tokens of the row's prompt; for a row without a valid request, the number of its bytes."""
         try:
@@ -275,9 +302,21 @@ class BatchBackend(Backend):
 
     async def workers(self) -> tuple[int, int]:
         """The rows of a batch and the number of workers of a handler."""
+        described = await self._describe()
+        return described["batchSize"], max(1, described["minWorkers"], described["maxWorkers"])
+
+    async def most_sequences(self) -> int:
+        """The most sequences that a handler has open. Raises RunRefused if it keeps no state."""
+        described = await self._describe()
+        if not described["stateful"]:
+            raise RunRefused("--sequences: the handler keeps no state; set sequenceBatching in its model-config.yaml")
+        if not described["sequenceMaxIdleMSec"]:
+            raise RunRefused("--sequences: set sequenceMaxIdleMSec in the handler's model-config.yaml, above 0")
+        return int(described["maxNumSequence"])
+
+    async def _describe(self) -> Any:
         async with self._session.get(URL(self._url + self._path, encoded=True)) as response:
-            said = await response.json()
-        return said["batchSize"], max(1, said["minWorkers"], said["maxWorkers"])
+            return await response.json()
 
     @property
     def _path(self) -> str:
@@ -285,7 +324,10 @@ class BatchBackend(Backend):
 
     def _frame(self, row: Row, counted: bool = False) -> bytes:
         if (objects := self.endpoint.objects) is not None:
-            head = {"id": objects.request_id(row), "content_type": objects.content_type(row)}
+            head: dict[str, Any] = {"id": objects.request_id(row), "content_type": objects.content_type(row)}
+            if row.sequence is not None and row.chunk is not None:
+                ends = {"sequence_start": row.chunk.index == 0, "sequence_end": row.chunk.last}
+                head["sequence"] = {"sequence_id": row.sequence, **ends}
             return encode_frame({**head, "headers": objects.all_headers(row)}, row.data)
         ask = self.endpoint.rows.ask(row)
         body = {**ask.body, "model": self.model}

@@ -34,6 +34,7 @@ _OPTIONS = {
     ("topic",): "--topic",
     ("chunk_bytes",): "--chunk-bytes",
     ("rows",): "--rows",
+    ("sequences",): "--sequences",
     ("whole_bytes",): "--whole-bytes",
     ("model", "name"): "--model",
     ("model", "by"): "what answers (the engine here, or the API of --url)",

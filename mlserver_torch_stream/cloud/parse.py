@@ -97,11 +97,13 @@ WHOLE_BYTES = 64 * 2**20
 @dataclass(frozen=True, slots=True)
 class Chunking:
     """``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the
-    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is one row."""
+    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is one row.
+    ``sequences``: the chunks of an object are the requests of a sequence; they are joined."""
 
     chunk_bytes: int | None = None
     joined: bool = True
     whole_bytes: int = WHOLE_BYTES
+    sequences: bool = False
 
     @property
     def each(self) -> bool:
@@ -131,7 +133,8 @@ class Chunking:
     def config(self) -> dict[str, Any]:
         """The part of a run's configuration that these settings are; empty for the default ones."""
         if self.chunk_bytes is not None:
-            return {"chunk_bytes": self.chunk_bytes, "rows": "object" if self.joined else "chunk"}
+            rows = "object" if self.joined else "chunk"
+            return {"chunk_bytes": self.chunk_bytes, "rows": rows, **({"sequences": True} if self.sequences else {})}
         return {} if self.whole_bytes == WHOLE_BYTES else {"whole_bytes": self.whole_bytes}
 
     def count(self, size: int) -> int:

@@ -61,7 +61,8 @@ class Row:
     instead of both.
 
     ``index``: the position of the output row in the run, which joined chunks of an object share; ``line``: its line in
-    the object, from 1, or None for a whole object; ``whole``: the bytes of the whole object, where that is no JSONL.
+    the object, from 1, or None for a whole object; ``whole``: the bytes of the whole object, where that is no JSONL;
+    ``sequence``: the id of the sequence whose next request the chunk is.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Row:
     failure: Failure | None = None
     chunk: Chunk | None = None
     whole: int = 0
+    sequence: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,10 @@ class ObjectExists(CloudError, code="exists"):
 
 class StorageFull(CloudError, code="full"):
     """The output's storage has no room left."""
+
+
+class SequenceLost(CloudError, code="sequence_lost"):
+    """The state of an object's sequence is lost, or not known: the object begins anew."""
 
 
 class RunRefused(CloudError, code="refused"):

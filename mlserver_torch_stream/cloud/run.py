@@ -33,6 +33,7 @@ from mlserver_torch_stream.cloud.rows import (
     Weigh,
 )
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.sequences import ObjectSequences
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
@@ -84,6 +85,8 @@ class CloudRun:
             raise RunRefused("--worker: several workers need an --output that they share")
         if self.retry_failed and self.output is None:
             raise RunRefused("--retry-failed: needs the --output whose failed rows are to be tried again")
+        if self.retry_failed and self.chunking.sequences:
+            raise RunRefused("--retry-failed: is not implemented for --sequences; use another --output and --manifest")
         if self.glob is not None and self.manifest is not None:
             raise RunRefused("--glob: names objects beside --manifest, which names them all; give one of them")
         if self.output is not None:
@@ -206,7 +209,11 @@ async def results(
         number = index // run.part_rows
         return run.output is None or (run.owns(number) and number not in done.parts)
 
-    rows = _source(planned, metrics).rows(done.cursor if planned.output is not None else Cursor(), wanted)
+    whole = _source(planned, metrics)
+    source: Source | ObjectSequences = whole
+    if run.chunking.sequences:
+        source = infer = ObjectSequences(whole, infer, metrics, run.limits.batches)
+    rows = source.rows(done.cursor if planned.output is not None else Cursor(), wanted)
     async with aclosing(infer_rows(_until(stopped, rows), infer, run.limits, metrics, run.weigh)) as found:
         async for result in found:
             yield result

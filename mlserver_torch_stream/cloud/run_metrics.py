@@ -65,6 +65,7 @@ class RunMetrics:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     retries: int = 0
+    refused_events: int = 0
     num_inferences: int = 0
     failed_batches_counter: int = 0
     peak_undelivered: int = 0

@@ -47,6 +47,9 @@ class Cursor:
         return self.line is not None or self.chunk is not None
 
 
+START = Cursor()
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
     """Bytes ``start`` to ``end`` of an object. ``skipped``: they are not fetched, as none of their rows is wanted."""
@@ -90,7 +93,7 @@ class Source:
     def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[ObjectRange]:
         """The ranges to fetch. What is known to make unwanted rows only is not fetched."""
         index: int | None = cursor.index
-        for ordinal in range(self._first(cursor), len(self.objects)):
+        for ordinal in range(self.first(cursor), len(self.objects)):
             listed = self.objects[ordinal]
             kind = kind_of(listed.info.key, self.kind)
             if kind is Kind.JSONL:
@@ -108,7 +111,7 @@ class Source:
                 continue
             yield from self._blocks(ordinal, listed, kind)
 
-    def _first(self, cursor: Cursor) -> int:
+    def first(self, cursor: Cursor) -> int:
         """The first object with rows after the cursor. Raises RunRefused where its object is not in the run."""
         if cursor.key is None:
             return 0

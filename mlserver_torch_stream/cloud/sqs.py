@@ -6,16 +6,15 @@ boto3 finds the credentials: in the environment, in a profile, or of the machine
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote_plus, urlsplit
+from urllib.parse import urlsplit
 
 from mlserver_torch_stream.cloud.aws import AwsClient
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.notifications import InputPlace, read_notification
 from mlserver_torch_stream.cloud.rows import CloudError, RunRefused
 from mlserver_torch_stream.cloud.watch import Announced
 
@@ -24,42 +23,15 @@ _HELD_S = 60  # a message is hidden from other consumers for so long; prolonged 
 _MAX_MESSAGES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Created:
-    """One new object of a notification."""
-
-    bucket: str
-    key: str
-
-
-def read_notification(body: str) -> list[Created] | None:
-    """The new objects of a notification; none for S3's test event or other events; None if it is no notification.
-
-    Reads S3's own form, also within SNS' envelope. Its keys are form-encoded.
-    """
-    try:
-        value = json.loads(body)
-        if value.get("Type") == "Notification":
-            value = json.loads(value["Message"])
-        if value.get("Event") == "s3:TestEvent":
-            return []
-        created = [record for record in value["Records"] if "ObjectCreated" in record["eventName"]]
-        return [Created(each["s3"]["bucket"]["name"], unquote_plus(each["s3"]["object"]["key"])) for each in created]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 class Queue:
-    """Announces the new objects of ``bucket`` below ``prefix``. A message about other objects is passed to ``report``
-    and left in the queue. Raises RunRefused for a URL of no queue, or where there are no credentials; blocks while it
+    """Announces the new objects of ``place``. A message about other objects is passed to ``report`` and left in the
+    queue. Raises RunRefused for a URL of no queue, or where there are no credentials; blocks while it
     looks for them."""
 
     def __init__(
         self,
         url: str,
-        bucket: str,
-        prefix: str,
-        pattern: re.Pattern[str],
+        place: InputPlace,
         retry: Retry,
         report: Callable[[str], None],
     ) -> None:
@@ -75,9 +47,7 @@ class Queue:
         if not self._client.has_credentials:
             raise RunRefused("--queue: needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role")
         self._url = url
-        self._bucket = bucket
-        self._prefix = prefix
-        self._pattern = pattern
+        self._place = place
         self._retry = retry
         self._report = report
         self._held: dict[str, asyncio.Task[None]] = {}
@@ -96,13 +66,11 @@ class Queue:
 
     async def _announced(self, body: str, receipt: str) -> AsyncGenerator[Announced, None]:
         created = read_notification(body)
-        ours = [each for each in created or () if each.bucket == self._bucket and each.key.startswith(self._prefix)]
-        if created is None or len(ours) < len(created):
+        keys = None if created is None else self._place.keys(created)
+        if keys is None:
             self._held.pop(receipt).cancel()
             self._report(body[:200])
             return
-        keys = [each.key.removeprefix(self._prefix) for each in ours]
-        keys = [key for key in keys if self._pattern.fullmatch(key)]
         if not keys:
             await self._delete(receipt)
             return

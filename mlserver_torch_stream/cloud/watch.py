@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import FORMAT
@@ -37,6 +38,7 @@ from mlserver_torch_stream.cloud.rows import (
     Weigh,
 )
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.sequences import ObjectSequences
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
 
@@ -72,6 +74,11 @@ class Watcher:
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     weigh: Weigh = lambda row: row.size
     seen: int = 0
+
+    def __post_init__(self) -> None:
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the results in the making
+
+        self._again = asyncio.Lock()
 
     def result_name(self, info: ObjectInfo) -> str:
         kind = None if self.kind is None else self.kind.value
@@ -114,10 +121,12 @@ class Watcher:
             self.report(f"{announced.key}: has gone before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
-        if not await self._there(name):
-            data = await self._inferred(listed)
-            with suppress(ObjectExists):  # another watcher has written it meanwhile
-                await self.retry.run(self.output.create, name, data)
+        turn = self._turns.setdefault(name, asyncio.Lock())
+        async with turn:  # one of several announcements of a version at a time, so that it is inferred once
+            if not await self._there(name):
+                data = await self._inferred(listed)
+                with suppress(ObjectExists):  # another watcher has written it meanwhile
+                    await self.retry.run(self.output.create, name, data)
         await announced.done()
 
     async def _listed(self, key: str) -> Listed:
@@ -136,9 +145,13 @@ class Watcher:
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
-        source = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        infer = self.infer
+        whole = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        source: Source | ObjectSequences = whole
+        if self.chunking.sequences:
+            source = infer = ObjectSequences(whole, infer, self.metrics, self.objects, self._again)
         rows = source.rows()
-        async with aclosing(infer_rows(rows, self.infer, self.limits, self.metrics, self.weigh)) as results:
+        async with aclosing(infer_rows(rows, infer, self.limits, self.metrics, self.weigh)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
                     self.report(f"{info.key}: {result.outcome.failure.message}")

@@ -25,7 +25,7 @@ class EngineRequest:
     ``TokenStream.seal`` sets the whole, and then it is queued. The scheduler admits requests with a lower ``priority``
     first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` after the submit, the
     sequences end with the tokens that they have. Each answer is kept to the ``constraint``; the prompt is not.
-    ``answer`` says how their text is divided; None: it is text as a whole.
+    ``answer`` says how their text is divided; None: it is text as a whole. ``prompt_text`` is put before each answer.
     ``adapter`` names the LoRA adapter that the tokens are generated with.
     """
 
@@ -39,6 +39,7 @@ class EngineRequest:
     constraint: CompiledConstraint | None = None
     answer: AnswerFormat | None = None
     adapter: str | None = None
+    prompt_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from mlserver_torch_stream.engine.api import AdapterSet, Engine
 from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import engine_key, weights_key
-from mlserver_torch_stream.engine.loading.code_pages import drop_code
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, set_threads
 from mlserver_torch_stream.engine.loading.model_files import is_panic, locate, locate_packed
 from mlserver_torch_stream.engine.loading.pinned import release_pinned
@@ -119,7 +118,6 @@ def _load(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         raise WorkCancelled
     try:
         gc.collect()  # frees what the load left in cycles
-        drop_code()
         trim_heap()
     except BaseException:
         running.stop(load.resources)
@@ -164,10 +162,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     def make() -> PreparedModel:
         return prepare(files, load)
 
-    # Packed weights are checked in another process, so MKL allocates no per-thread buffers in this process.
-    lease: Lease[PreparedModel] = resources.weights.lease(
-        key, make if files.packed else lambda: _in_thread_that_ends(load.threads, make)
-    )
+    lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: _in_thread_that_ends(load.threads, make))
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
         codec.prepare_constraints()

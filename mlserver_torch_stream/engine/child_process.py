@@ -1,7 +1,7 @@
 """Runs a function of a load in a process of its own, whose imports and memory end with it.
 
-transformers' modeling code takes 105 MB, which a server that computes with our kernels alone needs only while it loads.
-``started_ahead`` starts the process before the function is known.
+transformers' modeling code takes 105 MB, which a server that computes with our kernels alone needs only to convert a
+GGUF file and to check a load that no earlier start has proved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mlserver_torch_stream.errors import LoadFailed
@@ -29,39 +28,15 @@ LOG, RETURNED, RAISED = range(3)  # the kinds of messages that the process sends
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
-# Holds the process that ``started_ahead`` has started, until ``in_process`` takes it.
-_AHEAD: ContextVar[list[subprocess.Popen[bytes]]] = ContextVar("started ahead")
-
-
-@contextlib.contextmanager
-def started_ahead(*modules: str) -> Iterator[None]:
-    """Starts a process that imports ``modules`` and then waits for the first ``in_process`` within this block.
-
-    The process is killed at the end of the block if nothing has used it. Raises LoadFailed if it cannot be started.
-    """
-    waiting = [_start(modules)]
-    token = _AHEAD.set(waiting)
-    try:
-        yield
-    finally:
-        _AHEAD.reset(token)
-        for process in waiting:
-            with process:
-                process.kill()
-
 
 def in_process(function: Callable[..., T], *args: object) -> T:
     """Calls ``function(*args)`` in another process. Returns its result, or raises its error. Blocks.
-
-    Within a block of ``started_ahead``, the first call uses the process that waits there. Every other call starts a
-    process. Each process runs one function and then ends.
 
     The function, its arguments and its result can be pickled. The package's log lines of that process are logged here.
     An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the process
     cannot be started or ends early, for example because it is killed. A load that is cancelled kills the process.
     """
-    waiting = _AHEAD.get([])
-    process = waiting.pop() if waiting else _start(())
+    process = _start()
     with cancellation().interrupted_by(process.kill), process:
         try:
             _send(process, pickle.dumps((function, args)))
@@ -79,14 +54,14 @@ class RemoteTraceback(Exception):
     """The traceback of an error in another process, as text."""
 
 
-def _start(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     """Starts Python with this process's ``sys.path``. Its messages have a pipe of their own, here as ``stdout``."""
     if not sys.executable:
         raise LoadFailed("cannot start a process that loads the model: sys.executable names no interpreter")
     level = logging.getLogger(PACKAGE).getEffectiveLevel()
     run = f"import sys; sys.path[:] = {[str(path) for path in sys.path]}; from {MODULE} import main; main(sys.argv[1:])"
     reads, writes = os.pipe()
-    command = [sys.executable, "-c", run, str(writes), str(os.getpid()), str(level), *modules]
+    command = [sys.executable, "-c", run, str(writes), str(os.getpid()), str(level)]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writes,))
     except OSError as error:

@@ -1,13 +1,12 @@
 """The process that ``child_process`` starts: it calls one function.
 
-It imports modules, then reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
+It reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
 to its parent, as pickles on a pipe. It ends when its parent ends.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import pickle
@@ -43,8 +42,8 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    """``argv``: the pipe to the parent, the id of the parent, the level of its log, and the modules to import."""
-    pipe, parent, level, *modules = argv
+    """``argv``: the pipe to the parent, the id of the parent, and the level of its log."""
+    pipe, parent, level = argv
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
         signal.signal(each, signal.SIG_IGN)
     os.dup2(2, 1)  # what libraries print is no output of the server
@@ -53,14 +52,12 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger(PACKAGE).setLevel(int(level))
     try:
         gc.disable()  # walking the half a million objects that the import makes takes most of a second
-        for module in modules:
-            importlib.import_module(module)
-        gc.freeze()
-        gc.enable()
         try:
             function, args = pickle.load(sys.stdin.buffer)
         except EOFError:  # the parent has ended
             os._exit(1)
+        gc.freeze()
+        gc.enable()
         die_with(int(parent))  # which reads stdin too
         channel.send(RETURNED, function(*args))
     except Exception as error:

@@ -33,8 +33,8 @@ def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     return (
         source.kind,
         source.location,
-        _files(resolved),
-        settings.model_dump_json(include=_SHAPING),
+        file_stamps(resolved),
+        shaping_settings(resolved),
         serial,
         None if serial or settings.fast_path == "off" else threads,
     )
@@ -46,13 +46,28 @@ def engine_key(resolved: ResolvedSettings, owner: str, weights: Hashable) -> Has
     return owner, weights, resolved.settings.model_dump_json(), _folder(tokenizer) if tokenizer else None
 
 
-def _files(resolved: ResolvedSettings) -> Hashable:
+def shaping_settings(resolved: ResolvedSettings) -> str:
+    """Returns the settings that shape the weights in memory and their forward, as JSON."""
+    return resolved.settings.model_dump_json(include=_SHAPING)
+
+
+def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hashable:
+    """Returns name, size and time of each of a model's files, or of the files in another ``folder``."""
+    if folder is not None:
+        return _folder(str(folder))
     source = resolved.source
     if source.kind == "folder":
         return _folder(source.location)
     if source.kind == "hub":
         return _snapshot(source.location, resolved.settings.revision)
     return _stamp(find_embedded(source.location) if source.kind == "embedded" else Path(source.location))
+
+
+def weights_folder(resolved: ResolvedSettings, location: str) -> Path:
+    """Returns the folder of a model's files: ``location`` itself, or that of the hub's cache. Raises LoadFailed."""
+    if resolved.source.kind != "hub":
+        return Path(location)
+    return Path(_snapshot(resolved.source.location, resolved.settings.revision) or location)
 
 
 def _folder(location: str) -> Hashable:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +20,24 @@ from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, ch
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.overlap import take_pipeline
 from mlserver_torch_stream.engine.checks.packed_check import check_packed
+from mlserver_torch_stream.engine.checks.record import (
+    Anew,
+    ProvedLoad,
+    RecordKey,
+    check_files_hold,
+    outline_of,
+    read_record,
+    record_key,
+    recorded_decoder,
+    write_record,
+)
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
-from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.loading.gguf_packed import read_tensors
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
+from mlserver_torch_stream.engine.fingerprint import weights_folder
+from mlserver_torch_stream.engine.loading.checkpoint import weight_files
+from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
@@ -33,14 +47,17 @@ from mlserver_torch_stream.engine.loading.placement import (
     seconds_per_step,
 )
 from mlserver_torch_stream.engine.machine import launched, trim_heap
-from mlserver_torch_stream.engine.native.decoder_pickle import unpickle_decoder
+from mlserver_torch_stream.engine.native.decoder_plan import plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.engine.watchdog import FairLock
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
@@ -96,58 +113,127 @@ class PreparedModel:
 def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """Raises LoadFailed."""
     resolved, settings = load.resolved, load.resolved.settings
-    if files.packed:
-        return _prepare_packed(files, load)
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(files, load)
     if launched(os.environ):
         waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
+    recording = _recording(files, load)
     with torch.inference_mode():
-        weights = load_weights(files, resolved)
-        placement = read_placement(weights.model)
-        if moved_bytes(placement):
-            slowness = describe_moves(placement, seconds_per_step(weights.model))
-            logger.warning("%s: %s", resolved.source.name, slowness)
-        expected = ExpectedLogits(weights.model)
-        findings = SelfCheckResult(problem="set by engine: serial")
-        if settings.engine != "serial":
-            page_size = page_size_of(device_types(weights.model))
-            findings = check_batching(weights.model, expected=expected, page_size=page_size)
-        choice, pipeline = None, None
-        if findings.problem is not None:
-            check_generate(weights.model)
-        else:
-            choice = choose_forward(expected, findings, settings, load.kernels)
-            if settings.pipeline == "auto" and not choice.forward.has_threads:
-                pipeline = take_pipeline(weights.model, load.threads, choice.forward)
-        del expected  # its logits and caches take memory
-    device = input_device(weights.model)
+        prepared = _prepare_recorded(recording, load) if recording is not None else None
+        if prepared is None:
+            import_model_code()
+            prepared = (_prove_packed if files.packed else _prove)(files, load, recording)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
+    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """Where a load's record belongs, and the ``files`` of its weights."""
+
+    key: RecordKey
+    files: Sequence[Path]
+
+
+def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
+    """Returns None for a load of which nothing can be recorded: our kernels do not run it, or it runs other code."""
+    settings = load.resolved.settings
+    if not settings.fits_cpu_kernels or settings.trust_remote_code or settings.allow_pickle or files.gguf_file:
+        return None
+    try:
+        folder = weights_folder(load.resolved, files.location)
+        weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
+        return _Recording(record_key(load.resolved, folder, weights, load.kernels), weights) if weights else None
+    except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports what ends it
+        logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
+        return None
+
+
+def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
+    """Builds the forward that an earlier load has proved, without transformers' model; None if there is no record."""
+    name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
+    try:
+        if isinstance(proved, ProvedLoad):
+            decoder = recorded_decoder(proved, recording.files)
+            forward = NativeForward(decoder, load.kernels, ROUNDED.get(load.resolved.settings.weights))
+            logger.info("%s was proved by an earlier start: its logits are not compared again", name)
+            return _on_kernels(forward, proved, load)
+        anew = proved
+    except (Unsuitable, OSError, SafetensorError) as error:
+        logger.warning("The record of %s is not used: %s", name, error)
+        anew = Anew.DAMAGED
+    logger.info("%s is checked anew: %s", name, anew.value)
+    load.resources.checks[anew.name.lower()] += 1
+    return None
+
+
+def _on_kernels(forward: NativeForward, proved: ProvedLoad, load: ModelLoad) -> PreparedModel:
+    device = torch.device("cpu")
+    return PreparedModel(
+        *(proved.weights, proved.findings, ForwardChoice(forward), device, load.lock_on(device)),
+        placement=proved.placement,
+    )
+
+
+def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
+    resolved, settings = load.resolved, load.resolved.settings
+    weights = load_weights(files, resolved)
+    placement = read_placement(weights.model)
+    if moved_bytes(placement):
+        slowness = describe_moves(placement, seconds_per_step(weights.model))
+        logger.warning("%s: %s", resolved.source.name, slowness)
+    expected = ExpectedLogits(weights.model)
+    findings = SelfCheckResult(problem="set by engine: serial")
+    if settings.engine != "serial":
+        page_size = page_size_of(device_types(weights.model))
+        findings = check_batching(weights.model, expected=expected, page_size=page_size)
+    choice, pipeline, write = None, None, None
+    if findings.problem is not None:
+        check_generate(weights.model)
+    else:
+        if recording is not None:
+            write = _record_of(weights, findings, placement, recording, resolved)
+        choice = choose_forward(expected, findings, settings, load.kernels)
+        if write is not None and choice.forward.has_threads:  # of our kernels, which have the whole forward
+            write()
+        if settings.pipeline == "auto" and not choice.forward.has_threads:
+            pipeline = take_pipeline(weights.model, load.threads, choice.forward)
+    device = input_device(weights.model)
     fair_lock = None if pipeline is not None else load.lock_on(device)
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
-def _prepare_packed(files: ModelFiles, load: ModelLoad) -> PreparedModel:
-    """The only way of a load that leaves transformers' modeling code out of this process. Raises LoadFailed."""
-    folder, name = Path(files.location), load.resolved.source.name
+def _record_of(
+    weights: LoadedWeights,
+    findings: SelfCheckResult,
+    placement: tuple[DeviceShare, ...],
+    recording: _Recording,
+    resolved: ResolvedSettings,
+) -> Callable[[], None] | None:
+    """Plans the decoder of a model whose own weights are still there. Returns what writes the record, else None."""
+    model = weights.model
     try:
-        checked = in_process(check_packed, folder, name, load.kernels)
-        with torch.inference_mode():
-            decoder = unpickle_decoder(checked.decoder, read_tensors(folder)[0].__getitem__)
-            forward = NativeForward(decoder, load.kernels)
+        parameters = dict(model.named_parameters())
+        plan = plan_decoder(read_decoder(model), parameters)
+        check_files_hold(plan, parameters, recording.files)
+        outlined = replace(weights, model=outline_of(model))
+    except Unsuitable as error:
+        logger.debug("The checks of %s are not recorded: %s", resolved.source.name, error)
+        return None
+    proved = ProvedLoad(plan, outlined, findings, placement, model.dtype)
+    return partial(write_record, recording.key, proved, resolved.cache_dir)
+
+
+def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
+    try:
+        forward, proved = check_packed(Path(files.location), load.resolved.source.name, load.kernels)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
-    if forward.variant != checked.variant:
-        raise no_packed_weights(f"the kernels ({checked.variant}) were checked, these run here: {forward.variant}")
-    del decoder  # with the blocks, of which the kernels have a copy
-    trim_heap()
-    logger.info("Loaded the weights of %s", name)
-    choice, device = ForwardChoice(forward), torch.device("cpu")
-    return PreparedModel(
-        checked.weights, checked.findings, choice, device, load.lock_on(device), placement=checked.placement
-    )
+    if recording is not None:
+        write_record(recording.key, proved, load.resolved.cache_dir)
+    return _on_kernels(forward, proved, load)
 
 
 def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:

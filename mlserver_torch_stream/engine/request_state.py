@@ -45,6 +45,7 @@ class SequenceState:
         self._first_token_at: float | None = None
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
+        self._prompt_shown = False
 
     @property
     def request(self) -> RequestState:
@@ -97,6 +98,8 @@ class SequenceState:
         dropped. A token whose text cannot be made ends the sequence in an error.
         """
         unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            self._show_prompt()
         known = len(self.tokens) - len(unwritten)
         for count, logprob in enumerate(unwritten, known + 1):
             try:
@@ -106,6 +109,13 @@ class SequenceState:
             if self.finish_reason is not None:
                 del self.tokens[count:]
                 break
+
+    def _show_prompt(self) -> None:
+        """Makes the events of the prompt, once it is computed."""
+        if self._prompt_shown:
+            return
+        self._prompt_shown = True
+        self._writer.write_prompt(self._input.prompt_text, self.request.scores)
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
         """Makes the text of the token with this number, from 1."""
@@ -131,6 +141,8 @@ class SequenceState:
         self.write()
         if self.finish_reason is not None:
             return
+        if reason not in FAILURES:
+            self._show_prompt()
         self.finish_reason = reason
         self._error = error
         if reason is FinishReason.ERROR:
@@ -195,6 +207,7 @@ class RequestState:
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
         self.cached_tokens = 0  # of the prompt: found in the prefix cache
+        self.scores: list[TokenLogprob] = []  # of the first tokens of the prompt, if they are asked for
         indices = range(input.first_index, input.first_index + input.sampling.n)
         stops = StopStrings(input.sampling.stop)
         self.sequences = [SequenceState(self, index, codec, stops) for index in indices]
@@ -207,6 +220,16 @@ class RequestState:
     @property
     def params(self) -> SamplingParameters:
         return self.input.sampling
+
+    @property
+    def unscored(self) -> bool:
+        """Whether scores of the prompt are asked for and not all known."""
+        return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
+
+    def rows_to_score(self, start: int, end: int) -> int:
+        """Returns how many of the prompt's tokens from ``start`` to ``end``, the last ones of these, have logits that
+        score the next token."""
+        return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
     def unfinished(self) -> int:

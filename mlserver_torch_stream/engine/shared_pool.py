@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -95,6 +96,7 @@ class ProcessResources:
         self.cpu_lock = FairLock()
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
+        self.checks: Counter[str] = Counter()  # of loads whose checks can be recorded, by why they ran
         self.templates = TextProcesses()  # render the chat templates of all models
 
     def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:

@@ -169,6 +169,7 @@ class CompletionRequest(_Choices):
             _kind_of_prompt, custom_error_type="wrong", custom_error_message="must be a text, or a list of texts or ids"
         ),
     ]
+    max_tokens: NotNegative | None = None
     echo: bool | None = None
     logprobs: Alternatives | None = None
 

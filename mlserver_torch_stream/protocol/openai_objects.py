@@ -169,14 +169,15 @@ def token_name(token_id: int, token: bytes | None) -> str:
     return f"token_id:{token_id}" if token is None else token.decode("utf-8", "backslashreplace")
 
 
-def _named(token_id: int, logprob: float, token: bytes | None) -> dict[str, Any]:
+def _named(token_id: int, logprob: float | None, token: bytes | None) -> dict[str, Any]:
     shown = None if token is None else list(token)
     return {"token": token_name(token_id, token), "logprob": finite(logprob), "bytes": shown}
 
 
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry: OpenAI writes -9999.0 for impossible tokens."""
-    return logprob if math.isfinite(logprob) else -9999.0
+def finite(logprob: float | None) -> float | None:
+    """A log-probability that JSON can carry: OpenAI writes -9999.0 for impossible tokens and null for
+    the first token of a prompt."""
+    return logprob if logprob is None or math.isfinite(logprob) else -9999.0
 
 
 def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -238,16 +239,18 @@ def _logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [dict(_top(entry)) for entry in entries] if any(entry.top for entry in entries) else None,
+        "top_logprobs": [_top(entry) for entry in entries] if any(entry.top for entry in entries) else None,
         "text_offset": [start for start, _ in zip(ends, tokens, strict=False)],
     }
 
 
-def _top(entry: TokenLogprob) -> Iterator[tuple[str, float]]:
-    """The alternatives and, as OpenAI has it, the chosen token, which may be none of them."""
-    for token_id, logprob, token in alternatives(entry):
-        yield token_name(token_id, token), finite(logprob)
-    yield _name(entry), finite(entry.logprob)
+def _top(entry: TokenLogprob) -> dict[str, float | None] | None:
+    """The alternatives and, as OpenAI has it, the token itself, which may be none of them; None: it has no token before
+    it."""
+    if entry.logprob is None:
+        return None
+    named = {token_name(token_id, token): finite(logprob) for token_id, logprob, token in alternatives(entry)}
+    return {**named, _name(entry): finite(entry.logprob)}
 
 
 def _name(entry: TokenLogprob) -> str:

@@ -51,7 +51,7 @@ def decode_body(
     given = merge_parameters({"llm_parameters": parameters}, (), None, info)
     _refuse_reply_options(given)
     prompts = (_chat(body, given, info),) if MESSAGES in body else _prompts(body, given, info)
-    request = build_request(request_id, prompts, given, info, streaming=streaming, client=client)
+    request = build_request(request_id, prompts, given, info, streaming=streaming, client=client, streams_echo=True)
     return with_usage(request, stream_options or {})
 
 

@@ -50,6 +50,7 @@ _MODEL = "model"
 _MODEL_VERSION = "model_version"
 _STREAM = "stream"
 _STREAM_OPTIONS = "stream_options"
+_PROMPT_LOGPROBS = "prompt_logprobs"
 _NAMED_MODEL = TypeAdapter(NamedModel)
 _READ_HERE = (_MODEL, _MODEL_VERSION, _STREAM, _STREAM_OPTIONS)
 
@@ -140,9 +141,19 @@ class OpenAICompletions(OpenAISpelling):
         return OpenAIWhole(request, TextCompletion(request.request_id, context.model_name, context.created))
 
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
-        if taken.get("echo") and "logprobs" in taken:
-            raise InvalidInput("echo", "log-probabilities of the prompt are not implemented, leave logprobs out")
+        if taken.get("echo") and taken.get("logprobs") is not None:
+            return {**taken, _PROMPT_LOGPROBS: taken["logprobs"]}
         return taken
+
+    def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
+        """What an engine refuses to score, the client has asked for by ``echo`` beside ``logprobs``."""
+        status, body = super().refusal(error)
+        if error.field == _PROMPT_LOGPROBS:
+            body["error"] |= {
+                "param": "echo",
+                "message": error.message.replace(_PROMPT_LOGPROBS, "echo with logprobs", 1),
+            }
+        return status, body
 
 
 class OpenAIResponses(OpenAISpelling):

@@ -52,7 +52,8 @@ _DONE = b"[DONE]"
 
 def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Sequence[TokenLogprob] | None) -> ChatChoice:
     """The content of an event, for OpenAI's objects."""
-    return ChatChoice(event.index, event.text, reason, logprobs, event.reasoning, event.tool_calls)
+    text = event.prompt_text + event.text
+    return ChatChoice(event.index, text, reason, logprobs, event.reasoning, event.tool_calls)
 
 
 class OpenAIStream(ABC):
@@ -91,7 +92,7 @@ class OpenAIStream(ABC):
 
     def _choice(self, event: TokenEvent) -> ChatChoice | None:
         """None: the event has nothing to show."""
-        logprobs = event.logprobs if self._logprobs and event.logprobs else None
+        logprobs = (event.prompt_logprobs + event.logprobs or None) if self._logprobs else None
         ids = event.token_ids if self._token_ids else None
         if not event.has_output and logprobs is None and event.finish_reason is None and not ids:
             return None

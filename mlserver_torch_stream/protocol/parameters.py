@@ -52,8 +52,9 @@ def _stream_mode(value: Any, info: ModelInfo) -> str:
 PARAMETERS: tuple[Parameter, ...] = (
     _sampling(
         "max_tokens",
-        "Most tokens of the answer; 256 unless the model or its settings name another default.",
-        values.integer(1),
+        "Most tokens of the answer; 256 unless the model or its settings name another default. 0, with `echo` or "
+        "`prompt_logprobs`: the prompt is scored alone.",
+        values.integer(0),
         "max_new_tokens",
         "max_completion_tokens",
         tensor="INT64",
@@ -106,6 +107,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("n", "Answers per prompt, at most `max_num_seqs`.", values.row_count),
     Parameter("logprobs", "True, or the number of alternatives for each token.", values.logprobs),
     Parameter("top_logprobs", "Number of alternatives for each token, up to 20.", values.integer(0, 20)),
+    _sampling(
+        "prompt_logprobs",
+        "The number of alternatives for each token of the [scored prompt](scores.md), up to 20; 0: its token alone.",
+        values.integer(0, 20),
+    ),
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
     Parameter(
@@ -190,7 +196,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
     Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
-    Parameter("echo", "True: the prompt is put before the answer; not in a stream.", values.boolean),
+    Parameter("echo", "True: the prompt is put before the answer; in V2 not in a stream.", values.boolean),
     # Asks for what every reply has: a response with triton_final_response, empty or not.
     Parameter(
         "triton_enable_empty_final_response",

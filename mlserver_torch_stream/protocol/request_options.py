@@ -78,9 +78,11 @@ def merge_parameters(
     return merged
 
 
-def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = False) -> SamplingParameters:
+def resolve_sampling(
+    given: Merged, info: ModelInfo, *, need_logprobs: bool = False, echo: bool = False
+) -> SamplingParameters:
     """The sampling parameters of a request, or the model's defaults where it gives none. ``need_logprobs``: the reply
-    shows log-probabilities."""
+    shows log-probabilities. ``echo``: it repeats the prompt."""
     default = read_defaults(info)
     effective = {**default, **given}
     fields = {
@@ -91,6 +93,10 @@ def resolve_sampling(given: Merged, info: ModelInfo, *, need_logprobs: bool = Fa
     fields["temperature"] = _temperature(given, default, info)
     fields["logprobs"], fields["top_logprobs"] = _logprobs(given, default, need_logprobs)
     sampling = SamplingParameters(**fields)
+    if sampling.max_tokens == 0 and sampling.prompt_logprobs is None and not echo:
+        raise InvalidInput(
+            effective["max_tokens"].spelling, "0 needs echo or prompt_logprobs: the answer would be empty"
+        )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         if "min_tokens" not in given:
             return replace(sampling, min_tokens=sampling.max_tokens)
@@ -197,8 +203,11 @@ def build_request(
     client: str,
     outputs: frozenset[str] = frozenset(),
     details: bool = False,
+    streams_echo: bool = False,
 ) -> GenerationRequest:
-    """``outputs``: the values that the request names; none: all of them. ``details``: as in ``ReplyOptions``."""
+    """``outputs``: the values that the request names; none: all of them. ``details``: as in ``ReplyOptions``.
+
+    ``streams_echo``: a streamed reply can repeat the prompt."""
     mode = _read_stream_mode(given, streaming)
     if mode is StreamMode.PROMPT:
         _check_pieces(prompts)
@@ -206,7 +215,9 @@ def build_request(
     reply = replace(_reply_options(outputs, given), details=details)
     need_logprobs = reply.logprobs or reply.cumulative_logprob or details
     if reply.echo_prompt:
-        _check_echo(given, prompts, streaming=streaming and stream is not False)
+        _check_echo(given, prompts, streaming=streaming and stream is not False and not streams_echo)
+    if reply.prompt_logprobs and any(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        raise InvalidInput("prompt_logprobs", "is not implemented for conversations; send a text or its ids")
     if _SPECIAL in given:
         adds = bool(given[_SPECIAL].value)
         prompts = tuple(
@@ -216,7 +227,7 @@ def build_request(
     return GenerationRequest(
         request_id=request_id,
         prompts=prompts,
-        sampling=resolve_sampling(given, info, need_logprobs=need_logprobs),
+        sampling=resolve_sampling(given, info, need_logprobs=need_logprobs, echo=reply.echo_prompt),
         reply=reply,
         stream=stream,
         stream_mode=mode,
@@ -359,8 +370,8 @@ def _check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) ->
     spelling = "echo" if "echo" in given else "exclude_input_in_output"
     if streaming:
         raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")
-    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
-        raise InvalidInput(spelling, "only a text prompt can be part of the reply")
+    if any(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        raise InvalidInput(spelling, "a conversation cannot be part of the reply")
 
 
 def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
@@ -389,6 +400,7 @@ def _reply_options(outputs: frozenset[str], given: Merged) -> ReplyOptions:
         num_output_tokens=wanted("return_num_output_tokens", True),
         cumulative_logprob=wanted("return_cumulative_logprob", names.CUMULATIVE_LOGPROB in outputs),
         logprobs=wanted("return_logprobs", names.LOGPROBS in outputs or asked_for_logprobs),
+        prompt_logprobs="prompt_logprobs" in given,
         token_ids=wanted("return_token_ids", names.TOKEN_IDS in outputs),
         echo_prompt=_read_echo(given),
         outputs=outputs or None,

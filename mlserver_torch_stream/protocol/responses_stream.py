@@ -39,7 +39,7 @@ class ResponsesStream:
         repeated = request.reply.repeated
         self._id = request.request_id
         self._response = ResponseObject(self._id, context.model_name, context.created, repeated)
-        self._tools = named_tools(repeated["tools"])
+        self._tools = named_tools(repeated.get("tools", ()))
         self._warnings = request.reply.warnings
         self._usage = UsageCounter(request)
         self._shows_logprobs = request.sampling.logprobs

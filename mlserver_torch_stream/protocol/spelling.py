@@ -21,7 +21,6 @@ from mlserver_torch_stream.types import (
     ModelInfo,
     Prompt,
     ReplyOptions,
-    TextPrompt,
     TokenEvent,
     TokenLogprob,
     Usage,
@@ -243,6 +242,7 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
         names.NUM_OUTPUT_TOKENS: reply.num_output_tokens,
         names.CUMULATIVE_LOGPROB: reply.cumulative_logprob,
         names.LOGPROBS: reply.logprobs,
+        names.PROMPT_LOGPROBS: reply.prompt_logprobs,
         names.TOKEN_IDS: reply.token_ids,
         names.REASONING: True,
         names.TOOL_CALLS: True,
@@ -254,7 +254,7 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
     """The values of one event by name: one each, but a list of ids and a list of log-probabilities."""
-    values: dict[str, Any] = {names.TEXT_OUTPUT: event.text} if names.TEXT_OUTPUT in shown else {}
+    values: dict[str, Any] = {names.TEXT_OUTPUT: event.prompt_text + event.text} if names.TEXT_OUTPUT in shown else {}
     if event.reasoning and names.REASONING in shown:
         values[names.REASONING] = event.reasoning
     if event.tool_calls and names.TOOL_CALLS in shown:
@@ -263,6 +263,8 @@ def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
         values[names.TOKEN_IDS] = list(event.token_ids)
     if event.logprobs and names.LOGPROBS in shown:
         values[names.LOGPROBS] = logprob_objects(event.logprobs)
+    if event.prompt_logprobs and names.PROMPT_LOGPROBS in shown:
+        values[names.PROMPT_LOGPROBS] = logprob_objects(event.prompt_logprobs)
     if names.CUMULATIVE_LOGPROB in shown and event.cumulative_logprob is not None:
         values[names.CUMULATIVE_LOGPROB] = finite(event.cumulative_logprob)
     if event.finish_reason is not None:
@@ -336,6 +338,7 @@ class CollectedSequence:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -353,11 +356,12 @@ class CollectedSequence:
         return join_calls(self._calls)
 
     def add(self, event: TokenEvent) -> None:
-        self.texts.append(event.text)
+        self.texts.append(event.prompt_text + event.text)
         self._reasoning.append(event.reasoning)
         self._calls += event.tool_calls
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
+        self.prompt_logprobs += event.prompt_logprobs
         self.finish_reason = event.finish_reason
         self.stop_reason = event.stop_reason
         self.prompt_ids = event.prompt_ids or self.prompt_ids
@@ -382,12 +386,13 @@ class CollectedReply:
         assert not self.usage.unfinished, "a whole reply is asked for before its last event"
         sequences = self.sequences
         every: dict[str, list[Any]] = {
-            names.TEXT_OUTPUT: self._echoed_texts(),
+            names.TEXT_OUTPUT: ["".join(each.texts) for each in sequences],
             names.FINISH_REASON: [each.finish_reason.value for each in sequences if each.finish_reason is not None],
             names.NUM_INPUT_TOKENS: self.usage.prompt_tokens_each,
             names.NUM_OUTPUT_TOKENS: self.usage.completion_tokens_each,
             names.CUMULATIVE_LOGPROB: [finite(each.cumulative_logprob) for each in sequences],
             names.LOGPROBS: [logprob_objects(each.logprobs) for each in sequences],
+            names.PROMPT_LOGPROBS: [logprob_objects(each.prompt_logprobs) for each in sequences],
             names.TOKEN_IDS: [token_id for each in self._filled_ids() for token_id in each],
         }
         asked = self._request.reply.outputs or ()
@@ -403,18 +408,12 @@ class CollectedReply:
         wanted, ids = self._request.sampling.logprobs, self._request.reply.token_ids
         return [
             ChatChoice(
-                *(index, text, each.finish_reason, each.logprobs if wanted else None, each.reasoning, each.tool_calls),
+                *(index, "".join(each.texts), each.finish_reason),
+                *(each.prompt_logprobs + each.logprobs if wanted else None, each.reasoning, each.tool_calls),
                 *((each.token_ids, each.prompt_ids) if ids else ()),
             )
-            for index, (text, each) in enumerate(zip(self._echoed_texts(), self.sequences, strict=True))
+            for index, each in enumerate(self.sequences)
         ]
-
-    def _echoed_texts(self) -> list[str]:
-        texts = ["".join(each.texts) for each in self.sequences]
-        if not self._request.reply.echo_prompt:
-            return texts
-        prompts = [prompt.text if isinstance(prompt, TextPrompt) else "" for prompt in self._request.prompts]
-        return [prompts[index // self._request.sampling.n] + text for index, text in enumerate(texts)]
 
     def _filled_ids(self) -> list[list[int]]:
         """The ids of each sequence; the shorter ones are filled up with -1."""

@@ -84,6 +84,7 @@ NUM_INPUT_TOKENS = "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 CUMULATIVE_LOGPROB = "cumulative_logprob"
 LOGPROBS = "logprobs"
+PROMPT_LOGPROBS = "prompt_logprobs"
 TOKEN_IDS = "token_ids"
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
@@ -99,6 +100,7 @@ OUTPUT_DATATYPES = {
     NUM_OUTPUT_TOKENS: "UINT32",
     CUMULATIVE_LOGPROB: "FP64",
     LOGPROBS: "BYTES",
+    PROMPT_LOGPROBS: "BYTES",
     TOKEN_IDS: "INT64",
     REASONING: "BYTES",
     TOOL_CALLS: "BYTES",

@@ -67,7 +67,7 @@ def _as_bytes(tensor: JsonObject) -> JsonObject:
     return {**tensor, "data": [each.encode() if isinstance(each, str) else each for each in tensor["data"]]}
 
 
-_AS_JSON = frozenset({names.LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
+_AS_JSON = frozenset({names.LOGPROBS, names.PROMPT_LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
 
 
 class StreamReply:

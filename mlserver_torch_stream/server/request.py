@@ -196,9 +196,10 @@ class ServedModel(ABC):
         request_id: str,
         endpoint: EndpointKind,
         parameters: Mapping[str, Any] = MappingProxyType({}),
+        whole_sequence: bool = False,
     ) -> PieceReply:
-        """For TorchServe's own paths and its gRPC service. ``parameters``: V2's of the request's sequence. Raises
-        RequestError."""
+        """For TorchServe's own paths and its gRPC service. ``parameters``: V2's of the request's sequence, of which a
+        worker sees, with ``whole_sequence``, each request once and from the first on. Raises RequestError."""
 
     def describe_workers(self) -> dict[str, Any]:
         """For TorchServe's management API. Raises NotServing."""

@@ -239,6 +239,7 @@ class TokenModel(ServedModel):
         request_id: str,
         endpoint: EndpointKind,
         parameters: Mapping[str, Any] = MappingProxyType({}),
+        whole_sequence: bool = False,
     ) -> PieceReply:
         raise no_handler(self.name)
 

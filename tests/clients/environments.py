@@ -17,6 +17,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm==1.106.2", "openai==2.54.0"),
     "litellm-mcp": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),  # LiteLLM needs it for an argument `tools`
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
+    "instructor": ("instructor==1.17.0",),
+    "llama-index": ("llama-index-llms-openai-like==0.8.1",),
+    "huggingface-hub": ("huggingface_hub==2.4.0",),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
     "torch-model-archiver": ("torch-model-archiver==0.12.0",),
     "kserve": ("kserve==0.21.0",),

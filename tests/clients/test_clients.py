@@ -114,6 +114,7 @@ def test_the_version_of_a_client_is_that_which_ran(clients: Clients, row: Row) -
 
 _HERE = Path(__file__).parent
 _AGENT_RUN_S = 300
+_900_TOKENS_TAKE_SECONDS = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.002"}  # a timeout of 0.3 s comes first
 _TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -124,7 +125,8 @@ _TEMPLATE = (
 @pytest.fixture(scope="module")
 def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = Model("tiny", str(tiny_model), extra={"chat_template": _TEMPLATE})
-    with serve(tmp_path_factory.mktemp("agents") / "models", [model], settings=QUIET) as server:
+    folder = tmp_path_factory.mktemp("agents") / "models"
+    with serve(folder, [model], settings=QUIET, environment=_900_TOKENS_TAKE_SECONDS) as server:
         yield server
 
 
@@ -136,6 +138,9 @@ def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         ("openai", ("tools_of_openai", "responses_of_openai")),
         ("langchain-openai", ("agents_of_langchain",)),
         ("pydantic-ai", ("agents_of_pydantic_ai",)),
+        ("instructor", ("typed_of_instructor",)),
+        ("llama-index", ("chats_of_llama_index",)),
+        ("huggingface-hub", ("chats_of_huggingface_hub",)),
     ],
 )
 def test_tool_loops_and_typed_answers(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cloud.notifications import Created, read_notification
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.sqs import Created, read_notification
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watch import MAX_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start

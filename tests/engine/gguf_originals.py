@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engine.tiny_gguf import TOKENS, add_tiny_tokenizer
+from tests.engine.tiny_gguf import TOKENS, add_tiny_tokenizer, blocks_of
 
 CONTEXT = 128
 _BASE = {
@@ -59,6 +59,7 @@ ORIGINALS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn": ("llama", {"rope_parameters": _YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN | {"attention_factor": 1.3}}),
@@ -125,11 +126,11 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_original(name: str) -> Any:
+def make_original(name: str, **sizes: int) -> Any:
     """Returns the model with weights that Q8_0 holds exactly, of a size that lets every part change the logits."""
     model_type, own = (ORIGINALS | BY_TRANSFORMERS)[name]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_BASE | own)).eval().float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_BASE | own | sizes)).eval().float()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             random = torch.randn(weight.shape) * (0.2 if weight.dim() > 1 else 0.3)
@@ -153,9 +154,10 @@ def write_original(model: Any, path: Path, kind: str = "F32", change: Callable[[
         else:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
     add_tiny_tokenizer(writer)
+    random = np.random.default_rng(0)
     for tensor, weight in _tensors(model, architecture):
         stored = gguf.GGMLQuantizationType[kind if weight.ndim > 1 and ".weight" in tensor else "F32"]
-        writer.add_tensor(tensor, gguf.quantize(weight, stored), raw_dtype=stored)
+        writer.add_tensor(tensor, blocks_of(weight, stored, random), raw_dtype=stored)
     if change is not None:
         change(writer)
     writer.write_header_to_file()
@@ -239,6 +241,7 @@ def _phi3_keys(config: Any) -> dict[str, Any]:
 _OWN_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama_keys,
     "mistral": _llama_keys,
+    "smollm3": _llama_keys,
     "mixtral": _llama_keys,
     "qwen2_moe": _moe_keys,
     "qwen3_moe": _moe_keys,
@@ -254,7 +257,7 @@ def _tensors(model: Any, architecture: str) -> Iterator[tuple[str, np.ndarray]]:
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, parameter in model.named_parameters():
         weight = parameter.detach().numpy()
-        if architecture == "llama" and (".q_proj." in key or ".k_proj." in key):
+        if architecture in ("llama", "smollm3") and (".q_proj." in key or ".k_proj." in key):
             weight = _side_by_side(
                 weight, config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             )

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ def fail_oddly() -> None:
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def pid_with(module: str) -> tuple[int, bool]:
-    """Returns the process's id, and whether it has imported ``module``."""
-    return os.getpid(), module in sys.modules
-
-
-def children() -> set[int]:
-    """Returns the ids of this process's children, zombies too. Linux alone."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def wait_for_ever(file: str) -> None:
@@ -97,18 +85,3 @@ def ended_by_signals() -> str:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), each)
     return "none"
-
-
-def check_and_remove_the_file(folder: Path, *args: Any) -> Any:
-    from mlserver_torch_stream.engine.checks.packed_check import check_packed
-    from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
-
-    checked = check_packed(folder, *args)
-    (folder / WEIGHTS).unlink()
-    return checked
-
-
-def check_other_kernels(*args: Any) -> Any:
-    from mlserver_torch_stream.engine.checks.packed_check import check_packed
-
-    return replace(check_packed(*args), variant="of another CPU")

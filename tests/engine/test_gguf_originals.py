@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
 from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed, write_packed
+from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
@@ -30,8 +31,6 @@ WITHOUT_KERNELS = {
     "mixtral": "our kernels do not have the experts",
     "qwen2 with experts": "our kernels do not have the experts",
     "qwen3 with experts": "our kernels do not have the experts",
-    "gemma2": "embed_tokens.weight belongs to a Gemma2TextScaledWordEmbedding",
-    "gemma3": "embed_tokens.weight belongs to a Gemma3TextScaledWordEmbedding",
 }
 
 
@@ -71,8 +70,8 @@ def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path
         load_packed(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn"])
-def test_our_kernels_turn_positions_as_the_file_says(name: str, tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3"])
+def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)
     write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
     model = load_packed(tmp_path).model
@@ -173,6 +172,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a part of a file": ("llama", with_key("split.count", 2), "split.count is 2: merge the 2 parts"),
     "another architecture": ("llama", with_key("general.architecture", "falcon"), "architecture falcon are not supp"),
 }
+
+
+def test_a_file_of_an_architecture_that_transformers_does_not_know_has_its_own_tokenizer(tmp_path: Path) -> None:
+    tokenizers = []
+    for name in ("llama", "smollm3"):
+        (tmp_path / name).mkdir()
+        tokenizers.append(load_gguf_tokenizer(write_original(make_original(name), tmp_path / name / "m.gguf")))
+    usual, own = tokenizers
+    assert own.backend_tokenizer.to_str() == usual.backend_tokenizer.to_str()
+    assert (own.bos_token_id, own.eos_token_id, own.chat_template) == (0, 1, usual.chat_template)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine import child_process
-from mlserver_torch_stream.engine.child_process import in_process, started_ahead
+from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.loading import process_ahead
-from mlserver_torch_stream.settings import parse_settings
 from tests.engine.process_jobs import (
-    children,
     die,
     doubled,
     ended_by_signals,
@@ -26,44 +23,15 @@ from tests.engine.process_jobs import (
     fail_oddly,
     log_badly,
     look_up,
-    pid_with,
     send_no_message,
 )
 
-_EMBEDDED = "embedded://smollm2-135m-instruct"
 _ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 _RUNS = """
 import sys
 from mlserver_torch_stream.engine.child_process import in_process
 from tests.engine.process_jobs import wait_for_ever
 in_process(wait_for_ever, sys.argv[1])
-"""
-_WAITS = """
-import sys, time
-from pathlib import Path
-from mlserver_torch_stream.engine.child_process import started_ahead
-from tests.engine.process_jobs import children
-with started_ahead():
-    Path(sys.argv[1]).write_text(str(*children()))
-    time.sleep(600)
-"""
-_FAILS = """
-import sys
-from mlserver_torch_stream import loading
-from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import parse_settings
-from tests.engine.process_jobs import children
-
-def importing(name, path=None, target=None):
-    if name == "torch":
-        print(len(children()))
-
-sys.meta_path.insert(0, type("Watch", (), {"find_spec": staticmethod(importing)}))
-try:
-    loading.build(parse_settings("embedded://unknown", {"weights": "packed"}, environ={}), "owner", print)
-except LoadFailed as error:
-    print(error)
-print(len(children()))
 """
 
 
@@ -147,68 +115,10 @@ def test_a_python_without_a_known_interpreter_fails_the_load(monkeypatch: pytest
         in_process(fail)
 
 
-@_ON_LINUX
-def test_a_process_started_ahead_imports_its_modules_runs_one_function_and_ends() -> None:
-    module, others = "tests.engine.test_heap", children()
-    with started_ahead(module):
-        (ahead,) = children() - others
-        assert in_process(pid_with, module) == (ahead, True)
-        assert children() == others
-        assert in_process(pid_with, module) != (ahead, True)  # a new one
-
-
-@_ON_LINUX
-def test_a_process_started_ahead_that_is_not_used_ends_with_the_load() -> None:
-    others = children()
-    with pytest.raises(KeyError), started_ahead():
-        assert len(children() - others) == 1
-        raise KeyError
-    assert children() == others
-
-
-def test_an_import_ahead_that_fails_fails_the_load() -> None:
-    with started_ahead("tests.engine.no_such_module"), pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        in_process(fail)
-
-
-@_ON_LINUX
-@pytest.mark.parametrize(
-    ("model", "extra", "starts"),
-    [
-        (_EMBEDDED, {"weights": "packed"}, 1),
-        (_EMBEDDED, {"weights": "packed", "device_map": "cpu"}, 1),
-        (_EMBEDDED, {"weights": "packed", "device_map": "cuda"}, 0),
-        (_EMBEDDED, {"weights": "packed", "tensor_parallel_size": 2}, 0),
-        (_EMBEDDED, {}, 0),
-        ("org/name", {"weights": "packed"}, 0),
-        ("org/name", {}, 0),
-    ],
-)
-def test_only_packed_weights_on_the_cpu_start_a_process_ahead(
-    model: str, extra: dict[str, object], starts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved, others = parse_settings(model, extra, environ={}), children()
-    monkeypatch.delitem(sys.modules, "mlserver_torch_stream.engine.build", raising=False)
-    with process_ahead(resolved):
-        assert len(children() - others) == starts
-    monkeypatch.setitem(sys.modules, "mlserver_torch_stream.engine.build", sys)
-    with process_ahead(resolved):  # nothing to import at the same time
-        assert children() == others
-
-
-@_ON_LINUX
-def test_a_load_starts_the_process_before_it_imports_torch_and_leaves_none_when_it_fails() -> None:
-    told = subprocess.run([sys.executable, "-c", _FAILS], capture_output=True, text=True, check=True, timeout=120)
-    first, *error, last = told.stdout.splitlines()
-    assert (first, last) == ("1", "0")
-    assert "no embedded model 'unknown'" in error[0]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the process on Linux alone")
-@pytest.mark.parametrize("script", [_RUNS, _WAITS], ids=["runs", "waits"])
-def test_the_process_ends_with_its_parent(script: str, tmp_path: Path) -> None:
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    parent = subprocess.Popen([sys.executable, "-c", script, str(pid_file)])
+    parent = subprocess.Popen([sys.executable, "-c", _RUNS, str(pid_file)])
     try:
         _until(lambda: pid_file.exists() and pid_file.read_text() != "")
     finally:

@@ -58,6 +58,8 @@ KNOWN = {
     "phi3": ("phi3", {}),
     "smollm3": ("smollm3", {}),
     "olmo2": ("olmo2", {}),
+    "gemma2, caps": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3, two ropes": ("gemma3_text", {}),
     "granite": (
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2},

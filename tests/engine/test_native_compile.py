@@ -230,5 +230,5 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_warning(
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     before = compiling._fingerprint(compiling.THIS_CPU)
     assert compiling._fingerprint(("-march=x86-64-v3",)) != before
-    monkeypatch.setattr(compiling, "_cpu", lambda: "another CPU")
+    monkeypatch.setattr(compiling, "cpu_properties", lambda: "another CPU")
     assert compiling._fingerprint(compiling.THIS_CPU) != before

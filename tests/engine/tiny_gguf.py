@@ -40,7 +40,7 @@ def write_tiny_gguf(
         kind = gguf.GGMLQuantizationType[next(turn)]
         # Of standard deviation 0.2 at a width of 64, so that no format is left with logits that are all alike.
         tensor = (random.standard_normal(shape) * 1.6 / hidden**0.5).astype(np.float32)
-        writer.add_tensor(name, _blocks(tensor, kind, random), raw_dtype=kind)
+        writer.add_tensor(name, blocks_of(tensor, kind, random), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -48,7 +48,7 @@ def write_tiny_gguf(
     return path
 
 
-def _blocks(tensor: np.ndarray, kind: gguf.GGMLQuantizationType, random: np.random.Generator) -> np.ndarray:
+def blocks_of(tensor: np.ndarray, kind: gguf.GGMLQuantizationType, random: np.random.Generator) -> np.ndarray:
     """Quantises, or makes up blocks in a format that gguf only reads: any codes, and the scale that fits them."""
     try:
         return gguf.quantize(tensor, kind)

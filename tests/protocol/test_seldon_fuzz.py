@@ -137,6 +137,8 @@ _SAMPLES = (
     "auto",
     "none",
     {"o": 1},
+    ["one", "two"],
+    {"type": "disabled"},
 )
 
 

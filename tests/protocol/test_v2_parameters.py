@@ -150,7 +150,7 @@ def test_transport_parameters_pass_silently(info: ModelInfo) -> None:
 
 
 def test_a_double_that_grpc_lost_is_refused_rather_than_ignored(info: ModelInfo) -> None:
-    for key, reason in (("temperature", "as a string"), ("guided_json", "not implemented"), ("tempratur", "unknown")):
+    for key, reason in (("temperature", "as a string"), ("guided_json", "as a string"), ("tempratur", "unknown")):
         with pytest.raises(InvalidInput, match=reason) as caught:
             sampling(over_grpc(text("x"), parameters={key: 0.5}), info)
         assert caught.value.field == key

@@ -249,7 +249,8 @@ def test_ids_of_several_sequences_are_one_rectangle() -> None:
 
 def test_an_echoed_prompt_stands_before_each_of_its_answers() -> None:
     request = grid(2, 2, echo_prompt=True)
-    response = as_response(collected(request, *(ended(index, str(index)) for index in range(4))).body())
+    events = [replace(ended(index, str(index)), prompt_text=f"p{index // 2} ") for index in range(4)]
+    response = as_response(collected(request, *events).body())
     assert rest_outputs(response)["text_output"] == ["p0 0", "p0 1", "p1 2", "p1 3"]
 
 

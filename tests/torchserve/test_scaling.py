@@ -397,7 +397,7 @@ def test_a_worker_that_leaves_gets_only_the_requests_of_its_sequences_and_only_o
     waiting.add(_queued("a1", 1.0, "a"), 1.0)
     (a1,) = waiting.take(0, 1)
     waiting.add(_queued("a2", 2.0, "a"), 2.0)
-    assert waiting.waiting_since is None and waiting.is_open("a") and not waiting.is_open("b")
+    assert waiting.waiting_since is None and waiting.is_open("a", 0.0) and not waiting.is_open("b", 0.0)
     waiting.add(_queued("free", 3.0), 3.0)
     waiting.add(_queued("b1", 4.0, "b"), 4.0)
     assert waiting.waiting_since == 3.0

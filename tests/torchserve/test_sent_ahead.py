@@ -10,7 +10,13 @@ import pytest
 from mlserver_torch_stream.errors import QueueFull, TimedOut
 from mlserver_torch_stream.handlers.config.model_config import read_config
 from mlserver_torch_stream.handlers.pool.batch_queue import BatchQueue
-from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, HandlerJob, HandlerRequest, PieceStream
+from mlserver_torch_stream.handlers.pool.handler_request import (
+    HandlerFailed,
+    HandlerJob,
+    HandlerRequest,
+    PieceStream,
+    WorkerLost,
+)
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot
 from mlserver_torch_stream.handlers.pool.worker_pool import WorkerPool
 from tests.torchserve.workshop import outcome, request, run, running, texts, until, write_handler
@@ -265,5 +271,21 @@ def test_a_worker_killed_under_load_loses_no_request_and_runs_none_twice(tmp_pat
             assert len(results) == 480 and len(failed) <= 2
             ran = [text for text in notes.read_text().split() if "." in text]
             assert len(ran) == len(set(ran)) and len(ran) >= 480 - len(failed)
+
+    run(scenario())
+
+
+def test_an_open_sequence_that_no_worker_holds_is_refused(tmp_path: Path) -> None:
+    """A request that goes on with a state is never the first that a worker sees of its sequence."""
+
+    async def scenario() -> None:
+        source = "def handle(data, context):\n    return None if data is None else ['ok'] * len(data)\n"
+        limits = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
+        async with running(write_handler(tmp_path, source), **limits) as pool:
+            sequence = {"sequence_id": "s", "whole_sequence": True}
+            with pytest.raises(WorkerLost, match="no worker holds it"):
+                pool.submit(request("a", "1", **sequence, sequence_open=True))
+            assert await texts(pool.submit(request("a", "2", **sequence))) == ["ok"]
+            assert await texts(pool.submit(request("b", "3", **sequence, sequence_open=True))) == ["ok"]
 
     run(scenario())

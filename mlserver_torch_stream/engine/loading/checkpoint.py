@@ -51,7 +51,7 @@ def check_folder(folder: Path) -> Tensors:
     for fields in _levels(config):
         _check_sizes(fields)
         _check_quantisation(fields)
-    tensors = {name: tensor for file in _weight_files(folder, config) for name, tensor in _header(file).items()}
+    tensors = {name: tensor for file in _named_files(folder, config) for name, tensor in _header(file).items()}
     if tensors:
         check_layers(config, len(tensors))
         _check_stored(config, tensors)
@@ -229,8 +229,12 @@ def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
         )
 
 
-def _weight_files(folder: Path, config: Mapping[str, Any]) -> Sequence[Path]:
+def weight_files(folder: Path) -> Sequence[Path]:
     """Returns the safetensors files that transformers reads; none for pickles. Raises LoadFailed."""
+    return _named_files(folder, _read_object(folder / "config.json"))
+
+
+def _named_files(folder: Path, config: Mapping[str, Any]) -> Sequence[Path]:
     named = config.get("transformers_weights")
     if named is not None and not (isinstance(named, str) and _stays_inside(named)):
         raise LoadFailed(f"config.json: transformers_weights must name a file of the folder, not {str(named)[:200]!r}")

@@ -101,6 +101,11 @@ def _llama(file: GgufFile) -> dict[str, Any]:
     return _decoder(file, "llama") | {"attention_bias": _has_bias(file, _ATTENTION), "mlp_bias": _has_bias(file, _MLP)}
 
 
+def _smollm3(file: GgufFile) -> dict[str, Any]:
+    """The file does not say which layers have no positions: each fourth."""
+    return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
+
+
 def _qwen2(file: GgufFile) -> dict[str, Any]:
     return _decoder(file, "qwen2") | {"use_sliding_window": False}
 
@@ -257,6 +262,7 @@ def _layer_types(file: GgufFile, count: int, every: int) -> list[str]:
 
 ARCHITECTURES = {
     "llama": Architecture(_llama, _ATTENTION | _MLP | _NORMS | _EXPERTS, frozenset(("attn_q", "attn_k"))),
+    "smollm3": Architecture(_smollm3, _ATTENTION | _MLP | _NORMS, frozenset(("attn_q", "attn_k"))),
     "qwen2": Architecture(_qwen2, _ATTENTION | _MLP | _NORMS),
     "qwen2moe": Architecture(_qwen2_moe, _ATTENTION | _EXPERTS | _SHARED_EXPERT | _NORMS),
     "qwen3": Architecture(_qwen3, _ATTENTION | _QK_NORMS | _MLP | _NORMS),

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedEmbedding, PackedLinear, PackedRows
+from mlserver_torch_stream.engine.native.packed_rows import (
+    BLOCK_FORMATS,
+    PackedEmbedding,
+    PackedLinear,
+    PackedRows,
+    embedding_scale,
+)
 from mlserver_torch_stream.errors import LoadFailed
 
 WEIGHTS = "packed.safetensors"
@@ -90,8 +96,8 @@ def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:
     rows = PackedRows(kind, tensor)
     if leaf != "weight" or rows.shape != module.weight.shape:
         raise NotPacked(f"{name} is no projection of the model")
-    if type(module) is nn.Embedding:
-        model.set_submodule(path, PackedEmbedding(rows))
+    if isinstance(module, nn.Embedding):
+        model.set_submodule(path, PackedEmbedding(rows, embedding_scale(module)))
     elif type(module) is nn.Linear:
         model.set_submodule(path, PackedLinear(rows, module.bias))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, decoders, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -30,6 +30,8 @@ _WHOLE_PIECES = frozenset(
 )
 _OWN_SPACES = ("gemma", "gemma2", "gemma3", "phi3")  # whose spaces transformers' reader knows
 
+_NOT_BY_AUTO = ("smollm3",)  # whose config AutoTokenizer cannot read; their tokenizer is that of the file alone
+
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
     """Raises LoadFailed for a way to cut text that is not known.
@@ -38,7 +40,9 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     """
     metadata, _ = read_gguf_metadata(str(gguf_file))
     cut = _way_to_cut(metadata)
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
+    by_file = metadata.get("general.architecture") in _NOT_BY_AUTO
+    loader = PreTrainedTokenizerFast if by_file else AutoTokenizer
+    tokenizer = loader.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))

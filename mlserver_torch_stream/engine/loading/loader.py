@@ -5,8 +5,11 @@ Blocks: call it in a thread.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +158,25 @@ class LoadedWeights:
     description: str
 
 
+def import_model_code() -> None:
+    """Imports transformers' modeling code, which brings torch's compiler and sympy, and takes 105 MB and seconds.
+
+    The objects of the import are never freed: the garbage collector does not walk them afterwards.
+    """
+    name = "transformers.modeling_utils"
+    if name in sys.modules:
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
     """Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
@@ -179,7 +201,8 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         check_charsmap(place / "tokenizer.json")
         known: dict[str, Any] = {}
-        if files.packed and settings.tokenizer is None:  # whose files name the tokenizer's class
+        converted = resolved.source.kind in ("embedded", "gguf")  # into files that name the tokenizer's class
+        if converted and settings.tokenizer is None:  # a config of the model's family would import its modeling code
             fields, _ = PreTrainedConfig.get_config_dict(files.location)
             known["config"] = plain_config({**fields, "_name_or_path": files.location})
         try:

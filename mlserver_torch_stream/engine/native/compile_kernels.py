@@ -14,44 +14,15 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.fingerprint import checksum, flush
+from mlserver_torch_stream.engine.kept_files import keep, kept_files
 from mlserver_torch_stream.engine.stage_log import stage
 
 logger = logging.getLogger(__name__)
-
-
-def keep(made: Path, folder: Path, stem: str) -> None:
-    """Moves a library, on the same file system, to the place where ``kept_libraries`` finds it."""
-    target = folder / f"{stem}-{checksum(made)}.so"
-    try:
-        flush(made)
-        made.replace(target)
-        flush(folder)
-    except OSError as error:
-        logger.warning("The compiled kernels cannot be kept in %s: %s", folder, error.strerror)
-
-
-def kept_libraries(folder: Path, stem: str) -> Iterator[Path]:
-    """Yields the undamaged libraries whose names begin with ``stem``, and removes damaged ones."""
-    for path in sorted(folder.glob(f"{stem}-*.so")):
-        try:
-            whole = path.stem.rpartition("-")[2] == checksum(path)
-        except OSError as error:
-            logger.warning("%s is not used: %s", path, error.strerror)
-            continue
-        if whole:
-            yield path
-        else:
-            logger.warning("%s is damaged and not used", path)
-            with suppress(OSError):  # a read-only folder
-                path.unlink()
-
 
 SOURCES = Path(__file__).parent / "kernels"
 THIS_CPU = ("-march=native",)
@@ -92,7 +63,7 @@ def compiled_library(
 
 
 def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T | None:
-    for path in kept_libraries(folder, stem):
+    for path in kept_files(folder, f"{stem}-*.so"):
         try:
             return open_library(path)
         except NoKernels as error:  # made for another C++ library, or removed just now
@@ -114,14 +85,14 @@ def _version(compiler: str) -> str:
 def _fingerprint(target: Sequence[str]) -> str:
     """Returns a key of all inputs of a compilation but the compiler: flags, CPU and sources."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
-    digest.update(_cpu().encode())
+    digest.update(cpu_properties().encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _cpu() -> str:
-    """Returns the properties on which ``-march=native`` depends: unlike machines may share a cache folder."""
+def cpu_properties() -> str:
+    """Returns the properties of this CPU, on which ``-march=native`` depends: unlike machines may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -29,7 +29,7 @@ class KernelMatrix(Structure):
 class KernelShape(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half", "ropes")),
         *((name, c_int64) for name in ("qk_norm", "activation")),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap")),
         *((name, c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
@@ -45,7 +45,7 @@ class KernelLayer(Structure):
     _fields_ = [
         *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),
         ("norms", KernelNorms),
-        ("rotates", c_int64),
+        ("rope", c_int64),
     ]
 
 

@@ -159,7 +159,7 @@ class NativeForward(LoadedForward):
         self._rotary = RotaryTable(decoder.rotary)
         self._weights = PackedWeights(decoder, kernels, rounded)
         shape = self._weights.shape
-        shape.rotated_half = self._rotary.half
+        shape.rotated_half, shape.ropes = self._rotary.half, self._rotary.ropes
         is_bf16 = decoder.dtype == torch.bfloat16
         handle = ctypes.c_void_p()
         kernels.native_create(

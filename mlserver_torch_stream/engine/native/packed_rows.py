@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups
 
@@ -80,15 +82,29 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
-    """An embedding over packed rows. ``weight`` has their shape, and no values."""
+    """An embedding over packed rows, times ``scale``. ``weight`` has their shape, and no values."""
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: PackedRows, scale: float = 1.0) -> None:
         super().__init__()
         self.rows = rows
+        self.scale = scale
         self.weight = _placeholder(rows)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.rows.groups(ids.flatten()).dense().view(*ids.shape, -1).to(self.weight.dtype)
+        return self.rows.groups(ids.flatten()).dense().mul_(self.scale).view(*ids.shape, -1).to(self.weight.dtype)
+
+
+def embedding_scale(module: nn.Module) -> float:
+    """Returns by what an embedding multiplies its rows, found by a call of it. Raises UnsupportedLayout."""
+    if isinstance(module, PackedEmbedding):
+        return module.scale
+    if isinstance(module, nn.Embedding) and len(list(module.parameters())) == 1:
+        row = torch.linspace(-2.0, 1.0, module.weight.shape[1], dtype=module.weight.dtype)
+        got = functional_call(module, {"weight": row.expand(module.weight.shape)}, torch.zeros(1, dtype=torch.long))[0]
+        scale = float(got[-1])
+        if torch.allclose(got.float(), row.float() * scale, rtol=0.02, atol=1e-6):
+            return scale
+    raise UnsupportedLayout(f"embeddings of type {type(module).__name__}")
 
 
 def _placeholder(rows: PackedRows) -> nn.Parameter:

@@ -37,8 +37,42 @@ class RotaryAngles:
         return (both.cos() * self.scale).to(x.dtype), (both.sin() * self.scale).to(x.dtype)
 
 
-def angles_of(module: Any) -> RotaryAngles:
-    """Returns the angles of a rotary module. Raises UnsupportedLayout if the module returns other bits."""
+@dataclass(frozen=True, slots=True)
+class KindRotary:
+    """The part of a rotary module of transformers that turns one kind of layers, such as those with a window."""
+
+    module: Any
+    kind: str
+
+    @property
+    def inv_freq(self) -> Tensor:
+        found: Tensor = getattr(self.module, f"{self.kind}_inv_freq")
+        return found
+
+    @property
+    def attention_scaling(self) -> float:
+        return float(getattr(self.module, f"{self.kind}_attention_scaling"))
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.module(x, positions, self.kind)
+        return cos, sin
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRotary:
+    """The ropes of a model whose layers have different ones."""
+
+    ropes: tuple[Rotary, ...]
+
+
+def angles_of(module: Any) -> RotaryAngles | LayerRotary:
+    """Returns the angles of a rotary module, or of each rope. Raises UnsupportedLayout if it returns other bits."""
+    if isinstance(module, LayerRotary):
+        return LayerRotary(tuple(map(_angles_of, module.ropes)))
+    return _angles_of(module)
+
+
+def _angles_of(module: Any) -> RotaryAngles:
     found = RotaryAngles(module.inv_freq, float(module.attention_scaling))
     x, positions = torch.zeros(1), torch.arange(_POSITIONS)[None]
     if not all(map(torch.equal, found(x, positions), module(x, positions))):
@@ -47,24 +81,38 @@ def angles_of(module: Any) -> RotaryAngles:
 
 
 class RotaryTable:
-    """``cos`` and ``sin``: ``[positions, rotated dimensions / 2]``. The table grows when a sequence needs it."""
+    """``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it."""
 
-    def __init__(self, module: Rotary) -> None:
-        self._module = module
+    def __init__(self, rotary: Rotary | LayerRotary) -> None:
+        """Raises UnsupportedLayout."""
+        self._ropes = rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,)
         self.cos, self.sin = self._make(_POSITIONS)
 
     @property
+    def ropes(self) -> int:
+        return len(self._ropes)
+
+    @property
     def half(self) -> int:
-        return int(self.cos.shape[1])
+        return int(self.cos.shape[2])
 
     def reach(self, positions: int) -> None:
         if positions > self.cos.shape[0]:
             self.cos, self.sin = self._make(max(positions, 2 * self.cos.shape[0]))
 
     def _make(self, positions: int) -> tuple[Tensor, Tensor]:
-        x = torch.zeros(1, dtype=torch.float32)
-        cos, sin = (part[0].float() for part in self._module(x, torch.arange(positions)[None]))
-        half = cos.shape[1] // 2
-        if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
-            raise UnsupportedLayout("a rotation of interleaved dimensions")
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        tables = [_halves(rope, positions) for rope in self._ropes]
+        if len({cos.shape for cos, _ in tables}) > 1:
+            raise UnsupportedLayout("layers that rotate different numbers of dimensions")
+        cos, sin = (torch.stack(parts, 1) for parts in zip(*tables, strict=True))
+        return cos, sin
+
+
+def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
+    """Returns the cosines and sines of one half of the rotated dimensions, which are those of the other half."""
+    x = torch.zeros(1, dtype=torch.float32)
+    cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
+    half = cos.shape[1] // 2
+    if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
+        raise UnsupportedLayout("a rotation of interleaved dimensions")
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()

@@ -6,7 +6,7 @@ of the config must be a known one. The check at load finds any other difference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from mlserver_torch_stream.engine.config_fields import declared_fields, rope_keys
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
-from mlserver_torch_stream.engine.native.packed_rows import PackedEmbedding, PackedLinear, PackedRows
-from mlserver_torch_stream.engine.native.rotary import Rotary
+from mlserver_torch_stream.engine.native.packed_rows import PackedLinear, PackedRows, embedding_scale
+from mlserver_torch_stream.engine.native.rotary import KindRotary, LayerRotary, Rotary
 
 # Fields whose effects ``structure`` reads off the modules, the rotary table off the model's rotary module, and the
 # cache's layout off the config.
 _READ = frozenset(
     (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"),
+        *("hidden_activation", "query_pre_attn_scalar"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
         *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"),
         *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
@@ -41,7 +42,12 @@ _HARMLESS = frozenset(
     )
 )
 # The values that turn off other fields and keys. None turns off any of them.
-_OFF: Mapping[str, Any] = {"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "llama_4_scaling_beta": 0}
+_OFF: Mapping[str, Any] = {
+    "chunk_size_feed_forward": 0,
+    "is_encoder_decoder": False,
+    "llama_4_scaling_beta": 0,
+    "use_bidirectional_attention": False,
+}
 # Keys that transformers' rotary modules of the static kinds read, and a length that some checkpoints repeat.
 _ROPE = frozenset(
     (
@@ -62,7 +68,13 @@ def unknown_field(config: Any) -> str | None:
         return "per_layer_config"
     unknown = (name for name in declared_fields(type(config)) if name not in _READ | _HARMLESS)
     found = _first((name, getattr(config, name, None)) for name in unknown)
-    return found or _first((name, value) for name, value in rope_keys(config) if name not in _ROPE)
+    return found or _first((name, value) for name, value in _ropes(rope_keys(config)) if name not in _ROPE)
+
+
+def _ropes(keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields the keys of a rope, or of those of the kinds of layers."""
+    for name, value in keys:
+        yield from value.items() if isinstance(value, Mapping) else ((name, value),)
 
 
 def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
@@ -103,7 +115,7 @@ class DecoderLayer:
     gate_up: Projection  # two parts: gates and ups
     down: Projection
     norms: dict[str, Tensor]
-    rotates: bool
+    rope: int  # 1 for the first one of ``LayerRotary``; 0: the layer has no positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,7 @@ class Decoder:
     embedding: Tensor | PackedRows
     head: Projection
     last_norm: Tensor
-    rotary: Rotary
+    rotary: Rotary | LayerRotary
     whole_qk_norm: bool
     activation: str
     numbers: DecoderNumbers
@@ -165,12 +177,12 @@ def read_decoder(model: Any) -> Decoder:
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
     embedding = reader.child(base, "embed_tokens")
-    if type(embedding) not in (nn.Embedding, PackedEmbedding):
-        raise UnsupportedLayout(f"embeddings of type {type(embedding).__name__}")
+    scale = embedding_scale(embedding)
     reader.take(embedding.weight)
     layers = reader.child(base, "layers")
     last_norm = reader.norm(base, "norm")
-    decoder_layers = tuple(reader.layer(layer) for layer in layers)
+    rotary, kinds = _rotary(base)
+    decoder_layers = tuple(reader.layer(layer, kinds) for layer in layers)
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.parameter_ids]
     if left:
         raise UnsupportedLayout(f"the parameter {left[0]} has no place in the layout")
@@ -184,12 +196,12 @@ def read_decoder(model: Any) -> Decoder:
         embedding=_weights(embedding),
         head=head,
         last_norm=last_norm,
-        rotary=_rotary(base),
+        rotary=rotary,
         whole_qk_norm=shared.pop("whole_qk_norm"),
         activation=shared.pop("activation"),
         numbers=DecoderNumbers(
             **shared,
-            embedding_scale=float(getattr(base, "embedding_multiplier", 1.0)),
+            embedding_scale=scale * float(getattr(base, "embedding_multiplier", 1.0)),
             logit_scale=1.0 / float(getattr(model.config, "logits_scaling", 1.0)),
             logit_cap=float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
         ),
@@ -231,7 +243,8 @@ class _StructureReader:
             self.take(part.weight, part.bias)
         return Projection(tuple(map(_weights, parts)), tuple(part.bias for part in parts))
 
-    def layer(self, layer: Any) -> DecoderLayer:
+    def layer(self, layer: Any, kinds: Sequence[str]) -> DecoderLayer:
+        """``kinds``: of layers, in the order of their ropes; none: all layers have the same."""
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES
         roles = next((each for each in _NORM_ROLES if set(each.values()) == norm_names), None)
@@ -248,7 +261,7 @@ class _StructureReader:
             gate_up=_halves(gate_up) if fused else gate_up,
             down=self.linear(mlp, "down_proj"),
             norms=norms | self._qk_norms(attention),
-            rotates=bool(getattr(attention, "use_rope", True)),
+            rope=_rope(attention, kinds),
         )
 
     def _qkv(self, attention: Any) -> Projection:
@@ -293,7 +306,7 @@ class _StructureReader:
         normed = x * torch.rsqrt(x.pow(2).mean() + eps)
         for multiplier in (weight.float(), weight.float() + 1):
             if torch.allclose(got, normed * multiplier, rtol=0.03, atol=0.03):
-                return multiplier
+                return multiplier.detach()
         raise UnsupportedLayout(f"{name} does not compute an RMS norm")
 
 
@@ -316,13 +329,24 @@ def _activation(function: Any) -> str:
     raise UnsupportedLayout("an activation other than silu and tanh-gelu")
 
 
-def _rotary(base: Any) -> Rotary:
+def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:
+    """Returns the rotary module, and the kinds of layers if it has a rope for each."""
     rotary: Any = getattr(base, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
-    if rotary is None or not (kind in _STATIC_ROPE or (kind == "longrope" and _same_factors(rotary.config))):
+    if isinstance(kind, dict) and kind and all(each in _STATIC_ROPE for each in kind.values()):
+        return LayerRotary(tuple(KindRotary(rotary, name) for name in kind)), tuple(kind)
+    if isinstance(kind, dict) or not (kind in _STATIC_ROPE or (kind == "longrope" and _same_factors(rotary.config))):
         raise UnsupportedLayout(f"positions of kind {kind!r}")
-    found: Rotary = rotary
-    return found
+    return rotary, ()
+
+
+def _rope(attention: Any, kinds: Sequence[str]) -> int:
+    if not getattr(attention, "use_rope", True):
+        return 0
+    kind = getattr(attention, "layer_type", None)
+    if kinds and kind not in kinds:
+        raise UnsupportedLayout(f"positions of layers of kind {kind!r}")
+    return 1 + (kinds.index(kind) if kinds else 0)
 
 
 def _same_factors(config: Any) -> bool:

@@ -146,7 +146,7 @@ class PackedWeights:
             self._matrix(layer.gate_up, interleaved=True),
             self._matrix(layer.down),
             c.KernelNorms(*norms),
-            layer.rotates,
+            layer.rope,
         )
 
     def _matrix(self, projection: Projection, interleaved: bool = False) -> c.KernelMatrix:
@@ -219,7 +219,8 @@ def _shape(decoder: Decoder) -> c.KernelShape:
         inner=layer.down.weights[0].shape[1],
         vocab=decoder.head.weights[0].shape[0],
         layers=len(decoder.layers),
-        rotated_half=0,  # ``NativeForward`` sets it
+        rotated_half=0,  # ``NativeForward`` sets it, and ``ropes``
+        ropes=0,
         qk_norm=kind,
         activation=c.SILU if decoder.activation == "silu" else c.GELU_TANH,
         **asdict(decoder.numbers),

@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.sampling.row_sampler import (
 )
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.types import TokenLogprob
+from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,13 @@ def _choice(row: RowSampler, token_id: int, logprob: TokenLogprob | None) -> Sam
     return SampledToken(token_id, logprob) if token_id != FAILED else GenerationFailed(_nothing_to_choose(row))
 
 
-_NOTHING_TO_CHOOSE = "the logits of this sequence are not finite (NaN, infinity, or every token is excluded)"
+NOT_FINITE = "the logits of this sequence are not finite (NaN, infinity, or every token is excluded)"
 
 
 def _nothing_to_choose(row: RowSampler) -> str:
     if row.matcher is None:
-        return _NOTHING_TO_CHOOSE
-    return (
-        f"no token can follow that the constraint allows: bad_words and the like exclude them, or {_NOTHING_TO_CHOOSE}"
-    )
+        return NOT_FINITE
+    return f"no token can follow that the constraint allows: bad_words and the like exclude them, or {NOT_FINITE}"
 
 
 def _choose_all(
@@ -169,6 +167,27 @@ def _logprobs(
     return found
 
 
+_ROWS_AT_A_TIME = 64  # of 150,000 tokens they are 40 MB in float32
+
+
+def prompt_scores(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Returns the log-probabilities of tokens under the rows of ``logits`` before them, with ``top`` alternatives each.
+
+    ``logits``, [B, V], are those of ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
+    """
+    scores: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), _ROWS_AT_A_TIME):
+        ids = token_ids[start : start + _ROWS_AT_A_TIME]
+        rows = logits[start : start + len(ids)].float()
+        total = rows.logsumexp(dim=-1, keepdim=True)
+        best = rows.topk(top, dim=-1) if top != 1 else rows.max(dim=-1, keepdim=True)
+        own = rows.gather(1, from_host(ids, rows.device, torch.long)[:, None])
+        values = to_host((own - total)[:, 0], best.indices, best.values - total)
+        for token_id, logprob, most, most_values in zip(ids, *values, strict=True):
+            scores.append(TokenLogprob(token_id, logprob, tuple(zip(most, most_values, strict=True))))
+    return scores
+
+
 class SamplerFactory:
     """Gives each sequence of a request its ``RowSampler``."""
 
@@ -176,6 +195,11 @@ class SamplerFactory:
         self._codec = codec
         self._vocab_size = vocab_size
         self._rules = rules
+
+    def scores(self, logits: torch.Tensor, token_ids: Sequence[int], params: SamplingParameters) -> list[TokenLogprob]:
+        """Returns the scores of a prompt's tokens under the raw logits, ``logits``, of the tokens before them."""
+        with torch.inference_mode():
+            return prompt_scores(logits[:, : self._vocab_size], token_ids, params.prompt_logprobs or 0)
 
     def begin(self, request: RequestState) -> None:
         params, constraint = request.params, request.input.constraint

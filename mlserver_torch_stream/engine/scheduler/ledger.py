@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest
 from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.scheduler.page_scores import PageScores
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.types import TokenLogprob
 
 GIVEN_BACK = -1  # in a block table: the window has passed the page
 
@@ -97,6 +99,21 @@ class SequencePages:
             parent = self._digests[-1] if self._digests else b""
             self._digests.append(page_digest(parent, self._token_ids(each * size, (each + 1) * size)))
         return self._digests[index]
+
+    def find_scores(self, page_scores: PageScores, scores: list[TokenLogprob], top: int, tokens: int) -> None:
+        """Adds the scores that are kept of the pages of the first ``tokens``, as far as they follow ``scores``."""
+        size = self._spec.page_size
+        for index in range(len(scores) // size, tokens // size) if self._pool.finds else ():
+            kept = page_scores.find(self._digest(index), top)
+            if kept is None:
+                return
+            scores += kept[len(scores) - index * size :]
+
+    def keep_scores(self, page_scores: PageScores, scores: Sequence[TokenLogprob], top: int, start: int) -> None:
+        """Keeps the scores of the pages that end after token ``start``."""
+        size = self._spec.page_size
+        for index in range(start // size, len(scores) // size) if self._pool.finds else ():
+            page_scores.keep(self._digest(index), scores[index * size : (index + 1) * size], top)
 
     def name(self, tokens: int) -> None:
         """Lets the pool find the full pages among the first ``tokens``."""
@@ -238,6 +255,11 @@ class StepPart:
     def count(self) -> int:
         return len(self.input.token_ids)
 
+    @property
+    def sampled_row(self) -> int:
+        """Which of its rows of logits the first token is sampled from: those before it score the prompt."""
+        return self.input.wanted - 1 - len(self.drafts)
+
 
 NO_SLOT = -1
 
@@ -250,8 +272,9 @@ class ScheduledSequence:
     ``forks`` are the sequences of its request that go on from the end of the prompt that this one computes.
     """
 
-    def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool) -> None:
+    def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool, page_scores: PageScores) -> None:
         self.sequence = sequence
+        self._page_scores = page_scores
         self.request = sequence.request  # kept alive here: the sequence does not do that
         self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
@@ -306,10 +329,27 @@ class ScheduledSequence:
         return [pages + len(self.forks) for pages in self.needed(limits)]
 
     def look_up(self) -> None:
-        """Takes the pages that the prefix cache has of all tokens but the last one, whose logits are needed."""
-        gained = self.pages.look_up(self.sequence.length - 1)
+        """Takes the pages that the prefix cache has of all tokens but the last one, whose logits are needed.
+
+        A prompt that is scored goes on from the page before its first token without a score: the logits of the token
+        before that one are needed.
+        """
+        most, request = self.sequence.length - 1, self.request
+        if request.unscored:
+            top, scores = request.params.prompt_logprobs or 0, request.scores
+            scores += () if scores else (TokenLogprob(request.prompt[0], None),)
+            self.pages.find_scores(self._page_scores, scores, top, len(request.prompt))
+            most = min(most, len(scores) - 1)
+        gained = self.pages.look_up(most)
         if not self.began_anew:
             self.found += gained
+
+    def add_scores(self, scores: Sequence[TokenLogprob]) -> None:
+        """Adds the next scores of the prompt, and keeps those of full pages."""
+        request = self.request
+        first = len(request.scores)
+        request.scores += scores
+        self.pages.keep_scores(self._page_scores, request.scores, request.params.prompt_logprobs or 0, first)
 
     def advance(self, part: StepPart, tokens: int) -> None:
         """Counts the first ``tokens`` of its part, whose forward is back, as computed."""
@@ -333,6 +373,7 @@ class PageLedger:
         self._whole_prompts = limits.whole_prompts
         self._spec = spec
         self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=finds)
+        self._page_scores = PageScores()
         self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
         self._sequences: dict[SequenceState, ScheduledSequence] = {}
         self.state_copies: list[tuple[int, int]] = []  # that the next step makes
@@ -354,7 +395,7 @@ class PageLedger:
 
     def add(self, sequence: SequenceState) -> ScheduledSequence:
         """Adds a sequence that holds nothing yet."""
-        scheduled = self._sequences[sequence] = ScheduledSequence(sequence, self._spec, self._pool)
+        scheduled = self._sequences[sequence] = ScheduledSequence(sequence, self._spec, self._pool, self._page_scores)
         return scheduled
 
     def fork(self, scheduled: ScheduledSequence, sequence: SequenceState) -> ScheduledSequence:

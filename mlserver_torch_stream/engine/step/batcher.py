@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.watchdog import StepProgress
+from mlserver_torch_stream.errors import InvalidInput
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,17 @@ Poll = Callable[[], object]
 """Takes in new requests, closed streams, passed deadlines and a shutdown."""
 YieldDevice = Callable[[], None]
 """Lets each engine that waits for the same device run a step."""
+
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+
+
+def check_unscored(request: EngineRequest, what: str) -> None:
+    """Raises InvalidInput for a request whose prompt is scored, or that asks for no token. ``what`` cannot do it."""
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidInput(PROMPT_LOGPROBS, f"is not implemented for {what}")
+    if request.sampling.max_tokens == 0:
+        raise InvalidInput("max_tokens", f"0 is not implemented for {what}")
 
 
 class Batcher(ABC):

@@ -8,6 +8,7 @@ source page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,11 +21,11 @@ from mlserver_torch_stream.engine.failures import drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
-from mlserver_torch_stream.engine.sampling.sampler import SampledToken, SamplerFactory, sample
+from mlserver_torch_stream.engine.sampling.sampler import NOT_FINITE, SampledToken, SamplerFactory, sample
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.scheduler import StepPlan
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.types import FinishReason
+from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 
 @dataclass(eq=False, slots=True)
@@ -163,10 +164,27 @@ class TokenChoice:
                 result.verified[part] = part.count - len(part.drafts)
             for sequence in part.samples:
                 if not sequence.ended and (sampler := sequence.sampler or self._made_sampler(sequence)):
-                    rows.append(_LogitsRow(part, sequence, sampler, first_row))
+                    rows.append(_LogitsRow(part, sequence, sampler, first_row + part.sampled_row))
         while rows := [row for row in rows if row.sampler.matcher is None or result.take_forced(row)]:
             choices = self._sample(result.logits, rows)
             rows = [row for row, choice in zip(rows, choices, strict=True) if result.take(row, choice)]
+
+    def score(self, result: StepResult) -> dict[StepPart, list[TokenLogprob]]:
+        """Returns the scores of prompts whose logits a step has. NaN in the logits of a prompt spoils its sequences."""
+        scored: dict[StepPart, list[TokenLogprob]] = {}
+        for part, row in result.rows.items():
+            request = part.sequence.request
+            if not request.rows_to_score(part.start, part.start + part.count):
+                continue
+            first = part.start + part.count - part.input.wanted + 1  # the token that the first row scores
+            token_ids = request.prompt[first : part.start + part.count + 1]
+            scores = self._samplers.scores(result.logits.tensor[row : row + len(token_ids)], token_ids, request.params)
+            if all(math.isfinite(score.logprob or 0.0) or score.logprob == -math.inf for score in scores):
+                scored[part] = scores
+            else:
+                result.spoiled.update(dict.fromkeys(request.sequences, GenerationFailed(NOT_FINITE)))
+        result.drop(result.spoiled)
+        return scored
 
     def prepare(self, plan: StepPlan) -> None:
         """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""

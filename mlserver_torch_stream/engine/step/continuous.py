@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
 from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
@@ -26,10 +26,10 @@ from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
-from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
+from mlserver_torch_stream.engine.step.batcher import PROMPT_LOGPROBS, Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, each_alone, no_result, whole_result
 from mlserver_torch_stream.engine.step.drafts import Drafter, PromptLookup
-from mlserver_torch_stream.errors import GenerationFailed
+from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -153,6 +153,10 @@ class ContinuousBatcher(Batcher):
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         return self._scheduler.refusal(sequences, prompt, final_length)
 
+    def check(self, request: EngineRequest) -> None:
+        if request.sampling.prompt_logprobs is not None and self._scheduler.limits.whole_prompts:
+            raise InvalidInput(PROMPT_LOGPROBS, "is not implemented for this model, which computes prompts whole")
+
     def add(self, request: RequestState) -> None:
         self._scheduler.add(request)
         self._gauge()
@@ -219,6 +223,9 @@ class ContinuousBatcher(Batcher):
         result = self._result(step.plan, forward)
         with self._aside(result.logits.tensor.device):
             result.drop({part.sequence for part, row in result.rows.items() if not self._advance(part, row, result)})
+            for part, scores in self._choice.score(result).items():
+                self._scheduler.add_scores(part, scores)
+            _end_unanswered(result)
             self._choice.choose(result)
         for part, tokens in result.verified.items():
             self._scheduler.advance(part, tokens)
@@ -280,7 +287,7 @@ class ContinuousBatcher(Batcher):
         chunk before the end of a prompt has no logits, and counts as written.
         """
         if part.sequence.finish_reason is not None:
-            if not part.samples or result.logits.is_finite(row):
+            if not part.samples or result.logits.is_finite(row + part.sampled_row):
                 self._scheduler.advance(part, part.count - len(part.drafts))
             else:
                 self._release([part.sequence], forget=True)
@@ -359,3 +366,11 @@ class ContinuousBatcher(Batcher):
             prefix_cache_hit_tokens=scheduler.hit_tokens,
             num_preemptions=scheduler.preemptions,
         )
+
+
+def _end_unanswered(result: StepResult) -> None:
+    """Ends the sequences that get no token, whose prompts are computed."""
+    for part in result.rows:
+        if part.samples and part.sequence.request.params.max_tokens == 0:
+            for sequence in part.samples:
+                sequence.finish(FinishReason.LENGTH)

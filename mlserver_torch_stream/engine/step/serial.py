@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.request_state import RequestState, SequenceSta
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory, sample
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
-from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
+from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.types import FinishReason
 
@@ -53,6 +53,9 @@ class SerialBatcher(Batcher):
         if sequences <= self._max_num_seqs:
             return None
         return f"{sequences} sequences are more than the {self._max_num_seqs} allowed"
+
+    def check(self, request: EngineRequest) -> None:
+        check_unscored(request, "this model, which is served one request at a time")
 
     def add(self, request: RequestState) -> None:
         self._waiting.add(request)

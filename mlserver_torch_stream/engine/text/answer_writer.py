@@ -77,10 +77,17 @@ class AnswerWriter:
     def called(self) -> bool:
         return self._parser is not None and self._parser.called
 
+    def write_prompt(self, text: str, scores: Iterable[TokenLogprob]) -> None:
+        """Adds what a reply shows of the prompt, before all tokens."""
+        for start in range(0, len(text), _MAX_TEXT):
+            add_event(self._events, replace(self.event(), prompt_text=text[start : start + _MAX_TEXT]))
+        for score in scores:
+            add_event(self._events, replace(self.event(), prompt_logprobs=(self._with_bytes(score),)))
+
     def write(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool, stops: bool) -> None:
         """Adds a token. The text of a ``hidden`` token is left out. ``stops``: whether stop strings count in it."""
         if logprob is not None and self._cumulative_logprob is not None:
-            self._cumulative_logprob += logprob.logprob
+            self._cumulative_logprob += logprob.logprob or 0.0
         reasoned = self._parser is not None and self._parser.reasons
         text = "" if hidden else self._detokenizer.push((token_id,))
         if stops and not hidden:

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
-from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
+from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
 from mlserver_torch_stream.engine.vllm.messages import (
     COUNTS,
     MAX_MESSAGE,
@@ -116,6 +116,7 @@ class VllmBatcher(Batcher):
         return f"{sequences} sequences are more than the {self._ready.max_num_seqs} allowed"
 
     def check(self, request: EngineRequest) -> None:
+        check_unscored(request, "models that vLLM serves")
         self._writer.check(request)
 
     @property

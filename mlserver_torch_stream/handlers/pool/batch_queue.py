@@ -84,8 +84,9 @@ class BatchQueue:
         new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
         return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
 
-    def is_open(self, sequence_id: str | None) -> bool:
+    def is_open(self, sequence_id: str | None, now: float) -> bool:
         """Whether a worker holds the state of this sequence."""
+        self._expire(now)
         return sequence_id in self._sequences and self._sequences[sequence_id].worker is not None
 
     def held_until(self, worker: int, now: float) -> float | None:

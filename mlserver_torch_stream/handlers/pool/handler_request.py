@@ -73,7 +73,12 @@ class RequestPart:
 
 @dataclass(frozen=True, slots=True)
 class HandlerRequest:
-    """A request as a handler sees it. ``timeout_s``: from its arrival to its last piece."""
+    """A request as a handler sees it. ``timeout_s``: from its arrival to its last piece.
+
+    ``whole_sequence``: a worker sees the sequence from its first request on, each request once, or not at all. A
+    ``sequence_open`` request is refused unless a worker holds the sequence, and one that fails is not run again and
+    ends the sequence.
+    """
 
     request_id: str
     parts: Sequence[RequestPart]
@@ -81,6 +86,8 @@ class HandlerRequest:
     sequence_id: str | None = None
     sequence_end: bool = False
     timeout_s: float | None = None
+    whole_sequence: bool = False
+    sequence_open: bool = False
 
     def bytes_to_send(self) -> int:
         """The most bytes of the message that carries the request to a worker."""
@@ -116,6 +123,10 @@ class PieceStream:
             self._bytes += len(piece.value)
             self.over = piece.last
             self._changed.set()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     @property
     def lags(self) -> bool:

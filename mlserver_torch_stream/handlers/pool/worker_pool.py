@@ -138,16 +138,19 @@ class WorkerPool:
     # --- requests ---
 
     def submit(self, request: HandlerRequest, *, more: bool = False) -> PieceStream:
-        """Raises QueueFull, RequestTooLarge or NotServing. ``more``: the next request of its batch follows at once."""
+        """Raises QueueFull, RequestTooLarge, NotServing or WorkerLost. ``more``: the next request of its batch follows
+        at once."""
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
-        if not self.scaling.most and not self._queue.is_open(request.sequence_id):
+        now = time.monotonic()
+        if request.sequence_open and not self._queue.is_open(request.sequence_id, now):
+            raise WorkerLost("sequence_id: no worker holds it: the worker died, or sequenceMaxIdleMSec has passed")
+        if not self.scaling.most and not self._queue.is_open(request.sequence_id, now):
             raise NotServing(NO_WORKER)
         if self.config.useJobTicket and not any(map(self._dispatcher.has_room, self.supervisor.ready)):
             self.scaling.refused_for_room()
             raise QueueFull("no worker is free (useJobTicket)")
-        now = time.monotonic()
         job = HandlerJob(request, self._key(request.request_id), now, self.cancel)
         self._queue.add(job, now, self._dispatcher.idle)
         self.jobs[job.key] = job
@@ -296,9 +299,13 @@ class WorkerPool:
         if not slot.active:
             slot.idle_since = now
         if job.retry is not None and not job.stream.over and not job.alone:
-            job.run_again()
-            self._queue.add_retry(job)
-            return
+            if not job.request.whole_sequence:
+                job.run_again()
+                self._queue.add_retry(job)
+                return
+            job.retry.shared = True
+            job.stream.fail(job.retry)
+        job.closes_sequence |= job.request.whole_sequence and job.stream.failed
         if skipped:
             self._queue.skipped(job, now)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
@@ -99,9 +100,13 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         request_id: str,
         endpoint: EndpointKind,
         parameters: Mapping[str, Any] = MappingProxyType({}),
+        whole_sequence: bool = False,
     ) -> PredictionReply:
         parts = [RequestPart(field.name, field.content_type, field.value) for field in fields]
         request = read_parts(parts, headers, request_id, self._slot.built.engine.config, parameters)
+        if whole_sequence:
+            is_open = not parameters.get("sequence_start")
+            request = replace(request, whole_sequence=True, sequence_open=is_open)
         return PredictionReply(request, self._slot.built.engine.submit, self._observer(request, endpoint))
 
     def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:

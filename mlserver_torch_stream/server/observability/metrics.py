@@ -291,6 +291,14 @@ class WeightsMetrics(Collector):
         yield GaugeMetricFamily(_PREFIX + "engines", "Engines that take requests", value=len(engines))
         text = "Weights loaded since the process began; a reload of unchanged files loads none"
         yield CounterMetricFamily(_PREFIX + "weight_loads", text, value=weights.made)
+        text = (
+            "Loads of weights that were checked although an earlier start can have recorded the checks, by `reason`: "
+            "`new`, `weights`, `code`, `chip`, `damaged` or `foreign` (others can write the record)"
+        )
+        checks = CounterMetricFamily(_PREFIX + "weight_checks", text, labels=("reason",))
+        for reason, count in self._resources.checks.copy().items():
+            checks.add_metric((reason,), count)
+        yield checks
 
 
 _HEALTH = "/health"

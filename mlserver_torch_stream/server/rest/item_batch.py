@@ -3,8 +3,9 @@
 Both bodies are frames, a JSON header and bytes each. A batch is a frame with its ``batch`` number and its count of
 ``items``, and then the items; its answer is the same with a frame for each item, in their order, as soon as all of them
 are there. Items of a token model are bodies of OpenAI's API, each a generation of its own; items of a handler are one
-batch of it. A frame with ``cancel`` ends a batch. A body that is none is answered 400, or after its first batch by the
-end of the connection. ``GET`` describes the model's workers.
+batch of it. An item of a sequence is a batch by itself and has V2's parameters of it in ``sequence``. A frame with
+``cancel`` ends a batch. A body that is none is answered 400, or after its first batch by the end of the connection.
+``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ class _BatchEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
         # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
         # item always is, and can wait in the worker.
-        waits = isinstance(found, HandlerModel) and described["batchSize"] > 1
+        # The items of sequences come one by one, and the handler gathers those of several sequences itself.
+        gathered = described["stateful"] if isinstance(found, HandlerModel) else True
+        waits = not gathered and described["batchSize"] > 1
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -236,7 +239,9 @@ async def _gather(answers: Sequence[Any]) -> list[bytes]:
 def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> PieceReply:
     headers = {name: str(text) for name, text in _field(header, "headers", dict).items()}
     field = BodyField("body", _field(header, "content_type", str), body)
-    return model.open_prediction([field], headers, _field(header, "id", str), EndpointKind.REST_STREAM)
+    sequence = _field(header, "sequence", dict) if header.get("sequence") else {}
+    request_id, kind = _field(header, "id", str), EndpointKind.REST_STREAM
+    return model.open_prediction([field], headers, request_id, kind, sequence, whole_sequence=bool(sequence))
 
 
 def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -219,11 +219,12 @@ template <class T> class Decoder final : public AnyDecoder {
     __attribute__((noinline)) void finish(int64_t layer, int64_t row, int64_t kv_head) {
         const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim;
-        const int half = weights.rotates ? (int)shape_.rotated_half : 0;
+        const int half = weights.rope ? (int)shape_.rotated_half : 0;
         const int64_t position = packed_.positions[row];
         const float* all = &projected_[row * qkv_];
         const float* keys = all + shape_.heads * dim;
-        const float *cos = step_.cos + position * half, *sin = step_.sin + position * half;
+        const int64_t angle = (position * shape_.ropes + weights.rope - 1) * half;
+        const float *cos = step_.cos + angle, *sin = step_.sin + angle;
         for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; head++)
             finish_head(all + head * dim, scale_of(all, head, shape_.heads), norm_of(weights.norms.query, head), cos,
                         sin, half, dim, &queries_[row * attended_ + head * dim]);

@@ -10,7 +10,7 @@ enum Activation { kSilu, kGeluTanh };
 
 struct Shape {
     int64_t hidden, inner, vocab, layers;
-    int64_t heads, kv_heads, head_dim, rotated_half;  // rotated_half: rotated dimensions / 2
+    int64_t heads, kv_heads, head_dim, rotated_half, ropes;  // rotated_half: rotated dimensions / 2
     int64_t qk_norm, activation;
     float eps, attention_scale, attention_cap;
     float embedding_scale, residual_scale, logit_scale, logit_cap;
@@ -23,7 +23,7 @@ struct Norms {  // weights in float32, padded to whole panels; null: no such nor
 struct Layer {
     Matrix qkv, out, gate_up, down;  // gate_up: panels of 16 gates and their 16 ups
     Norms norms;
-    int64_t rotates;  // 0: this layer has no positions
+    int64_t rope;  // 1 for the first one; 0: this layer has no positions
 };
 
 struct Weights {
@@ -51,7 +51,7 @@ struct Step {
     int64_t table_stride;
     const Pages* pages;  // [layers]
     int64_t page_size;
-    const float *cos, *sin;  // [positions][rotated_half]
+    const float *cos, *sin;  // [positions][ropes][rotated_half]
     float* logits;           // [wanted][whole panels of the vocabulary]
     int64_t* argmax;         // [wanted]: the id of each row's first largest logit, or kNotFinite
 };

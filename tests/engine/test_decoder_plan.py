@@ -1,7 +1,8 @@
-"""A decoder that went through a pickle gives the bits of the model that it was read from, and carries no weights."""
+"""A decoder that is built from a plan gives the bits of the model that it was read from, and carries no weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
-from mlserver_torch_stream.engine.native.decoder_pickle import pickle_decoder, unpickle_decoder
+from mlserver_torch_stream.engine.native.decoder_plan import build_decoder, plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
@@ -40,8 +41,8 @@ def test_every_layout_gives_the_same_bits(name: str, folder: Path) -> None:
     """Fused projections, of which the decoder holds parts, and weights that are tied among them."""
     model = known_model(name)
     tensors = dict(model.named_parameters())
-    pickled = pickle_decoder(read_decoder(model), tensors)
-    decoder = unpickle_decoder(pickled, tensors.__getitem__)
+    plan = plan_decoder(read_decoder(model), tensors)
+    decoder = build_decoder(json.loads(json.dumps(plan.structure)), plan.own, tensors.__getitem__)
     assert (decoder.embedding is decoder.head.weights[0]) == model.config.tie_word_embeddings
     assert_same_bits(model, decoder, folder)
 
@@ -51,9 +52,10 @@ def test_every_packed_file_gives_the_same_bits(name: str, tmp_path: Path, folder
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=FILES[name], hidden=256)
     write_packed(file, tmp_path)
     packed = load_packed(tmp_path)
-    pickled = pickle_decoder(read_decoder(packed.model), packed.tensors)
-    assert len(pickled) < 0.1 * file.stat().st_size
-    decoder = unpickle_decoder(pickled, read_tensors(tmp_path)[0].__getitem__)
+    plan = plan_decoder(read_decoder(packed.model), packed.tensors)
+    assert sum(tensor.nbytes for tensor in plan.own.values()) < 0.1 * file.stat().st_size
+    structure = json.loads(json.dumps(plan.structure))
+    decoder = build_decoder(structure, plan.own, read_tensors(tmp_path)[0].__getitem__)
     assert isinstance(decoder.head.weights[0], PackedRows | torch.Tensor)
     assert_same_bits(packed.model, decoder, folder)
 

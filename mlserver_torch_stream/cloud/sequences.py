@@ -1,0 +1,76 @@
+"""Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
+
+A row of the stages is a whole object here, whose chunks are read while it is inferred. If the state of its sequence is
+lost, the object begins anew, with a new id; no other object does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field, replace
+
+from mlserver_torch_stream.cloud.parse import ChunkJoin
+from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, SequenceLost
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.source import START, Cursor, Source, Wanted
+
+_TRIES = 3  # of an object
+
+
+@dataclass
+class ObjectSequences:
+    """The rows of the objects of ``source``, and the callable that infers them. ``infer`` gets one chunk at a time,
+    with the id of its sequence, and raises SequenceLost if the object has to begin anew. ``most``: the objects that are
+    inferred at a time, which share what ``source`` may fetch ahead. ``again``: held by an object that begins anew, so
+    that of the objects of a batch that failed each is in other batches then."""
+
+    source: Source
+    infer: Infer
+    metrics: RunMetrics
+    most: int
+    again: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._objects = {listed.info.key: listed for listed in self.source.objects}
+
+    async def rows(self, cursor: Cursor = START, wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
+        """A row without data for each object after ``cursor`` whose index is ``wanted``."""
+        for index, listed in enumerate(self.source.objects[self.source.first(cursor) :], cursor.index):
+            if wanted(index):
+                key = listed.info.key
+                yield Row(index, key, None, key, Kind.BYTES, failure=listed.failure, whole=listed.info.size)
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        return [await self._object(row) for row in rows]
+
+    async def _object(self, row: Row) -> Outcome:
+        for number in range(_TRIES):
+            try:
+                async with self.again if number else nullcontext():
+                    return await self._sequence(row)
+            except SequenceLost as error:
+                self.metrics.retried(error)
+                lost = error
+        return Outcome(failure=Failure(lost.code, f"{row.key}: at each of {_TRIES} tries: {lost.message}"))
+
+    async def _sequence(self, row: Row) -> Outcome:
+        """The outcome of an object. Raises SequenceLost."""
+        name, join = uuid.uuid4().hex, ChunkJoin()
+        ahead = self.source.ahead
+        share = PrefetchedRange(max(1, ahead.pieces // self.most), max(1, ahead.nbytes // self.most))
+        source = replace(self.source, objects=[self._objects[row.key]], ahead=share)
+        async with aclosing(source.rows()) as chunks:
+            async for part in chunks:
+                if part.failure is not None or part.chunk is None:
+                    return Outcome(failure=part.failure)
+                (outcome,) = await self.infer([replace(part, sequence=name)])
+                last = part.chunk.last or outcome.failure is not None
+                result = join.add(Result(replace(part, chunk=replace(part.chunk, last=last)), outcome))
+                if result is not None:
+                    self.metrics.input_bytes += result.row.size
+                    return result.outcome
+        raise AssertionError(f"{row.key}: has no last chunk")

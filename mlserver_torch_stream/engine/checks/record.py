@@ -1,0 +1,283 @@
+"""Records in the cache folder what the checks of a load have proved, so that a later start need not prove it again.
+
+A record holds the plan of the decoder, the model's plain config and the findings. It is valid for the same files,
+settings, code and chip, and is kept as compiled kernels are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import tokenizers
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
+from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config, steady_positions
+from mlserver_torch_stream.engine.failures import Unsuitable
+from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, shaping_settings
+from mlserver_torch_stream.engine.forward.model_step import Way
+from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights
+from mlserver_torch_stream.engine.loading.placement import DeviceShare
+from mlserver_torch_stream.engine.native.compile_kernels import cpu_properties
+from mlserver_torch_stream.engine.native.decoder_plan import DecoderPlan, build_decoder
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions, open_kernels
+from mlserver_torch_stream.engine.native.structure import Decoder
+from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 64  # in one cache folder; one takes 50 kB, of a model of 7B with its norms 1 MB
+_FOLDER = "records"
+_SUFFIX = ".record"
+_ENGINE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """Stands for transformers' model where our kernels have the whole forward: only its config is read, a plain one."""
+
+    config: PreTrainedConfig
+
+
+class Anew(Enum):
+    """Why a load is checked anew."""
+
+    NEW = "no load of it is recorded"
+    WEIGHTS = "other weights"
+    CODE = "other code"
+    CHIP = "another chip"
+    DAMAGED = "its record is damaged"
+    FOREIGN = "others can write its record"
+
+
+class NotRecordable(Unsuitable):
+    """What a load has proved cannot be written down; the message says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """Digests of what a proof depends on. ``place``: the model's location and the settings that shape its weights."""
+
+    place: str
+    weights: str
+    code: str
+    chip: str
+
+    @property
+    def stem(self) -> str:
+        return f"{self.place}-{self.weights}-{self.code}-{self.chip}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProvedLoad:
+    """``dtype``: of dense weights in memory; None: blocks, as the files have them."""
+
+    plan: DecoderPlan
+    weights: LoadedWeights  # its model is a ``ModelOutline``
+    findings: SelfCheckResult
+    placement: tuple[DeviceShare, ...]
+    dtype: torch.dtype | None
+
+
+def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], kernels: KernelOptions) -> RecordKey:
+    """``folder`` is the one that is loaded, ``files`` are its weights. Raises NoKernels, LoadFailed or OSError."""
+    library, variant = open_kernels(kernels.cache_dir, checksum)
+    source = resolved.source
+    stamps = [file_stamps(resolved), file_stamps(resolved, folder), [(file.name, checksum(file)) for file in files]]
+    versions = [module.__version__ for module in (torch, transformers, safetensors, tokenizers)]
+    return RecordKey(
+        place=_digest(source.kind, source.location, shaping_settings(resolved)),
+        weights=_digest(stamps),
+        code=_digest(__version__, _code(), library, variant, versions, platform.python_version()),
+        chip=_digest(cpu_properties(), torch.backends.cpu.get_cpu_capability(), torch.cuda.is_available()),
+    )
+
+
+def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
+    """Returns what an earlier load has proved, or why this load is to be checked anew."""
+    folder = cache_dir / _FOLDER
+    found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
+    for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):
+        try:
+            proved = _decode(path)
+        except Exception as error:  # a file that was written by another version, or not by this package
+            logger.warning("%s is not used: %s: %s", path, type(error).__name__, error)
+            continue
+        with suppress(OSError):  # a read-only folder
+            os.utime(path)
+        return proved
+    return _reason(key, folder, found)
+
+
+def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
+    """Keeps what a load has proved. A cache folder that cannot be written is one line in the log."""
+    folder = cache_dir / _FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as place:
+            made = Path(place, f"record{_SUFFIX}")
+            save_file(proved.plan.own, made, metadata={"proved": _encode(proved)})
+            keep(made, folder, key.stem)
+        _forget_oldest(folder)
+    except OSError as error:
+        logger.info("The checks of this load are not recorded: %s cannot be written: %s", folder, error.strerror)
+
+
+def outline_of(model: Any) -> ModelOutline:
+    """Returns the model's config as a record holds it. Raises NotRecordable if an engine would read another one."""
+    outline = ModelOutline(plain_config(_plain(vars(model.config))))
+    if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
+        raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")
+    return outline
+
+
+def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
+    """Builds the decoder over the mapped files: no weight is in memory until it is read. Raises NotRecordable."""
+    try:
+        tensor = mapped_tensors(files)
+        decoder = build_decoder(
+            proved.plan.structure, proved.plan.own, lambda name: _as_dtype(tensor[name], proved.dtype)
+        )
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise NotRecordable(f"the record does not fit its files: {error}") from error
+    if isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
+        return replace(decoder, embedding=decoder.embedding.clone())  # the kernels read it for as long as they live
+    return decoder
+
+
+def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """Returns the tensors of safetensors files by name, which are mapped."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files: Iterable[Path]) -> None:
+    """Raises NotRecordable unless the files hold each weight that the plan names, bit for bit."""
+    stored = mapped_tensors(files)
+    for name in sorted(plan.used):
+        parameter = parameters[name]
+        if name not in stored or not torch.equal(stored[name].to(parameter.dtype), parameter):
+            raise NotRecordable(f"the files do not hold {name} as the model has it")
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _reason(key: RecordKey, folder: Path, found: Sequence[Path]) -> Anew:
+    if found:
+        return Anew.FOREIGN if any(path.exists() and foreign(path) for path in found) else Anew.DAMAGED
+    parts = {"weights": Anew.WEIGHTS, "code": Anew.CODE, "chip": Anew.CHIP}
+    others = []
+    for path in folder.glob(f"{key.place}-*{_SUFFIX}"):
+        kept = dict(zip(parts, path.stem.split("-")[1:4], strict=False))
+        others.append([reason for part, reason in parts.items() if kept.get(part) != getattr(key, part)])
+    return min(filter(None, others), key=len, default=[Anew.NEW])[0]
+
+
+def _forget_oldest(folder: Path) -> None:
+    records = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in records[:-MAX_RECORDS]:
+        path.unlink(missing_ok=True)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=8).hexdigest()
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(_ENGINE.rglob("*.py")):
+        digest.update(f"{source.relative_to(_ENGINE)}\0".encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that JSON holds as they are, without those of which it does not say."""
+    plain = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError):
+            if json.loads(json.dumps(value)) == value:
+                plain[name] = value
+    return plain
+
+
+def _cache_groups(model: Any) -> object:
+    layout = CacheLayout(model.config)
+    return layout.spec(1), layout.has_states
+
+
+def _encode(proved: ProvedLoad) -> str:
+    findings, weights = proved.findings, proved.weights
+    generation = weights.generation_config.to_dict()
+    if GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict() != generation:
+        raise NotRecordable("its generation config is no JSON")
+    return json.dumps(
+        {
+            "structure": proved.plan.structure,
+            "config": _plain(vars(weights.model.config)),
+            "generation": generation,
+            "vocab_size": weights.vocab_size,
+            "description": weights.description,
+            "chunked": findings.chunked,
+            "way": findings.way.value,
+            "page_size": findings.page_size,
+            "specs": {str(device): asdict(spec) for device, spec in findings.specs.items()},
+            "placement": [asdict(share) for share in proved.placement],
+            "dtype": None if proved.dtype is None else str(proved.dtype).removeprefix("torch."),
+        }
+    )
+
+
+def _decode(path: Path) -> ProvedLoad:
+    content = path.read_bytes()
+    with safe_open(path, "pt") as file:
+        values = json.loads(file.metadata()["proved"])
+    specs = {torch.device(device): _spec(spec) for device, spec in values["specs"].items()}
+    return ProvedLoad(
+        DecoderPlan(values["structure"], load(content)),
+        LoadedWeights(
+            ModelOutline(plain_config(values["config"])),
+            GenerationConfig.from_dict(values["generation"]),
+            values["vocab_size"],
+            values["description"],
+        ),
+        SelfCheckResult(None, values["chunked"], Way(values["way"]), values["page_size"], specs),
+        tuple(_share(share) for share in values["placement"]),
+        None if values["dtype"] is None else getattr(torch, values["dtype"]),
+    )
+
+
+def _spec(fields: Mapping[str, Any]) -> CacheSpec:
+    groups = (LayerGroup(**{**group, "layers": tuple(group["layers"])}) for group in fields["groups"])
+    return CacheSpec(**{**fields, "groups": tuple(groups)})
+
+
+def _share(fields: Mapping[str, Any]) -> DeviceShare:
+    return DeviceShare(**{**fields, "layers": tuple(fields["layers"]), "rest": tuple(fields["rest"])})

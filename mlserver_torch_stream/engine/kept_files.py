@@ -1,0 +1,73 @@
+"""Keeps small files in the cache folder, and reads back only those that are whole and that no other user can write.
+
+The name of a file ends with its checksum. Compiled kernels and records of proved loads are kept in this way: the server
+runs the first and believes the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mlserver_torch_stream.engine.fingerprint import checksum, flush
+
+logger = logging.getLogger(__name__)
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+
+
+def keep(made: Path, folder: Path, stem: str) -> Path | None:
+    """Moves a file, on the same file system, to the place where ``kept_files`` finds it. Returns the place.
+
+    Returns None, after one warning, if the folder cannot be written.
+    """
+    target = folder / f"{stem}-{checksum(made)}{made.suffix}"
+    try:
+        made.chmod((made.stat().st_mode | _READ) & ~_OTHERS)  # an image that root builds can run as another user
+        flush(made)
+        made.replace(target)
+        flush(folder)
+    except OSError as error:
+        logger.warning("%s cannot be kept in %s: %s", made.name, folder, error.strerror)
+        return None
+    return target
+
+
+def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yields the files of this pattern that can be trusted, and removes damaged ones.
+
+    A file that another user owns or can write is not used, and stays.
+    """
+    for path in sorted(folder.glob(pattern)):
+        try:
+            reason = foreign(path)
+            whole = reason is None and path.stem.rpartition("-")[2] == checksum(path)
+        except OSError as error:
+            reason, whole = error.strerror, False
+        if whole:
+            yield path
+        elif reason is not None:
+            logger.warning("%s is not used: %s", path, reason)
+        else:
+            logger.warning("%s is damaged and not used", path)
+            with suppress(OSError):  # a read-only folder
+                path.unlink()
+
+
+def foreign(path: Path) -> str | None:
+    """Returns why other users may have written a file; None if only this user or root can. Raises OSError."""
+    status, folder = path.lstat(), path.parent.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no regular file"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"the user {status.st_uid} owns it"
+    if status.st_mode & _OTHERS:
+        return "other users can write it"
+    if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+        return "every user can replace it"
+    return None

@@ -1,0 +1,118 @@
+"""Writes a decoder down without the weights that its files hold, as JSON and a few small tensors, and builds it anew.
+
+A plan names rows of the files' tensors. What no file holds as it is, such as factors of norms, is in the plan itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
+from mlserver_torch_stream.engine.native.packed_rows import PackedRows
+from mlserver_torch_stream.engine.native.rotary import RotaryAngles, angles_of
+from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, DecoderNumbers, Projection
+
+_MAX_OWN = 1 << 26  # bytes of the tensors that no file holds
+_PROJECTIONS = ("qkv", "out", "gate_up", "down")
+
+
+@dataclass(slots=True)
+class DecoderPlan:
+    """``structure`` can be JSON. ``own``: the tensors that no file holds. ``used``: the names of those in the files."""
+
+    structure: dict[str, Any]
+    own: dict[str, Tensor] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan:
+    """``tensors``: those of the files, of which the decoder holds rows.
+
+    Raises UnsupportedLayout if its rotary module does more than ``RotaryAngles``, or if it holds other weights.
+    """
+    plan = DecoderPlan({})
+    write = _PlanWriter(tensors, plan)
+    angles = angles_of(decoder.rotary)
+    plan.structure = {
+        "layers": [
+            {
+                **{name: write.projection(getattr(layer, name)) for name in _PROJECTIONS},
+                "norms": {role: write.rows(factors) for role, factors in layer.norms.items()},
+                "rotates": layer.rotates,
+            }
+            for layer in decoder.layers
+        ],
+        "embedding": write.rows(decoder.embedding),
+        "head": write.projection(decoder.head),
+        "last_norm": write.rows(decoder.last_norm),
+        "frequencies": write.rows(angles.frequencies),
+        "rotary_scale": angles.scale,
+        "whole_qk_norm": decoder.whole_qk_norm,
+        "activation": decoder.activation,
+        "numbers": asdict(decoder.numbers),
+    }
+    if sum(tensor.nbytes for tensor in plan.own.values()) > _MAX_OWN:
+        raise UnsupportedLayout("weights that are not those of its files")
+    return plan
+
+
+def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> Decoder:
+    """``tensor`` returns a tensor of the files by its name. Raises KeyError or TypeError for what is no plan."""
+
+    @cache  # weights that are tied stay one object
+    def rows(name: str | None, first: int | str, count: int, kind: str | None) -> Tensor | PackedRows:
+        data = own[str(first)] if name is None else tensor(name)[int(first) : int(first) + count]
+        return data if kind is None else PackedRows(kind, data)
+
+    def projection(parts: Mapping[str, Any]) -> Projection:
+        biases = (None if bias is None else rows(*bias) for bias in parts["biases"])
+        return Projection(tuple(rows(*part) for part in parts["weights"]), tuple(biases))
+
+    layers = (
+        DecoderLayer(
+            **{name: projection(layer[name]) for name in _PROJECTIONS},
+            norms={role: rows(*factors) for role, factors in layer["norms"].items()},
+            rotates=layer["rotates"],
+        )
+        for layer in structure["layers"]
+    )
+    return Decoder(
+        layers=tuple(layers),
+        embedding=rows(*structure["embedding"]),
+        head=projection(structure["head"]),
+        last_norm=rows(*structure["last_norm"]),
+        rotary=RotaryAngles(rows(*structure["frequencies"]), structure["rotary_scale"]),
+        whole_qk_norm=structure["whole_qk_norm"],
+        activation=structure["activation"],
+        numbers=DecoderNumbers(**{each.name: structure["numbers"][each.name] for each in fields(DecoderNumbers)}),
+    )
+
+
+@dataclass(slots=True)
+class _PlanWriter:
+    tensors: Mapping[str, Tensor]
+    plan: DecoderPlan
+
+    def projection(self, projection: Projection) -> dict[str, Any]:
+        biases = [None if bias is None else self.rows(bias) for bias in projection.biases]
+        return {"weights": [self.rows(weight) for weight in projection.weights], "biases": biases}
+
+    def rows(self, of: Tensor | PackedRows) -> list[Any]:
+        """Returns a tensor's name, first row, number of rows and format of blocks; None names the plan's own."""
+        data, kind = (of.data, of.kind) if isinstance(of, PackedRows) else (of, None)
+        for name, whole in self.tensors.items():
+            if not whole.numel():
+                continue
+            first, rest = divmod(data.data_ptr() - whole.data_ptr(), whole[0].nbytes)
+            alike = data.dtype == whole.dtype and data.shape[1:] == whole.shape[1:] and data.is_contiguous()
+            if alike and rest == 0 and 0 <= first < len(whole):
+                self.plan.used.add(name)
+                return [name, first, len(data), kind]
+        key = str(len(self.plan.own))
+        self.plan.own[key] = data.detach().clone().contiguous()
+        return [None, key, len(data), kind]

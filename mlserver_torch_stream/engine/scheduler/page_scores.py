@@ -1,0 +1,44 @@
+"""Keeps the scores of the tokens in pages of the prefix cache, so that a shared prefix is scored once.
+
+The score of a token depends on the tokens before it alone, and so the digest of its page finds it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlserver_torch_stream.types import TokenLogprob
+
+# Log-probabilities, alternatives included: some 100 bytes each.
+_MAX_LOGPROBS = 2**18
+
+
+class PageScores:
+    """The scores of full pages, each with the same number of alternatives in a page. The least recently used go."""
+
+    def __init__(self, max_logprobs: int = _MAX_LOGPROBS) -> None:
+        self._max_logprobs = max_logprobs
+        self._logprobs = 0
+        self._pages: OrderedDict[bytes, tuple[int, Sequence[TokenLogprob]]] = OrderedDict()
+
+    def find(self, digest: bytes, top: int) -> Sequence[TokenLogprob] | None:
+        """Returns the scores of a page's tokens with ``top`` alternatives each; None if they are not known."""
+        kept, scores = self._pages.get(digest, (-1, ()))
+        if kept < top:
+            return None
+        self._pages.move_to_end(digest)
+        return scores if kept == top else [replace(score, top=score.top[:top]) for score in scores]
+
+    def keep(self, digest: bytes, scores: Sequence[TokenLogprob], top: int) -> None:
+        """Keeps the scores of all tokens of a page, unless it has them with as many alternatives."""
+        kept, earlier = self._pages.get(digest, (-1, ()))
+        if kept >= top:
+            return
+        self._logprobs += len(scores) * (1 + top) - len(earlier) * (1 + kept)
+        self._pages[digest] = top, tuple(scores)
+        self._pages.move_to_end(digest)
+        while self._logprobs > self._max_logprobs:
+            _, (kept, scores) = self._pages.popitem(last=False)
+            self._logprobs -= len(scores) * (1 + kept)

@@ -1,0 +1,249 @@
+"""The record of what a load has proved: when it is used, when it is not, and that both give the same logits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.checks import record
+from mlserver_torch_stream.engine.loading import loader
+from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.page_book import prefilled
+from tests.engine.test_native_compile import bound, needs_permissions
+from tests.engine.tiny import tiny_model as make_tiny_model
+from tests.engine.tiny_gguf import write_tiny_gguf
+
+PROMPT = [5, 6, 7, 100, 31, 77]
+_LOAD = """
+import sys
+from pathlib import Path
+from tests.engine.test_record import loaded
+print(*loaded(Path(sys.argv[1]), Path(sys.argv[2]))[1])
+"""
+
+
+def loaded(model: Path, cache: Path, **extra: object) -> tuple[PreparedModel, dict[str, int]]:
+    """Returns what a start prepares, and its counts of ``weight_checks``."""
+    resolved = parse_settings(str(model), {"cache_dir": str(cache), **extra}, environ={})
+    resources = ProcessResources()
+    return prepare(locate_packed(resolved) or locate(resolved), ModelLoad(resolved, 1, resources)), resources.checks
+
+
+def logits(prepared: PreparedModel) -> torch.Tensor:
+    assert prepared.choice is not None
+    with torch.inference_mode():
+        return prefilled(prepared.choice.forward, prepared.weights.model, PROMPT, chunk=4)[0].clone()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, folder: Path) -> Path:
+    """A cache folder with the kernels alone."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(folder / "kernels")
+    return tmp_path / "cache"
+
+
+def records(cache: Path) -> list[Path]:
+    return sorted((cache / "records").iterdir())
+
+
+@pytest.mark.parametrize("extra", [{}, {"weights": "int8"}, {"weights": "int4"}])
+def test_a_later_start_builds_no_model_and_has_the_same_bits(
+    extra: dict[str, object],
+    model: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    proved, counts = loaded(model, cache, **extra)
+    assert counts == {"new": 1}
+    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", None)
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        again, counts = loaded(model, cache, **extra)
+    assert not counts and "was proved by an earlier start" in caplog.text and "Checking" not in caplog.text
+    assert isinstance(again.weights.model, record.ModelOutline)
+    assert torch.equal(logits(again), logits(proved))
+    assert again.findings == proved.findings and again.placement == proved.placement
+    assert again.weights.description == proved.weights.description
+    assert again.weights.generation_config.to_dict() == proved.weights.generation_config.to_dict()
+
+
+def test_a_later_start_of_packed_weights_has_the_same_bits(tmp_path: Path, cache: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q8_0", "F16", "Q4_1"), hidden=256)
+    proved, first = loaded(file, cache, weights="packed")
+    again, later = loaded(file, cache, weights="packed")
+    assert (first, later) == ({"new": 1}, {})
+    assert torch.equal(logits(again), logits(proved))
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def become_a_link(path: Path) -> None:
+    os.symlink(path.rename(path.with_suffix(".moved")), path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (cut, "damaged"),
+        (change_a_byte, "damaged"),
+        (empty, "damaged"),
+        (lambda path: path.chmod(0o664), "foreign"),
+        (lambda path: path.chmod(0o646), "foreign"),
+        (lambda path: path.parent.chmod(0o777), "foreign"),
+        (become_a_link, "foreign"),
+        pytest.param(
+            lambda path: os.chown(path, 12345, 12345),
+            "foreign",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
+    ],
+)
+def test_a_record_that_cannot_be_trusted_is_proved_anew(
+    harm: Callable[[Path], None], reason: str, model: Path, cache: Path
+) -> None:
+    proved, _ = loaded(model, cache)
+    harm(records(cache)[0])
+    again, counts = loaded(model, cache)
+    assert counts == {reason: 1}
+    assert torch.equal(logits(again), logits(proved))
+
+
+def touch_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(model / "model.safetensors", (1, 1))
+
+
+def touch_config(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(model / "config.json", (1, 1))
+
+
+def train_on_and_keep_the_times(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {path: path.stat() for path in model.iterdir()}
+    make_tiny_model("llama", seed=2).to(torch.bfloat16).save_pretrained(model)
+    for path, before in times.items():
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+
+
+def change_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_code", lambda: "other")
+
+
+def change_chip(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "cpu_properties", lambda: "another CPU")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (touch_weights, "weights"),
+        (touch_config, "weights"),
+        (train_on_and_keep_the_times, "weights"),
+        (change_code, "code"),
+        (change_chip, "chip"),
+    ],
+)
+def test_a_record_of_something_else_is_not_used(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+    model: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaded(model, cache)
+    change(model, monkeypatch)
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        again, counts = loaded(model, cache)
+    assert counts == {reason: 1}
+    assert f"is checked anew: {record.Anew[reason.upper()].value}" in caplog.text
+    assert torch.equal(logits(again), logits(loaded(model, cache)[0]))
+
+
+def test_other_settings_have_a_record_of_their_own(model: Path, cache: Path) -> None:
+    assert [loaded(model, cache, **extra)[1] for extra in ({}, {"weights": "int8"}, {}, {"weights": "int8"})] == [
+        {"new": 1},
+        {"new": 1},
+        {},
+        {},
+    ]
+
+
+def test_the_number_of_records_is_bounded_and_the_oldest_goes(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "MAX_RECORDS", 2)
+    loaded(model, cache)
+    first = records(cache)[0]
+    os.utime(first, (1, 1))
+    for weights in ("int8", "int4"):
+        loaded(model, cache, weights=weights)
+    assert len(records(cache)) == 2 and first not in records(cache)
+
+
+def start(model: Path, cache: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*bound, sys.executable, "-c", _LOAD, str(model), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def reasons(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    return said.strip()
+
+
+@pytest.mark.slow
+def test_two_servers_may_prove_at_once(model: Path, cache: Path) -> None:
+    both = [start(model, cache) for _ in range(2)]
+    assert {reasons(process) for process in both} <= {"new", ""}
+    assert len(records(cache)) == 1
+    assert not loaded(model, cache)[1]
+
+
+@pytest.mark.slow
+@needs_permissions
+def test_a_folder_that_may_only_be_read_is_used_and_where_it_has_no_record_the_load_is_proved_each_time(
+    model: Path, cache: Path
+) -> None:
+    cache.chmod(0o555)
+    try:
+        assert reasons(start(model, cache)) == "new"
+        assert reasons(start(model, cache)) == "new"
+        cache.chmod(0o755)
+        assert reasons(start(model, cache)) == "new"
+        (cache / "records").chmod(0o555)
+        cache.chmod(0o555)
+        assert reasons(start(model, cache)) == ""
+    finally:
+        cache.chmod(0o755)
+        (cache / "records").chmod(0o755)
