@@ -24,7 +24,6 @@ from typing import Any
 from mlserver_torch_stream.cli.interruptible import LoadInterrupted
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.free_port import free_port
-from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
 NAME = "model"  # of the model in its server
 _ENGINE_VARIABLES = ("CACHE", "FAULTS", "KERNEL", "VLLM_PYTHON")
@@ -90,6 +89,8 @@ async def child_server(
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
     """Variables that configure MLServer and its ports are those of other servers."""
+    from mlserver_torch_stream.handlers.frames import MAX_BYTES
+
     kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]
     environ = {name: text for name, text in os.environ.items() if name in kept or not name.startswith("MLSERVER_")}
     settings = {
