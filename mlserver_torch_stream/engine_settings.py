@@ -184,7 +184,7 @@ class EngineSettings(BaseModel):
     ([scaling.md](scaling.md#pauses-between-tokens)). If decoding alone takes about as long as the target or longer,
     prompts get a quarter of that time on top."""
     kv_cache_memory: Bytes | None = None
-    """Most memory of the KV cache, whose [pages](architecture.md#memory) sequences take as they grow; default: a share
+    """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""
     prefix_cache_memory: BytesOrNone | None = None
     """The most memory that pages of ended sequences may keep in the KV cache for later prompts; a sequence that needs
