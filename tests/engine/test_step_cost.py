@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
 from mlserver_torch_stream.engine.step.step_cost import StepCost
+from tests.engine.schedule_model import request_of
 
 SECONDS = st.floats(0, 1e6)
 STEPS = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 256), SECONDS), max_size=60)
@@ -116,3 +120,38 @@ def test_sizes_grow_step_by_step_to_the_target() -> None:
     assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
     assert max(sizes) * 0.005 + 0.02 <= 1.25 * 0.5
     assert sizes[-1] == pytest.approx(0.48 / 0.005, rel=0.1)
+
+
+# Seconds of a step, of a prompt token, of a row, and of a prompt token for each 1,000 keys before it: about what two
+# cores need for 135 million and for 1.1 billion parameters.
+SHAPES = {"135M": (0.012, 0.00045, 0.0015, 0.00014), "1.1B": (0.09, 0.0042, 0.009, 0.0008)}
+
+
+@pytest.mark.parametrize(("shape", "target"), [("135M", 0.1), ("1.1B", 0.25), ("1.1B", 0.5), ("1.1B", 1.0)])
+def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, target: float) -> None:
+    """Sixteen prompts arrive beside a stream. The real scheduler plans the steps, whose time is computed."""
+    base, per_prompt, per_row, per_key = SHAPES[shape]
+    dice, cost = random.Random(1), StepCost()
+    scheduler = Scheduler(SchedulerLimits(32, 512, (2000,), 10**12), CacheSpec(16, (LayerGroup((0,), token_bytes=4),)))
+    requests = [request_of(range(64), 10**6, context=10**7)]
+    scheduler.add(requests[0])
+    longest = 0.0
+    for step in range(400):
+        if step == 20:
+            sizes = [round(math.exp(dice.uniform(math.log(128), math.log(2000)))) for _ in range(16)]
+            requests += [request_of(range(size, 2 * size), 10**6, context=10**7) for size in sizes]
+            for request in requests[1:]:
+                scheduler.add(request)
+        rows = scheduler.running_sequences
+        plan = scheduler.schedule((), max(16, cost.fitting(target, rows)) if rows else None)
+        prompts = [part for part in plan.parts if part.prefills]
+        decoding = len(plan.parts) - len(prompts)
+        seconds = base + per_row * decoding
+        seconds += sum(part.count * (per_prompt + per_key * part.start / 1000) for part in prompts)
+        seconds *= dice.uniform(0.95, 1.05)
+        cost.note(plan.prompt_tokens, decoding, seconds)
+        longest = max(longest, seconds if step > 20 else 0.0)
+        for part in plan.parts:
+            scheduler.advance(part, part.count)
+            part.sequence.tokens += [1] * len(part.samples)
+    assert target / 2 < longest <= 1.25 * target + 0.02
