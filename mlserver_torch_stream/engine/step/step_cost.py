@@ -25,7 +25,7 @@ class _Line:
     """A line through (size, seconds) by least squares with exponential forgetting."""
 
     def __init__(self, kept: float) -> None:
-        self._kept = kept
+        self.kept = kept
         self.weight = self._sizes = self._seconds = self._squares = self._products = 0.0
 
     def note(self, size: float, seconds: float) -> None:
@@ -36,7 +36,7 @@ class _Line:
             ("_squares", size * size),
             ("_products", size * seconds),
         ):
-            setattr(self, name, self._kept * getattr(self, name) + value)
+            setattr(self, name, self.kept * getattr(self, name) + value)
 
     @property
     def size(self) -> float:
@@ -87,7 +87,7 @@ class StepCost:
     def _bounded(self, line: _Line, expected: float, seconds: float) -> float:
         """Returns the seconds to learn from: a single step during which the machine paused says little."""
         prompts = line is self._prompts
-        is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line._kept
+        is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line.kept
         before, self._was_outlier[prompts] = self._was_outlier[prompts], is_outlier
         return _OUTLIER * expected if is_outlier and not before else seconds
 
