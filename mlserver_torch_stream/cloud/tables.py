@@ -68,9 +68,9 @@ class Tables:
             known = False
         if not known:
             raise RunRefused(f"--encoding: {self.encoding!r} is not an encoding of text")
-        for name, value in (("delimiter", self.delimiter), ("quote", self.quote)):
+        for option, value in (("delimiter", self.delimiter), ("quote", self.quote)):
             if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
-                raise RunRefused(f"--{name}: must be one ASCII character, and no end of a line")
+                raise RunRefused(f"--{option}: must be one ASCII character, and no end of a line")
         if self.delimiter == "" or self.delimiter == self.quote:
             raise RunRefused("--delimiter: must be one ASCII character, other than --quote")
         names = [column.name for column in self.columns]
