@@ -177,7 +177,7 @@ class EngineSettings(BaseModel):
     which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a separate
     forward, which counts as at least 64 tokens."""
     kv_cache_memory: Bytes | None = None
-    """Most memory of the KV cache, whose [pages](architecture.md#memory) sequences take as they grow; default: a share
+    """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""
     prefix_cache_memory: BytesOrNone | None = None
     """The most memory that pages of ended sequences may keep in the KV cache for later prompts; a sequence that needs

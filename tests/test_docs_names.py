@@ -54,7 +54,8 @@ def test_the_classes_that_the_architecture_names_exist() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     }
-    named = {span for span in _named("docs/architecture.md") if _CLASS.fullmatch(span)}
+    pages = _named("docs/architecture.md") + _named("docs/engine.md")
+    named = {span for span in pages if _CLASS.fullmatch(span)}
     assert len(named) > 15 and named - classes == set()
 
 
@@ -87,6 +88,12 @@ def test_the_likely_changes_touch_what_is_there() -> None:
         _check_places(edited)
 
 
+def test_the_places_to_look_at_are_there() -> None:
+    for _, place in markdown.table("docs/architecture.md", "Where to look"):
+        if "`" in place:
+            _check_places(place)
+
+
 def test_the_hops_of_a_request_are_there() -> None:
     rows = markdown.table("docs/architecture.md", "One request, hop by hop")
     assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
@@ -95,7 +102,7 @@ def test_the_hops_of_a_request_are_there() -> None:
 
 
 def test_the_lines_of_a_step_are_those_of_the_code() -> None:
-    section = markdown.read("docs/architecture.md").partition("## One step\n")[2].partition("\n## ")[0]
+    section = markdown.read("docs/engine.md").partition("## One step\n")[2].partition("\n## ")[0]
     lines = section.partition("```text\n")[2].partition("```")[0].splitlines()
     engine = ROOT / "mlserver_torch_stream/engine"
     code = "".join((engine / file).read_text() for file in ("core.py", "step/continuous.py", "scheduler/scheduler.py"))

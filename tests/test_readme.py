@@ -104,7 +104,7 @@ def test_a_json_block_is_accepted(block: Block, request: pytest.FixtureRequest, 
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
-    assert len(markdown.read("README.md").splitlines()) <= 250
+    assert len(markdown.read("README.md").splitlines()) <= 200
     linked = {link.target.resolve() for link in markdown.local_links("README.md")}
     assert [page for page in markdown.pages()[1:] if markdown.ROOT / page not in linked] == []
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
     assert [tuple(word) for word in request["bad_words"]] == list(built.codec.bad_words_ids(("cat",)))
     assert request["priority"] == 100
     assert request["grammar"] is None
+
+
+# The text of an answer, and where it ends, are made here; the ends by ids become ``stop_token_ids``.
+_HERE = {"stop", "include_stop_str_in_output", "skip_special_tokens", "eos_token_ids", "ignore_eos", "n"}
+_OTHERWISE = {"bad_words", "logprobs", "top_logprobs", "typical_p"}  # are tested above and below
+
+
+def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> None:
+    """A parameter that is new in the vocabulary must be written for vLLM, or be refused."""
+    record = tmp_path / "record"
+    changes = {"max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5}
+    changes |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}}
+    changes |= {"stop_token_ids": (5,), "seed": 3}
+    generated(start(record=str(record)), SamplingParameters(**changes))
+    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    assert changes.keys() <= request["params"].keys()
+    assert {each.name for each in fields(SamplingParameters)} == changes.keys() | _HERE | _OTHERWISE
 
 
 def test_a_stop_string_ends_the_answer_here_and_the_sequence_in_the_worker(start: Start, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import grpc
 import httpx
@@ -172,7 +172,7 @@ def _grpc_methods(*descriptors: object) -> list[str]:
 
 def _triton_methods() -> list[str]:
     servicer = TritonServicer(cast(ServerHost, SimpleNamespace(servicer=lambda: None)), cast(ServerState, None), 0.0)
-    return list(servicer.handler()._method_handlers)  # type: ignore[attr-defined]
+    return list(servicer.handler()._method_handlers)
 
 
 def _codes(channel: grpc.Channel, methods: list[str], metadata: list[tuple[str, str]]) -> dict[str, grpc.StatusCode]:
@@ -375,12 +375,10 @@ def test_a_client_that_trusts_another_authority_does_not_trust_the_server(guarde
         httpx.get(guarded.url, verify=ssl.create_default_context(cafile=str(other.certificate)))
 
 
-@pytest.mark.parametrize(("scheme", "api"), [("https", "v2"), ("https", "openai"), ("grpcs", "v2")])
-def test_our_client_sends_a_key_and_trusts_an_authority(
-    guarded: Guarded, scheme: str, api: Literal["v2", "openai"]
-) -> None:
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
+def test_our_client_sends_a_key_and_trusts_an_authority(guarded: Guarded, scheme: str) -> None:
     port = guarded.server.http_port if scheme == "https" else guarded.server.grpc_port
-    options: dict[str, Any] = {"api": api, "ca_file": guarded.authority.certificate}
+    options: dict[str, Any] = {"ca_file": guarded.authority.certificate}
     url = f"{scheme}://{HOST}:{port}"
     with client.Client(url, api_key=KEY, **options) as asking:
         assert "tiny" in asking.models()
@@ -394,7 +392,7 @@ def test_our_client_sends_a_key_and_trusts_an_authority(
     with client.Client(url, **options) as asking, pytest.raises(client.RequestRefused, match="needs a key") as refused:
         list(asking.stream("tiny", "Hello"))
     assert refused.value.status == 401
-    with client.Client(url, api=api, api_key=KEY) as asking, pytest.raises(client.ConnectionFailed):
+    with client.Client(url, api_key=KEY) as asking, pytest.raises(client.ConnectionFailed):
         asking.models()
 
 

@@ -272,11 +272,11 @@ def test_tritons_replies_have_tensors_of_calls_and_reasoning(tools: Server) -> N
     )
 
 
-@pytest.mark.parametrize("transport", ["rest", "grpc", "openai"])
+@pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_the_clients_deltas_have_calls_and_reasoning(tools: Server, transport: str) -> None:
     url = f"grpc://{tools.grpc_target}" if transport == "grpc" else tools.url
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "seed": 3, "temperature": 1.0}
-    with Client(url, api="openai" if transport == "openai" else "v2") as client:
+    with Client(url) as client:
         deltas = list(client.stream("tiny", **asked, max_tokens=200, tools=[_LOOK], tool_choice=_NAMED))
         thoughts = list(client.stream("thinks", **asked, max_tokens=8, ignore_eos=True))
     (call,) = join_calls(part for delta in deltas for part in delta.tool_calls)
