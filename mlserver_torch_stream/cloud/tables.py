@@ -63,11 +63,10 @@ class Tables:
     def __post_init__(self) -> None:
         """Raises RunRefused, which names the option."""
         try:
-            known = codecs.lookup(self.encoding)._is_text_encoding
+            codecs.getincrementaldecoder(self.encoding)
+            b"a".decode(self.encoding, "replace")
         except LookupError:
-            known = False
-        if not known:
-            raise RunRefused(f"--encoding: {self.encoding!r} is not an encoding of text")
+            raise RunRefused(f"--encoding: {self.encoding!r} is not an encoding of text") from None
         for option, value in (("delimiter", self.delimiter), ("quote", self.quote)):
             if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
                 raise RunRefused(f"--{option}: must be one ASCII character, and no end of a line")
