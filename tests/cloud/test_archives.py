@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tarfile
@@ -29,10 +30,11 @@ from mlserver_torch_stream.cloud.tables import Column, Record, Tables
 from mlserver_torch_stream.gunzip import Damaged
 from tests import plain_http
 from tests.cloud.archives import reviews, tar
-from tests.cloud.command import cloud, joined, trouble
+from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.handlers import predictions, rows
 from tests.cloud.models import ModelServer
 from tests.scripted_http import Handler, serving
+from tests.waiting import wait_until
 
 _MEMBERS = [("d/", b""), ("d/" + "long" * 60 + "é.txt", b"one"), ("empty.txt", b""), ("big.txt", os.urandom(70_000))]
 
@@ -309,3 +311,26 @@ def test_a_large_archive_of_wide_rows_is_read_in_bounded_memory(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     count, megabytes = map(int, done.stdout.split())
     assert count == 15_000 and megabytes <= 200
+
+
+@pytest.mark.slow
+def test_ten_kills_inside_an_archive_leave_each_row_once_and_in_order(server: ModelServer, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    tables = {name: "prompt\n" + "".join(f"{name} {n}\n" for n in range(400)) for name in "ab"}
+    members = [(f"{name}.csv", table.encode()) for name, table in tables.items()]
+    (tmp_path / "in/x.tar.gz").write_bytes(tar(members))
+    run = ("run", "--input", tmp_path / "in", "--output", tmp_path / "out", "--url", server.url, "--part-rows", 4)
+    killed = 0
+    for number in range(10):
+        process = start(*run, "--concurrency", 4, "--window", 16)
+        count = len(list((tmp_path / "out").glob("part-*"))) + 1 + number % 3
+        wait_until(lambda count=count: len(list((tmp_path / "out").glob("part-*"))) >= count)
+        process.kill()
+        killed += finish(process)[0] == -signal.SIGKILL
+        wait_until(lambda: server.flying == 0)
+    delivered = {row["response"]["body"]["choices"][0]["text"][::-1] for row in rows(joined(tmp_path / "out"))}
+    server.asked.clear()
+    assert cloud(*run) == 0 and killed == 10 and delivered
+    assert not delivered & set(server.asked)
+    found = rows(joined(tmp_path / "out"))
+    assert [row["custom_id"] for row in found] == [f"x.tar.gz/{m}.csv:{n}" for m in "ab" for n in range(2, 402)]
