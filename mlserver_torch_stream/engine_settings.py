@@ -84,7 +84,8 @@ _ROUNDING_NEEDS: Mapping[str, tuple[Any, ...]] = {
 # Beside ``vllm`` a key has a meaning there too, or is refused: its value would be ignored.
 _MEANINGLESS_TO_VLLM = (
     *("device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation", "quantization_config"),
-    *("engine", "fast_path", "weights", "chunked_prefill_size", "prefix_cache_memory", "speculative", "replicas"),
+    *("engine", "fast_path", "weights", "chunked_prefill_size", "step_target", "prefix_cache_memory", "speculative"),
+    "replicas",
 )
 # The keys of ours that vLLM has under the same name or another.
 VLLM_NAMES: Mapping[str, str] = {
@@ -176,6 +177,12 @@ class EngineSettings(BaseModel):
     value means shorter pauses between tokens and a later first token. On CPUs only a quarter of it is used in steps in
     which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a separate
     forward, which counts as at least 64 tokens."""
+    step_target: float = Field(default=500.0, gt=0)
+    """Milliseconds that a step should take in which sequences decode. The engine measures its steps, and computes as
+    many prompt tokens beside those sequences as fit: at least a page, and at most what `chunked_prefill_size` allows. A
+    smaller value means shorter pauses between tokens, a later first token, and fewer tokens per second
+    ([scaling.md](scaling.md#pauses-between-tokens)). If decoding alone takes about as long as the target or longer,
+    prompts get a quarter of that time on top."""
     kv_cache_memory: Bytes | None = None
     """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""

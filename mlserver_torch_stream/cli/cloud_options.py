@@ -8,6 +8,7 @@ from typing import Any
 
 from mlserver_torch_stream.cli.argument_types import count, listen_address, nbytes, positive, seconds
 from mlserver_torch_stream.cloud.rows import Kind
+from mlserver_torch_stream.cloud.tables import Column
 
 STDOUT = "-"
 URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     _add_model(run)
     _add_objects(run)
     _add_stages(run)
+    _add_tables(run)
     _add_ending(run)
     watch = commands.add_parser(
         "watch", help="answer the prompts of objects or records as they arrive", epilog=_STATUS_HELP
@@ -87,7 +89,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--as",
         dest="kind",
-        choices=[kind.value for kind in Kind],
+        choices=[kind.value for kind in Kind if kind is not Kind.ARCHIVE],
         help="read all objects as this kind (default: by their endings)",
     )
 
@@ -112,6 +114,24 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
         default="object",
         help="write an output row for each object, chunk, or piece of a streamed answer (default: %(default)s)",
     )
+
+
+def _add_tables(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--limit", type=positive, help="read only the first rows of the input, so many")
+    run.add_argument(
+        "--column",
+        type=_column,
+        action="append",
+        default=[],
+        metavar="COLUMN[=FIELD]",
+        help="a column of CSV or TSV, by its number from 1 or its name, or a key of JSONL, that is the prompt or the "
+        "body of a row, or that FIELD of it",
+    )
+    run.add_argument("--header", action="store_true", help="the first record names the columns; implied by a name")
+    run.add_argument("--encoding", default="utf-8", help="the encoding of tables (default: %(default)s)")
+    run.add_argument("--delimiter", help="the character between columns (default: a comma, in TSV a tab)")
+    run.add_argument("--quote", default='"', help='the character that quotes; "" for none (default: %(default)s)')
+    run.add_argument("--members", metavar="GLOB", help="read these members of archives: * within a level, ** across")
 
 
 def _add_stages(command: argparse.ArgumentParser) -> None:
@@ -220,6 +240,13 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value
+
+
+def _column(text: str) -> Column:
+    try:
+        return Column.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _pair(text: str) -> tuple[str, str]:

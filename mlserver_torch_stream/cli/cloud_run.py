@@ -21,15 +21,17 @@ from mlserver_torch_stream.cli.child_server import NAME, LoadRefused, child_serv
 from mlserver_torch_stream.cli.cloud_options import STDOUT
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
+from mlserver_torch_stream.cloud.archives import decompressor
 from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
-from mlserver_torch_stream.cloud.naming import closed_format, is_gzip, kind_of
+from mlserver_torch_stream.cloud.naming import closed_format, compression_of, is_archive, kind_of
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.gunzip import Damaged
 from mlserver_torch_stream.log_text import log_text
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
@@ -92,6 +94,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(settings.make_run(arguments, name))
+    check_zstd(planned)
     check_objects(arguments, (each.info.key for each in planned.objects if each.failure is None))
     if arguments.dry_run:
         print(_described(planned))
@@ -223,7 +226,10 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
         return
     row_request = settings.make_row_request(arguments)
     given = None if arguments.kind is None else Kind(arguments.kind)
+    archives = arguments.command == "run"
     for key in keys:
+        if archives and is_archive(key):
+            continue
         kind = kind_of(key, given)
         form = closed_format(key, kind)
         if form is not None:
@@ -236,6 +242,16 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
+
+
+def check_zstd(planned: RunPlan) -> None:
+    """Raises RunRefused where an object is zstd and the library is missing."""
+    for each in planned.objects:
+        if compression_of(each.info.key, planned.run.kind_of(each.info.key)) == "zstd":
+            try:
+                decompressor("zstd")
+            except Damaged as error:
+                raise RunRefused(f"--input: holds {each.info.key}, which {error}") from None
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
@@ -262,22 +278,26 @@ def _total(planned: RunPlan) -> Total:
         # ``Source`` refuses a cursor whose object is not in the run.
         first = next((index for index, each in enumerate(source) if each.info.key == done.cursor.key), 0)
         source = source[first:]
-    zipped = any(is_gzip(each.info.key, kind_of(each.info.key, run.kind)) for each in source)
-    whole = all(kind_of(each.info.key, run.kind) is not Kind.JSONL for each in planned.objects)
+    kinds = {each.info.key: run.kind_of(each.info.key) for each in planned.objects}
+    zipped = any(
+        compression_of(key, kinds[key]) or kinds[key] is Kind.ARCHIVE for key in (each.info.key for each in source)
+    )
+    whole = not any(kind.many for kind in kinds.values())
     rows = None
     if whole:
-        indexes = range(done.cursor.index, sum(map(run.rows_of, planned.objects)))
+        count = sum(map(run.rows_of, planned.objects))
+        indexes = range(done.cursor.index, count if run.limit is None else min(run.limit, count))
         numbers = [index // run.part_rows for index in indexes]
         rows = sum(run.owns(number) and number not in done.parts for number in numbers)
         rows += failed_before if run.retry_failed else 0
-    return Total(None if zipped else sum(each.info.size for each in source) // run.lanes, rows)
+    return Total(None if zipped or run.limit is not None else sum(each.info.size for each in source) // run.lanes, rows)
 
 
 def _described(planned: RunPlan) -> str:
     run, objects = planned.run, planned.objects
     kinds: dict[str, int] = {}
     for each in objects:
-        kind = kind_of(each.info.key, run.kind).value
+        kind = run.kind_of(each.info.key).value
         kinds[kind] = kinds.get(kind, 0) + 1
     lines = [
         f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {run.input}",
@@ -285,7 +305,7 @@ def _described(planned: RunPlan) -> str:
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(run.model, ensure_ascii=False)}",
     ]
-    whole = [each for each in objects if kind_of(each.info.key, run.kind) is not Kind.JSONL]
+    whole = [each for each in objects if not run.kind_of(each.info.key).many]
     large = [each.info.key for each in whole if run.chunking.refuses(each.info.size)]
     if large:
         most = f"over {format_bytes(run.chunking.whole_bytes)}, each an error row"

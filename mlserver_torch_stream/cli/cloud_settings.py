@@ -18,6 +18,7 @@ from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.rows import Kind, RunRefused
 from mlserver_torch_stream.cloud.run import CloudRun
+from mlserver_torch_stream.cloud.tables import Tables
 from mlserver_torch_stream.model_source import find_path
 
 OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -93,6 +94,8 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
         storage=dict(arguments.storage),
         created=created(),
         chunking=chunking(arguments),
+        tables=tables(arguments),
+        limit=arguments.limit,
     )
 
 
@@ -148,9 +151,24 @@ def hands_objects(arguments: argparse.Namespace) -> bool:
 
 def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
     """How all objects are read; None: by their endings."""
-    if hands_objects(arguments):
+    if hands_objects(arguments) and not getattr(arguments, "column", None):
         return Kind.BYTES
     return None if arguments.kind is None else Kind(arguments.kind)
+
+
+def tables(arguments: argparse.Namespace) -> Tables:
+    """Raises RunRefused. Handlers and tensors take archives whole, unless an option looks into them."""
+    data = hands_objects(arguments)
+    return Tables(
+        tuple(arguments.column),
+        arguments.header,
+        arguments.encoding,
+        arguments.delimiter,
+        arguments.quote,
+        data=data,
+        archives=not data or bool(arguments.column) or arguments.members is not None,
+        members=arguments.members,
+    )
 
 
 def chunking(arguments: argparse.Namespace) -> Chunking:
@@ -189,12 +207,15 @@ def check_object_options(arguments: argparse.Namespace) -> None:
                 raise RunRefused(f"--{name}: is for objects that --handler, --api torchserve or --tensor takes")
         return
     _check_taker(arguments)
+    columns = getattr(arguments, "column", None)
+    if arguments.chunk_bytes is not None and (columns or getattr(arguments, "members", None)):
+        raise RunRefused("--chunk-bytes: splits whole objects; leave it away with --column and --members")
     if arguments.rows == "chunk" and arguments.chunk_bytes is None:
         raise RunRefused("--rows: chunk needs --chunk-bytes")
     if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
         raise RunRefused("--whole-bytes: is for objects that are not split into chunks; leave out --chunk-bytes")
     for name, value in (
-        ("as", arguments.kind),
+        ("as", arguments.kind if not columns else None),
         ("chat", arguments.chat),
         ("served-model-name", arguments.served_model_name),
         ("unary", arguments.unary),

@@ -18,7 +18,9 @@ MANIFEST = "manifest.json"
 INPUTS = "inputs.jsonl"
 _PART = re.compile(r"part-(\d{6,})\.jsonl")
 _SUFFIXES = {
-    Kind.JSONL: (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    Kind.JSONL: (".jsonl", ".ndjson"),
+    Kind.CSV: (".csv",),
+    Kind.TSV: (".tsv",),
     Kind.IMAGE: (".png", ".jpg", ".jpeg", ".gif", ".webp"),
     Kind.AUDIO: (".wav", ".mp3", ".flac", ".ogg"),
     Kind.TEXT: (".txt", ".md", ".prompt"),
@@ -36,6 +38,13 @@ _OPTIONS = {
     ("rows",): "--rows",
     ("sequences",): "--sequences",
     ("whole_bytes",): "--whole-bytes",
+    ("limit",): "--limit",
+    ("table", "columns"): "--column",
+    ("table", "header"): "--header",
+    ("table", "encoding"): "--encoding",
+    ("table", "delimiter"): "--delimiter",
+    ("table", "quote"): "--quote",
+    ("table", "members"): "--members",
     ("model", "name"): "--model",
     ("model", "by"): "what answers (the engine here, or the API of --url)",
     ("model", "parameters"): "--parameters",
@@ -46,13 +55,15 @@ _OPTIONS = {
     ("model", "rows"): "--rows",
 }
 _COMPRESSED = "compressed"
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_TARS = {".tar": None, ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tzst": "zstd"}
 # Formats that hold rows or objects and are not read, by their endings.
 _CLOSED = {
     "Parquet": (".parquet",),
     "ORC": (".orc",),
     "Avro": (".avro",),
     "Arrow": (".arrow", ".feather"),
-    "a tar archive": (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"),
+    "a tar archive": (".tar", ".tgz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst"),
     "a zip archive": (".zip",),
     _COMPRESSED: (".gz", ".bz2", ".xz", ".zst"),
 }
@@ -80,19 +91,35 @@ def kind_of(key: str, default: Kind | None) -> Kind:
     if default is not None:
         return default
     lower = key.lower()
-    return next((kind for kind, ends in _SUFFIXES.items() if lower.endswith(ends)), Kind.BYTES)
+    packed = next((end for end in _COMPRESSIONS if lower.endswith(end)), "")
+    for kind, ends in _SUFFIXES.items():
+        if lower.removesuffix(packed if kind.table else "").endswith(ends):
+            return kind
+    return Kind.BYTES
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
     """The format that the key's ending names, where objects of that format cannot be read as ``kind``."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
-    return None if form == _COMPRESSED and is_gzip(key, kind) else form
+    return None if form == _COMPRESSED and compression_of(key, kind) else form
 
 
-def is_gzip(key: str, kind: Kind) -> bool:
-    """True of JSONL objects that are decompressed while they are read."""
-    return kind is Kind.JSONL and key.lower().endswith(".gz")
+def compression_of(key: str, kind: Kind) -> str | None:
+    """The compression, gzip or zstd, of an object that is decompressed while its rows or members are read."""
+    lower = key.lower()
+    if kind is Kind.ARCHIVE:
+        return next((packed for end, packed in _TARS.items() if lower.endswith(end)), None)
+    return next((packed for end, packed in _COMPRESSIONS.items() if kind.table and lower.endswith(end)), None)
+
+
+def is_archive(key: str) -> bool:
+    """True if members of objects with this ending can be read."""
+    return key.lower().endswith((*_TARS, ".zip"))
+
+
+def is_zip(key: str) -> bool:
+    return key.lower().endswith(".zip")
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:

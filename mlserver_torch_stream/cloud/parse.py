@@ -60,11 +60,14 @@ def blank(line: bytes | None) -> bool:
     return line is not None and not line.strip()
 
 
-def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
-    """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or the body itself with an optional ``custom_id``."""
-    custom_id = f"{key}:{number}"
+def parse_row(index: int, key: str, number: int, line: bytes | None, fallback: str | None = None) -> Row:
+    """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or the body itself with an optional ``custom_id``.
+
+    ``fallback``: the ``custom_id`` of a line without one.
+    """
+    custom_id = fallback or f"{key}:{number}"
     try:
-        value = _object(line)
+        value = parse_object(line)
     except ValueError as error:
         return Row(index, key, number, custom_id, failure=Failure("invalid_row", f"line {number}: {error}"))
     try:
@@ -75,7 +78,8 @@ def parse_row(index: int, key: str, number: int, line: bytes | None) -> Row:
     return Row(index, key, number, custom_id, body=body, size=len(line or b""))
 
 
-def _object(line: bytes | None) -> dict[str, Any]:
+def parse_object(line: bytes | None) -> dict[str, Any]:
+    """The JSON object of a line. Raises ValueError."""
     if line is None:
         raise ValueError(f"is longer than {MAX_LINE_BYTES} bytes")
     try:

@@ -102,18 +102,27 @@ class ObjectRequest:
 
     def request_id(self, row: Row) -> str:
         """The same in every run over the same objects."""
-        return quote(row.key) if row.chunk is None else f"{quote(row.key)}#{row.chunk.index}"
+        place = row.key if row.line is None and row.member is None else row.custom_id
+        return quote(place) if row.chunk is None else f"{quote(place)}#{row.chunk.index}"
 
     def content_type(self, row: Row) -> str:
-        """Returns the type of the key's ending; bytes for a chunk, because it may begin anywhere in the object."""
-        kind, packed = _TYPES.guess_type(row.key.rpartition("/")[2])
+        """Returns the type of the key's or the member's ending; bytes for a chunk, because it may begin anywhere in the
+        object."""
+        if row.content_type is not None:
+            return row.content_type
+        name = row.key if row.member is None else row.member.name
+        kind, packed = _TYPES.guess_type(name.rpartition("/")[2])
         return _BYTES if kind is None or packed is not None or row.chunk is not None else kind
 
     def all_headers(self, row: Row) -> dict[str, str]:
         chunk = row.chunk
         index, offset, last = (0, 0, True) if chunk is None else (chunk.index, chunk.offset, chunk.last)
+        place = {} if row.line is None else {"x-object-line": str(row.line)}
+        if row.member is not None:
+            place["x-object-member"] = quote(row.member.name, errors="replace")
         return {
             **self.headers,
+            **place,
             "x-object-key": quote(row.key),
             "x-object-size": str(row.whole),
             "x-chunk-index": str(index),

@@ -11,15 +11,17 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlserver_torch_stream.cloud.listing import heads
 from mlserver_torch_stream.cloud.naming import errors_name, kind_of, part_name
-from mlserver_torch_stream.cloud.rows import Kind, ObjectChanged, Result, Row, RunIdentity, RunRefused
+from mlserver_torch_stream.cloud.rows import Kind, MemberPlace, ObjectChanged, Result, Row, RunIdentity, RunRefused
 from mlserver_torch_stream.cloud.sink import failed_lines, put_errors
 from mlserver_torch_stream.cloud.source import Source
 from mlserver_torch_stream.cloud.store import Store
 from mlserver_torch_stream.protocol.openai_batch import is_answered
 
+Place = tuple[int | None, int | None, int | None]  # the numbers of the member, the line and the chunk
 MAX_AT_ONCE = 100_000  # failed rows in memory at a time, some 300 bytes each
 
 
@@ -32,6 +34,12 @@ class FailedRow:
     line: int | None
     custom_id: str
     chunk: int | None = None
+    member: MemberPlace | None = None
+
+    @property
+    def place(self) -> Place:
+        """The row's place in its object, as its input row has it."""
+        return None if self.member is None else self.member.index, self.line, self.chunk
 
 
 @dataclass
@@ -64,8 +72,10 @@ class FailedRowRetry:
             yield found
 
     def _may_be_tried(self, row: FailedRow) -> bool:
-        jsonl = kind_of(row.key, self.source.kind) is Kind.JSONL
-        if row.line is None and (jsonl or (self.source.chunking.each and row.chunk is None)):
+        kind = self.source.kind_of(row.key)
+        if kind is Kind.ARCHIVE and row.member is not None:
+            kind = kind_of(row.member.name, self.source.kind)
+        if row.line is None and (kind.many or (self.source.chunking.each and row.chunk is None)):
             self.lost.append(row.key)
             return False
         return True
@@ -79,9 +89,10 @@ class FailedRowRetry:
         async with aclosing((await self._source(failed)).rows()) as found:
             async for row in found:
                 chunk = row.chunk if row.chunk is not None and not row.chunk.joined else None
-                place = (row.line, None if chunk is None else chunk.index)
-                lost = row.failure is not None and place == (None, None)
-                while left and left[0].key == row.key and (lost or (left[0].line, left[0].chunk) == place):
+                member = None if row.member is None else row.member.index
+                place = (member, row.line, None if chunk is None else chunk.index)
+                lost = row.failure is not None and place == (None, None, None)
+                while left and left[0].key == row.key and (lost or left[0].place == place):
                     was = left[0]
                     yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
                     if row.chunk is not None and row.chunk.joined and not row.chunk.last:
@@ -95,15 +106,16 @@ class FailedRowRetry:
             )
 
     async def _source(self, failed: Sequence[FailedRow]) -> Source:
-        lines: dict[str, set[int]] = {}
+        lines: dict[str, set[int | tuple[int, int | None]]] = {}
         for row in failed:
-            lines.setdefault(row.key, set()).update({row.line, row.chunk} - {None})  # type: ignore[arg-type]
+            places: set[Any] = {row.line, row.chunk} - {None} if row.member is None else {row.place[:2]}
+            lines.setdefault(row.key, set()).update(places)
         wanted = [each for each in self.source.objects if each.info.key in lines]
         # An object that was missing when the run began has no version yet: its present version is taken.
         unseen = [each.info.key for each in wanted if each.failure is not None]
         now = {each.info.key: each for each in await heads(self.source.store, unseen, self.source.retry)}
         objects = [now.get(each.info.key, each) for each in wanted]
-        return replace(self.source, objects=objects, lines=lines, strict=False)
+        return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
         """Takes results in the order of the rows; True if this result completed a part, which is then replaced."""
@@ -152,6 +164,7 @@ def _failed_row(line: bytes, number: int) -> FailedRow:
         record = json.loads(line)
         chunk = record.get("chunk")
         place = record["index"], record["key"], record["line"], record["custom_id"]
-        return FailedRow(*place, None if chunk is None else chunk["index"])
+        member = None if "member" not in record else MemberPlace(record["member"]["index"], record["member"]["name"])
+        return FailedRow(*place, None if chunk is None else chunk["index"], member)
     except (ValueError, KeyError, TypeError):
         raise RunRefused(f"--output: {errors_name(number)} was not written by this program") from None

@@ -18,13 +18,27 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL row by row, any other kind as one row, or in chunks."""
+    """How an object is read: JSONL, CSV and TSV row by row, any other kind as one row, or in chunks. An archive is read
+    member by member, each as its own kind."""
 
     JSONL = "jsonl"
+    CSV = "csv"
+    TSV = "tsv"
     TEXT = "text"
     BYTES = "bytes"
     IMAGE = "image"
     AUDIO = "audio"
+    ARCHIVE = "archive"
+
+    @property
+    def table(self) -> bool:
+        """True if each line or record of an object is a row."""
+        return self in (Kind.JSONL, Kind.CSV, Kind.TSV)
+
+    @property
+    def many(self) -> bool:
+        """True if an object holds any number of rows, which is known only at its end."""
+        return self.table or self is Kind.ARCHIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +70,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberPlace:
+    """A member of an archive: its number among the members, from 0, and its name."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One input: ``body`` of a JSONL line, or ``data``, an object of ``kind`` or a ``chunk`` of it; or a ``failure``
     instead of both.
 
-    ``index``: the position of the output row in the run, which joined chunks of an object share; ``line``: its line in
-    the object, from 1, or None for a whole object; ``whole``: the bytes of the whole object, where that is no JSONL;
+    ``index``: the position of the output row in the run, which joined chunks of an object share; ``line``: its first
+    line in the object or the ``member`` of it, from 1, or None for a whole one; ``whole``: the bytes of the whole
+    object, where that is no JSONL; ``content_type``: that of ``data``, where the key does not tell it;
     ``sequence``: the id of the sequence whose next request the chunk is.
     """
 
@@ -77,6 +100,8 @@ class Row:
     chunk: Chunk | None = None
     whole: int = 0
     sequence: str | None = None
+    member: MemberPlace | None = None
+    content_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +161,8 @@ class Result:
     def _place(self) -> dict[str, Any]:
         row, chunk = self.row, self.row.chunk
         place: dict[str, Any] = {"index": row.index, "key": row.key, "line": row.line}
+        if row.member is not None:
+            place["member"] = {"index": row.member.index, "name": row.member.name}
         if chunk is not None:
             place["chunk"] = {"index": chunk.index, "offset": chunk.offset, "last": chunk.last}
         return place

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease, claim, identify, read_claim
 from mlserver_torch_stream.cloud.listing import InputLocation, decode_inputs, encode_inputs, list_objects, open_input
-from mlserver_torch_stream.cloud.naming import INPUTS, done_name, lies_within, part_number
+from mlserver_torch_stream.cloud.naming import INPUTS, done_name, is_archive, kind_of, lies_within, part_number
 from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
@@ -37,6 +37,7 @@ from mlserver_torch_stream.cloud.sequences import ObjectSequences
 from mlserver_torch_stream.cloud.sink import Done, PartSink, find_done, mend_errors
 from mlserver_torch_stream.cloud.source import Cursor, Listed, Source
 from mlserver_torch_stream.cloud.store import Store, get_or_none, settle
+from mlserver_torch_stream.cloud.tables import Tables
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
@@ -52,7 +53,8 @@ class CloudRun:
     """``model``: a description of the model as plain JSON; another description is another run. ``lane`` of ``lanes``,
     from 1: this worker writes the parts n with n % lanes == lane - 1. ``max_failures``: rows that may fail before the
     run ends; None: all. ``retry_failed``: failed rows of existing parts are inferred again, before missing parts.
-    ``created``: the time that the rows bear, in seconds since the epoch; None: the beginning of the run.
+    ``limit``: only the first rows of the input are read, so many; None: all. ``created``: the time that the rows bear,
+    in seconds since the epoch; None: the beginning of the run.
     """
 
     input: str
@@ -74,9 +76,13 @@ class CloudRun:
     weigh: Weigh = lambda row: row.size
     created: int | None = None
     chunking: Chunking = field(default_factory=Chunking)
+    tables: Tables = field(default_factory=Tables)
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         """Raises RunRefused, which names the option."""
+        if self.limit is not None and self.limit < 1:
+            raise RunRefused("--limit: must be at least 1")
         if self.part_rows < 1:
             raise RunRefused("--part-rows: must be at least 1")
         if not 1 <= self.lane <= self.lanes:
@@ -99,8 +105,12 @@ class CloudRun:
         """True if this worker writes the part."""
         return part % self.lanes == self.lane - 1
 
+    def kind_of(self, key: str) -> Kind:
+        """The kind of an object, ARCHIVE where its members are read."""
+        return Kind.ARCHIVE if self.tables.archives and is_archive(key) else kind_of(key, self.kind)
+
     def rows_of(self, listed: Listed) -> int:
-        """The output rows of an object that is no JSONL."""
+        """The output rows of an object that is no table and no archive."""
         return 1 if listed.failure is not None else self.chunking.rows(listed.info.size)
 
     def config(self) -> dict[str, Any]:
@@ -113,6 +123,8 @@ class CloudRun:
             "part_rows": self.part_rows,
             "model": dict(self.model),
             **self.chunking.config(),
+            **self.tables.config(),
+            **({} if self.limit is None else {"limit": self.limit}),
         }
 
 
@@ -239,6 +251,8 @@ def _source(planned: RunPlan, metrics: RunMetrics) -> Source:
         retry=run.retry,
         ahead=run.ahead,
         chunking=run.chunking,
+        tables=run.tables,
+        limit=run.limit,
         on_retry=metrics.retried,
     )
 

@@ -144,7 +144,8 @@ async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
     stale = failed if failed != (await get_or_none(store, errors_name(number), retry) or b"") else None
     chunk = end.get("chunk")
     within = chunk["index"] if chunk is not None and not chunk["last"] else None
-    return _Seen(indexes, failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"], within), stale)
+    member = None if "member" not in end else end["member"]["index"]
+    return _Seen(indexes, failed.count(b"\n"), Cursor(end["index"] + 1, end["key"], end["line"], within, member), stale)
 
 
 def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]:

@@ -6,21 +6,27 @@ An object that cannot be read is one row with a failure, in its place.
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
+from zipfile import ZipInfo
 
 from mlserver_torch_stream.byte_size import format_bytes
+from mlserver_torch_stream.cloud.archives import MAX_DIRECTORY_BYTES, DirectoryLonger, Tar, Zip, read_directory
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.naming import is_gzip, kind_of
-from mlserver_torch_stream.cloud.parse import Chunking, Lines, blank, parse_row
+from mlserver_torch_stream.cloud.members import ArchiveReader, damage
+from mlserver_torch_stream.cloud.naming import is_archive, is_zip, kind_of
+from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.rows import Chunk, CloudError, Failure, Kind, Row, RunRefused
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store
-from mlserver_torch_stream.gunzip import Damaged, Gunzip
+from mlserver_torch_stream.cloud.tables import RowReader, Tables
+from mlserver_torch_stream.gunzip import Damaged
 
 BLOCK_BYTES = 8 * 2**20  # larger objects are fetched in ranges of this size, several at a time
+_TAIL_BYTES = 128 * 2**10  # of a zip archive, in which most directories lie
+_LAST = float("inf")  # a line behind all lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +40,19 @@ class Listed:
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """Where reading resumes: ``index`` is the next row's; it follows line ``line`` or chunk ``chunk`` of ``key``, or
-    all of ``key``."""
+    all of ``key``. ``member``: the number of the member of ``key`` whose line ``line`` is, or that is read if that is
+    None."""
 
     index: int = 0
     key: str | None = None
     line: int | None = None
     chunk: int | None = None
+    member: int | None = None
 
     @property
     def within(self) -> bool:
         """Whether this is a place within an object, of which more rows may follow."""
-        return self.line is not None or self.chunk is not None
+        return (self.line, self.chunk, self.member) != (None, None, None)
 
 
 START = Cursor()
@@ -72,9 +80,10 @@ Wanted = Callable[[int], bool]
 
 @dataclass
 class Source:
-    """``objects``: in the order of the run. ``strict``: a JSONL object that cannot be read ends the run, because the
-    number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that JSONL
-    object, or chunks of another, that are rows; ranges after the last of them are not fetched."""
+    """``objects``: in the order of the run. ``strict``: a table or an archive that cannot be read ends the run, because
+    the number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that
+    table, members and lines of that archive, or chunks of another object, that are rows; ranges after the last line or
+    chunk are not fetched. ``limit``: the first rows of all, after which nothing is read."""
 
     store: Store
     objects: Sequence[Listed]
@@ -84,7 +93,9 @@ class Source:
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     block: int = BLOCK_BYTES
     chunking: Chunking = field(default_factory=Chunking)
-    lines: Mapping[str, Collection[int]] | None = None
+    lines: Mapping[str, Collection[Any]] | None = None
+    tables: Tables = field(default_factory=Tables)
+    limit: int | None = None
     on_retry: Callable[[CloudError], None] = lambda error: None
 
     def __post_init__(self) -> None:
@@ -95,21 +106,25 @@ class Source:
         index: int | None = cursor.index
         for ordinal in range(self.first(cursor), len(self.objects)):
             listed = self.objects[ordinal]
-            kind = kind_of(listed.info.key, self.kind)
-            if kind is Kind.JSONL:
+            kind = self.kind_of(listed.info.key)
+            if kind.many:
                 index = None  # the number of its rows is unknown here
             elif self.chunking.each and listed.failure is None:
                 first = cursor.chunk + 1 if cursor.chunk is not None and cursor.key == listed.info.key else 0
                 yield from self._chunk_ranges(ordinal, listed, kind, first, index, wanted)
                 index = None if index is None else index + self.chunking.rows(listed.info.size) - first
                 continue
-            skip = kind is not Kind.JSONL and index is not None and not wanted(index)
+            skip = not kind.many and index is not None and not wanted(index)
             if index is not None:
                 index += 1
             if skip or listed.failure is not None or self._too_large(kind, listed.info):
                 yield ObjectRange(ordinal, listed, kind, 0, 0, True, skip)
                 continue
             yield from self._blocks(ordinal, listed, kind)
+
+    def kind_of(self, key: str) -> Kind:
+        """The kind of an object, ARCHIVE where its members are read."""
+        return Kind.ARCHIVE if self.tables.archives and is_archive(key) else kind_of(key, self.kind)
 
     def first(self, cursor: Cursor) -> int:
         """The first object with rows after the cursor. Raises RunRefused where its object is not in the run."""
@@ -121,10 +136,10 @@ class Source:
         raise RunRefused(f"--output: its last part ends with {cursor.key}, which is not an object of this run")
 
     def _too_large(self, kind: Kind, info: ObjectInfo) -> bool:
-        return kind is not Kind.JSONL and self.chunking.refuses(info.size)
+        return not kind.many and self.chunking.refuses(info.size)
 
     def _blocks(self, ordinal: int, listed: Listed, kind: Kind, start: int = 0) -> Iterator[ObjectRange]:
-        block = self.block if kind is Kind.JSONL else self.chunking.block(self.block)
+        block = self.block if kind.many else self.chunking.block(self.block)
         size = listed.info.size
         while ordinal not in self._over:
             end = min(size, start + block)
@@ -149,6 +164,8 @@ class Source:
         """The rows after ``cursor`` whose index is ``wanted``. The index counts all rows."""
         prefetch: Prefetch[ObjectRange] = Prefetch(self._fetch, self.ahead)
         index = cursor.index
+        if self.limit is not None and index >= self.limit:
+            return
         reading: _Object | None = None
         async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
             async for piece, data in found:
@@ -156,14 +173,17 @@ class Source:
                     continue
                 if reading is None or reading.ordinal != piece.ordinal:
                     reading = self._object(piece, cursor)
+                    data = data if isinstance(data, CloudError) else await self._opened(reading, piece, data)
                 if isinstance(data, CloudError):
                     self._over.add(piece.ordinal)
-                    if self.strict and piece.kind is Kind.JSONL:
+                    if self.strict and piece.kind.many:
                         raise data
                     rows = reading.failed(index, piece, Failure(data.code, data.message))
                 else:
                     rows = reading.rows(index, piece, data)
                 for row in rows:
+                    if self.limit is not None and row.index >= self.limit:
+                        return
                     index = row.index + (row.chunk is None or row.chunk.last or not row.chunk.joined)
                     if wanted(row.index):
                         yield row
@@ -171,39 +191,88 @@ class Source:
                     self._over.add(piece.ordinal)
 
     def _object(self, piece: ObjectRange, cursor: Cursor) -> _Object:
-        key, jsonl = piece.listed.info.key, piece.kind is Kind.JSONL
-        if self.lines is not None and (jsonl or self.chunking.each):
+        key, kind = piece.listed.info.key, piece.kind
+        if self.lines is not None and (kind.many or self.chunking.each):
             lines = self.lines[key]
-            last = max(lines, default=0) if jsonl else None
-            return _Object(piece.ordinal, key, piece.kind, self.chunking, lines.__contains__, last)
-        done = cursor.line or 0 if key == cursor.key else 0
-        return _Object(piece.ordinal, key, piece.kind, self.chunking, lambda number: not jsonl or number > done)
+            last = max(lines, default=0) if kind.table else None
+            return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lines.__contains__, last)
+        if key != cursor.key or not kind.many:
+            return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda place: True)
+        if kind is Kind.ARCHIVE:
+            done = (-1 if cursor.member is None else cursor.member, _LAST if cursor.line is None else cursor.line)
+            return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda place: _order(place) > done)
+        line = cursor.line or 0
+        return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda number: number > line)
+
+    async def _opened(self, reading: _Object, piece: ObjectRange, data: bytes) -> bytes | CloudError:
+        """Begins to read the rows or members of an object. Returns ``data``, or the error of another fetch."""
+        info = piece.listed.info
+        if piece.listed.failure is not None or not piece.kind.many:
+            return data
+        try:
+            members = await self._directory(info) if piece.kind is Kind.ARCHIVE and is_zip(info.key) else None
+            reading.begin(self.kind, Tar() if members is None else Zip(members))
+        except Damaged as error:
+            reading.broken = error
+        except CloudError as error:
+            return error
+        return data
+
+    async def _directory(self, info: ObjectInfo) -> list[ZipInfo]:
+        """Raises Damaged, CloudError."""
+        start = max(0, info.size - _TAIL_BYTES)
+        while True:
+            if info.size - start > MAX_DIRECTORY_BYTES + _TAIL_BYTES:
+                raise Damaged(f"has a directory of more than {format_bytes(MAX_DIRECTORY_BYTES)}")
+            tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
+            try:
+                return read_directory(tail, info.size)
+            except DirectoryLonger as longer:
+                start = longer.start
 
     def _fetch(self, piece: ObjectRange) -> asyncio.Future[bytes]:
         info, end = piece.listed.info, piece.start + piece.size
         return asyncio.ensure_future(fetch_range(self.store, info, piece.start, end, self.retry, self.on_retry))
 
 
+def _order(place: tuple[int, int | None]) -> tuple[int, float]:
+    """The place of a row of an archive: its member, and its line, which is None for all of it and for its end."""
+    return place[0], _LAST if place[1] is None else place[1]
+
+
 @dataclass
 class _Object:
-    """One object while it is read. ``wanted``: whether a line or a chunk is a row of this reading; ``last``: the last
-    such line, if it is known."""
+    """One object while it is read. ``wanted``: whether a line, a member and line, or a chunk is a row of this reading;
+    ``last``: the last such line, if it is known. ``broken``: why nothing of it can be read."""
 
     ordinal: int
     key: str
     kind: Kind
     chunking: Chunking
-    wanted: Callable[[int], bool]
+    tables: Tables
+    wanted: Callable[[Any], bool]
     last: int | None = None
     damaged: bool = False
-    lines: Lines = field(default_factory=Lines)
-    gunzip: Gunzip = field(default_factory=lambda: Gunzip(padded=True))
+    broken: Damaged | None = None
+    reader: RowReader | ArchiveReader | None = None
     blocks: list[bytes] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
         """No further row of the object is wanted, or can be read."""
-        return self.damaged or (self.last is not None and self.lines.number >= self.last)
+        if self.damaged or self.reader is None:
+            return self.damaged
+        if isinstance(self.reader, ArchiveReader):
+            return self.reader.over
+        return self.last is not None and self.reader.number >= self.last
+
+    def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
+        """``members``: how all members of an archive are read, if not by their names. Raises Damaged."""
+        if self.kind is Kind.ARCHIVE:
+            whole = self.chunking.whole_bytes
+            self.reader = ArchiveReader(self.key, members, self.tables, whole, self.wanted, divider)
+        else:
+            self.reader = RowReader(self.key, self.kind, self.tables, self.wanted)
 
     def lost(self, index: int, failure: Failure) -> Row:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
@@ -211,7 +280,7 @@ class _Object:
     def failed(self, index: int, piece: ObjectRange, failure: Failure) -> Iterator[Row]:
         """The rows of an object that cannot be read from this range on: of each of its chunks, where they are rows."""
         size = piece.listed.info.size
-        if self.kind is Kind.JSONL or self.chunking.chunk_bytes is None:
+        if self.kind.many or self.chunking.chunk_bytes is None:
             yield self.lost(index, failure)
         elif self.chunking.joined:
             first = next(self.chunking.chunks(piece.start, piece.end, size))
@@ -221,7 +290,9 @@ class _Object:
 
     def rows(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         info, failure = piece.listed.info, piece.listed.failure
-        if failure is None and self.kind is not Kind.JSONL and self.chunking.refuses(info.size):
+        if failure is None and not self.kind.many and self.tables.columns:
+            failure = Failure(RunRefused.code, f"{self.key}: is no table, and so has no --column; choose with --glob")
+        if failure is None and not self.kind.many and self.chunking.refuses(info.size):
             most = format_bytes(self.chunking.whole_bytes)
             failure = Failure(
                 "too_large", f"{self.key}: {info.size} bytes, over the {most} of an object that is one row"
@@ -231,8 +302,8 @@ class _Object:
             yield from self._without_data(index, chunks, Failure("skipped", self.key))
         elif piece.skipped or failure is not None:
             yield self.lost(index, failure or Failure("skipped", self.key))
-        elif self.kind is Kind.JSONL:
-            yield from self._lines(index, piece, data)
+        elif self.kind.many:
+            yield from self._many(index, piece, data)
         elif self.chunking.chunk_bytes is not None:
             yield from self._chunks(index, piece, data, self.chunking.chunk_bytes)
         else:
@@ -258,26 +329,22 @@ class _Object:
     def _custom_id(self, chunk: Chunk) -> str:
         return self.key if chunk.joined else f"{self.key}#{chunk.index}"
 
-    def _lines(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
+    def _many(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
+        """The rows of a table, or of the members of an archive."""
         try:
-            for number, line in self._numbered(piece, data):
-                if number == 1 and line is not None:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if self.wanted(number) and not blank(line):
-                    yield parse_row(index, self.key, number, line)
+            if self.broken is not None:
+                raise self.broken
+            assert self.reader is not None
+            for row in self.reader.feed(data):
+                yield replace(row, index=index)
+                index += 1
+            if piece.last:
+                for row in self.reader.end():
+                    yield replace(row, index=index)
                     index += 1
         except Damaged as error:
             self.damaged = True
-            yield self.lost(index, Failure("invalid_gzip", f"{self.key}: {error}"))
-
-    def _numbered(self, piece: ObjectRange, data: bytes) -> Iterator[tuple[int, bytes | None]]:
-        zipped = is_gzip(self.key, self.kind)
-        for plain in self.gunzip.feed(data) if zipped else (data,):
-            yield from self.lines.feed(plain)
-        if piece.last:
-            if zipped:
-                self.gunzip.end()
-            yield from self.lines.end()
+            yield self.lost(index, damage(self.key, self.kind, self.key, error))
 
     def _whole(self, index: int, data: bytes) -> Row:
         if self.kind is Kind.TEXT:

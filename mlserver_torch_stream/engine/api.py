@@ -47,6 +47,8 @@ class EngineCounters:
     """Counts from the start of an engine on."""
 
     decode_steps: int = 0
+    mixed_steps: int = 0  # in which sequences decoded beside chunks of prompts
+    mixed_step_seconds: float = 0.0  # of those steps
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0

@@ -99,6 +99,7 @@ def choose_batcher(
             limits,
             spec,
             lookup=_prompt_lookup(settings, spec, limits),
+            step_target=settings.step_target / 1000,
             pipeline=prepared.pipeline,
             flights=InlineForwards(overlap=prepared.overlaps) if prepared.pipeline is None else None,
             faults=faults,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import grpc
+from mlserver.grpc import dataplane_pb2
 from mlserver.grpc.interceptors import LoggingInterceptor
 from mlserver.logging import logger
 from mlserver.settings import Settings
@@ -126,7 +127,10 @@ async def _open_grpc_services(host: ServerHost, state: ServerState, options: Ser
     open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:
-        triton = (TritonServicer(host, state, stalled_after).handler(), Reflection([triton_file()]))
+        triton = (
+            TritonServicer(host, state, stalled_after).handler(),
+            Reflection([triton_file(dataplane_pb2.DESCRIPTOR)]),
+        )
         await open_ours(port, "grpc_port_triton", "Triton's gRPC service", triton)
     torchserve, described = InferenceService(host, state.lifecycle, stalled_after).handler(), torchserve_file()
     listener = host.grpc_listener()

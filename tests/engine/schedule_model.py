@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -168,6 +168,7 @@ class ModelledEngine:
         self.limits, self.spec, self.overlap = limits, spec, overlap
         self.scheduler = Scheduler(limits, spec, drafts)
         self.forward = ModelledForward(spec)
+        self.prompt_budget: Callable[[], int | None] = lambda: None  # of the next step
         self.in_flight: deque[_InFlight] = deque()
         self.requests: list[RequestState] = []
         self.prefilled = 0
@@ -213,14 +214,17 @@ class ModelledEngine:
 
     def launch_all(self) -> StepPlan:
         first = StepPlan()
-        while len(self.in_flight) < self.limits.stages and (plan := self.scheduler.schedule(self.busy)):
+        while len(self.in_flight) < self.limits.stages:
+            budget = self.prompt_budget()
+            if not (plan := self.scheduler.schedule(self.busy, budget)):
+                break
             first = first or plan
-            self.check_plan(plan)
+            self.check_plan(plan, budget)
             self.launch(plan)
             self.check()
         return first
 
-    def check_plan(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: StepPlan, prompt_budget: int | None) -> None:
         assert [each.count for each in plan.parts] == [each.count for each in plan.batch.sequences]
         sequences = [each.sequence for each in plan.parts]
         assert len(set(sequences)) == len(sequences)
@@ -234,6 +238,8 @@ class ModelledEngine:
             assert tokens <= self.limits.token_budget
             if self.limits.beside_budget is not None and len(prompts) < len(plan.parts):
                 assert tokens <= self.limits.beside_budget
+        if prompt_budget is not None and not self.limits.whole_prompts:
+            assert plan.prompt_tokens <= prompt_budget
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:

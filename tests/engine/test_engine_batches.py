@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -161,6 +162,33 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
     prefilled = [sum(len(ids) for ids in call if len(ids) > 1) for call in calls]
     assert sum(prefilled) == 16 * 32 and max(prefilled) <= 512
     assert sum(map(bool, prefilled)) <= 3  # many prompts in a forward
+
+
+def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model: PreTrainedModel, watch: Watch) -> None:
+    """A prompt token takes 2 ms here: about 20 of them fit into 50 ms, and all into an hour."""
+    prompts = [prompt_of(300, seed) for seed in range(2)]
+    expected = [reference(model, prompt_of(5), 200), *(reference(model, prompt, 4) for prompt in prompts)]
+
+    def take_time(call: list[list[int]]) -> None:
+        time.sleep(0.002 * sum(len(ids) for ids in call if len(ids) > 1))
+
+    async def scenario(engine: EngineCore) -> None:
+        watch.stop_at(decodes(engine, 1))
+        stream = asyncio.create_task(tokens_of(engine, prompt_of(5), greedy(200)))
+        await watch.stopped()
+        watch.calls.clear()
+        late = [asyncio.create_task(tokens_of(engine, prompt, greedy(4))) for prompt in prompts]
+        await asyncio.sleep(0)  # they are submitted
+        watch.let_go()
+        assert [await each for each in (stream, *late)] == expected
+        assert engine.stats().mixed_step_seconds > 0.002 * 600
+
+    largest = []
+    watch.fail = take_time
+    for target in (0.05, 3600.0):
+        run_with_engine(scenario, model, prefill_tokens=512, context=LONG, step_target=target)
+        largest.append(max(sum(len(ids) for ids in call if len(ids) > 1) for call in watch.calls))
+    assert largest[0] <= 50 < 150 <= largest[1]
 
 
 def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(model: PreTrainedModel) -> None:

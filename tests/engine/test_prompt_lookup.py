@@ -1,18 +1,16 @@
 """Prompt lookup: what is drafted, and when it is not."""
 
 import asyncio
-import random
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.step.drafts import NgramIndex, PromptLookup, StepTime
+from mlserver_torch_stream.engine.step.drafts import NgramIndex, PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import SamplingParameters
 
@@ -63,23 +61,6 @@ def test_drafts_followed_the_same_two_tokens_somewhere(tokens: list[int], most: 
         assert any(tokens[at : at + 2] == newest and tokens[at + 2] == drafts[0] for at in range(len(tokens) - 2))
 
 
-def test_the_time_of_a_step_is_a_line_through_the_past() -> None:
-    time = StepTime()
-    assert (time.of(3), time.per_token) == (0.0, 0.0)
-    for tokens in (1, 5, 2, 9, 1) * 20:
-        time.note(tokens, 0.010 + 0.002 * tokens)
-    assert time.of(20) == pytest.approx(0.050, rel=0.03)
-    assert time.per_token == pytest.approx(0.002, rel=0.05)
-
-
-def test_steps_of_one_size_do_not_make_a_further_token_free() -> None:
-    time, dice = StepTime(), random.Random(1)
-    for step in range(300):
-        time.note(4 + (step % 50 == 0), 0.01 * dice.uniform(0.5, 2))
-        assert 0.01 / 4 / 40 < time.per_token < 0.01
-    assert 0.005 < time.of(4) < 0.02
-
-
 def sequence(prompt: list[int], tokens: list[int], max_tokens: int = 100) -> SequenceState:
     request = EngineRequest(tuple(prompt), SamplingParameters(max_tokens=max_tokens))
     state = RequestState(request, Mailbox(LOOP, 1, lambda mailbox: None), Codec(), (), 1000)  # type: ignore[arg-type]
@@ -91,7 +72,7 @@ def sequence(prompt: list[int], tokens: list[int], max_tokens: int = 100) -> Seq
 def timed(most: int, base: float, per_token: float) -> PromptLookup:
     lookup = PromptLookup(most)
     for tokens in (1, 4, 8, 16, 33):
-        lookup.stepped(tokens, base + per_token * tokens)
+        lookup.cost.note(0, tokens, base + per_token * tokens)
     return lookup
 
 

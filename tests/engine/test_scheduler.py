@@ -75,7 +75,10 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
         prefill_floor=dice.choice([1, 8]),
         beside_budget=dice.choice([None, dice.randint(1, 8)]),
     )
-    return ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
+    engine = ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
+    if dice.random() < 0.5:
+        engine.prompt_budget = lambda: dice.choice([None, dice.randint(1, 40)])
+    return engine
 
 
 def job_from(dice: random.Random) -> Job:
@@ -221,6 +224,18 @@ def test_prompts_take_less_of_a_step_in_which_sequences_decode() -> None:
     found = [computed(engine) for _ in range(6)]
     assert found[:5] == [8] * 5
     assert found[5] == 60  # the other one has ended
+
+
+def test_the_prompts_of_a_step_keep_to_the_budget_that_it_is_given_and_drafts_do_not() -> None:
+    engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: [1, 2, 3])
+    engine.prompt_budget = lambda: 4
+    engine.add(request_of(prompt_of(10, 1), 30))
+    assert [computed(engine) for _ in range(3)] == [4, 4, 2]
+    engine.add(request_of(prompt_of(10, 2), 30))
+    plan = engine.step()
+    assert plan.prompt_tokens == 4 and [len(part.drafts) for part in plan.parts] == [3, 0]
+    engine.prompt_budget = lambda: 1000
+    assert computed(engine) == 6
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:

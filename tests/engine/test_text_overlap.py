@@ -30,6 +30,7 @@ from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.step.drafts import PromptLookup
+from mlserver_torch_stream.engine.step.step_cost import StepCost
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
@@ -306,23 +307,24 @@ def test_a_sequence_whose_ids_have_ended_it_is_finished(
     assert seen == [(0, FinishReason.LENGTH)]
 
 
-class _Timed(PromptLookup):
+class _Timed(StepCost):
     """``seconds`` of the steps that it has heard of."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__()
         self.seconds: list[float] = []
 
-    def stepped(self, tokens: int, seconds: float) -> None:
+    def note(self, prompt_tokens: int, rows: int, seconds: float) -> None:
         self.seconds.append(seconds)
-        super().stepped(tokens, seconds)
+        super().note(prompt_tokens, rows, seconds)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_engine_that_waits_for_its_turn_on_the_device_lives_and_times_no_wait(
     model: PreTrainedModel, overlap: bool
 ) -> None:
-    lock, lookup = FairLock(), _Timed()
+    lock, lookup, cost = FairLock(), PromptLookup(2), _Timed()
+    lookup.cost = cost
 
     async def scenario(engine: EngineCore) -> TokenEvent:
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(100))])
@@ -341,4 +343,4 @@ def test_an_engine_that_waits_for_its_turn_on_the_device_lives_and_times_no_wait
     with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=1.0, lookup=lookup) as engine:
         last = run(scenario(engine))
     assert last.finish_reason is FinishReason.LENGTH, last.error
-    assert len(lookup.seconds) > 10 and max(lookup.seconds) < 3
+    assert len(cost.seconds) > 10 and max(cost.seconds) < 3

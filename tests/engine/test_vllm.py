@@ -614,6 +614,7 @@ def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
     [
         ({"device_map": "auto"}, "device_map has no meaning to vLLM"),
         ({"fast_path": "off"}, "fast_path has no meaning to vLLM"),
+        ({"step_target": 100}, "step_target has no meaning to vLLM"),
         ({"weights": "int8"}, "weights has no meaning to vLLM"),
         ({"vllm": {"model": "x"}}, "the model is that of parameters.uri"),
         ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),

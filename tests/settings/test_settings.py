@@ -48,6 +48,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("max_num_seqs", True),
         ("max_queued_requests", -1),
         ("chunked_prefill_size", 1.5),
+        ("step_target", 0),
         ("kv_cache_memory", "four gigs"),
         ("kv_cache_memory", 0),
         ("threads", 0),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
-from mlserver_torch_stream.engine.native.rotary import RotaryAngles, angles_of
+from mlserver_torch_stream.engine.native.rotary import LayerRotary, RotaryAngles, angles_of
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, DecoderNumbers, Projection
 
 _MAX_OWN = 1 << 26  # bytes of the tensors that no file holds
@@ -37,21 +37,20 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
     """
     plan = DecoderPlan({})
     write = _PlanWriter(tensors, plan)
-    angles = angles_of(decoder.rotary)
+    ropes = angles_of(decoder.rotary)
     plan.structure = {
         "layers": [
             {
                 **{name: write.projection(getattr(layer, name)) for name in _PROJECTIONS},
                 "norms": {role: write.rows(factors) for role, factors in layer.norms.items()},
-                "rotates": layer.rotates,
+                "rope": layer.rope,
             }
             for layer in decoder.layers
         ],
         "embedding": write.rows(decoder.embedding),
         "head": write.projection(decoder.head),
         "last_norm": write.rows(decoder.last_norm),
-        "frequencies": write.rows(angles.frequencies),
-        "rotary_scale": angles.scale,
+        "ropes": [{"frequencies": write.rows(rope.frequencies), "scale": rope.scale} for rope in ropes],
         "whole_qk_norm": decoder.whole_qk_norm,
         "activation": decoder.activation,
         "numbers": asdict(decoder.numbers),
@@ -77,16 +76,17 @@ def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tenso
         DecoderLayer(
             **{name: projection(layer[name]) for name in _PROJECTIONS},
             norms={role: rows(*factors) for role, factors in layer["norms"].items()},
-            rotates=layer["rotates"],
+            rope=layer["rope"],
         )
         for layer in structure["layers"]
     )
+    ropes = [RotaryAngles(rows(*rope["frequencies"]), rope["scale"]) for rope in structure["ropes"]]
     return Decoder(
         layers=tuple(layers),
         embedding=rows(*structure["embedding"]),
         head=projection(structure["head"]),
         last_norm=rows(*structure["last_norm"]),
-        rotary=RotaryAngles(rows(*structure["frequencies"]), structure["rotary_scale"]),
+        rotary=ropes[0] if len(ropes) == 1 else LayerRotary(tuple(ropes)),
         whole_qk_norm=structure["whole_qk_norm"],
         activation=structure["activation"],
         numbers=DecoderNumbers(**{each.name: structure["numbers"][each.name] for each in fields(DecoderNumbers)}),

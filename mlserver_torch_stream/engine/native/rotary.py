@@ -65,11 +65,9 @@ class LayerRotary:
     ropes: tuple[Rotary, ...]
 
 
-def angles_of(module: Any) -> RotaryAngles | LayerRotary:
-    """Returns the angles of a rotary module, or of each rope. Raises UnsupportedLayout if it returns other bits."""
-    if isinstance(module, LayerRotary):
-        return LayerRotary(tuple(map(_angles_of, module.ropes)))
-    return _angles_of(module)
+def angles_of(rotary: Any) -> list[RotaryAngles]:
+    """Returns the angles of each rope of a rotary module. Raises UnsupportedLayout if one returns other bits."""
+    return [_angles_of(rope) for rope in (rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,))]
 
 
 def _angles_of(module: Any) -> RotaryAngles:

@@ -55,14 +55,17 @@ class StepPlan:
 class StepDraft:
     """Has ``left`` tokens of the budget. Keeps the parts in their order, and the sequences that decode."""
 
-    def __init__(self, limits: SchedulerLimits, page_size: int, *, decodes: bool) -> None:
-        """``decodes``: whether sequences decode in this step."""
+    def __init__(
+        self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: int | None = None
+    ) -> None:
+        """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds the tokens of prompts alone."""
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
         self._prompt_tokens = 0
         self.left = limits.budget(decodes=decodes)
         self._rows_left = _MAX_SCORED_ROWS
+        self._prompts_left: float = math.inf if prompt_budget is None else prompt_budget
         self.decoding: list[ScheduledSequence] = []
         self.copies: list[tuple[int, int, int]] = []
 
@@ -71,7 +74,9 @@ class StepDraft:
 
     @property
     def takes_prompts(self) -> bool:
-        return not self._prompt_tokens if self._limits.whole_prompts else self.left > 0 and self._rows_left > 0
+        if self._limits.whole_prompts:
+            return not self._prompt_tokens
+        return min(self.left, self._prompts_left, self._rows_left) > 0
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
         """Returns how many of a prompt's next tokens the step takes. A chunk ends with a page if it can.
@@ -80,7 +85,8 @@ class StepDraft:
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
-        most = min(self.left, tokens - unscored + self._rows_left) if unscored else self.left
+        left = min(self.left, self._prompts_left)
+        most = min(left, tokens - unscored + self._rows_left) if unscored else left
         if self._limits.whole_prompts or tokens <= most:
             return tokens
         end = start + int(most)
@@ -102,7 +108,9 @@ class StepDraft:
         else:
             self._prompt_tokens += count
             self._rows_left -= scored
-            self.left -= max(count, self._limits.prefill_floor)
+            weight = max(count, self._limits.prefill_floor)
+            self.left -= weight
+            self._prompts_left -= weight
 
     def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
         part = self._parts[scheduled]
@@ -196,10 +204,13 @@ class Scheduler:
 
     # --- the plan of a step ---
 
-    def schedule(self, busy: Busy = ()) -> StepPlan:
-        """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages."""
+    def schedule(self, busy: Busy = (), prompt_budget: int | None = None) -> StepPlan:
+        """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages.
+
+        ``prompt_budget`` bounds the prompt tokens of the step, beside the bounds of the limits; None: they alone do.
+        """
         decoding = self._to_decode(busy)
-        draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding))
+        draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)
         for scheduled in list(self.admitted):
             if scheduled in decoding and not scheduled.restarts:
                 self._take(scheduled, 1, draft, busy, decodes=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
@@ -45,7 +46,7 @@ class Batcher(ABC):
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
-        self._counts = Counter[str]()
+        self._counts: dict[str, Any] = defaultdict(int)
         self.progress = StepProgress()
 
     @abstractmethod
@@ -91,7 +92,7 @@ class Batcher(ABC):
     def stats(self) -> EngineStats:
         return self._stats
 
-    def count(self, **more: int) -> None:
+    def count(self, **more: float) -> None:
         """Adds to counters; the next ``publish`` shows them."""
         for name, number in more.items():
             self._counts[name] += number

@@ -29,6 +29,7 @@ from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.step.batcher import PROMPT_LOGPROBS, Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, each_alone, no_result, whole_result
 from mlserver_torch_stream.engine.step.drafts import Drafter, PromptLookup
+from mlserver_torch_stream.engine.step.step_cost import StepCost
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
 from mlserver_torch_stream.types import FinishReason
 
@@ -113,7 +114,9 @@ class ContinuousBatcher(Batcher):
     waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
     without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
     made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
-    constraint forces are computed together. ``check_devices`` raises if a device is lost: no request is to blame, so
+    constraint forces are computed together. ``step_target`` is the time in seconds of a step in which sequences decode:
+    it takes the prompt tokens that fit, within the bounds of the limits and at least a page; None: the limits alone
+    bound it. ``check_devices`` raises if a device is lost: no request is to blame, so
     the error ends the thread.
     """
 
@@ -127,6 +130,7 @@ class ContinuousBatcher(Batcher):
         *,
         lookup: PromptLookup | None = None,
         drafts_forced: bool = True,
+        step_target: float | None = None,
         pipeline: Pipeline | None = None,
         flights: Flights | None = None,
         faults: Sequence[InjectedFault] = (),
@@ -138,6 +142,9 @@ class ContinuousBatcher(Batcher):
         self._forward: Forward = FaultyForward(faults, forward) if faults else forward
         self._cache = cache
         self._drafter = Drafter(lookup, drafts_forced)
+        self._cost = StepCost() if lookup is None else lookup.cost
+        self._step_target = step_target
+        self._min_prompt_tokens = spec.page_size
         self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
         self._choice = TokenChoice(samplers, check_devices)
         self._check_devices = check_devices
@@ -193,7 +200,7 @@ class ContinuousBatcher(Batcher):
         """Starts the forwards of as many steps as there are stages."""
         began = time.monotonic()
         self._drop_closed()
-        while len(self._flights) < self._flights.most and (plan := self._scheduler.schedule(self._busy)):
+        while len(self._flights) < self._flights.most and (plan := self._schedule()):
             step = self._begin(plan, began)
             self._choice.prepare(plan)
             self._busy |= step.sequences
@@ -203,6 +210,17 @@ class ContinuousBatcher(Batcher):
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
             if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
                 self.progress.completed(step)
+
+    def _schedule(self) -> StepPlan:
+        running = self._scheduler.running_sequences
+        rows = -(-running // self._flights.most)  # of one of the steps in flight
+        return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
+
+    def _prompt_budget(self, rows: int) -> int | None:
+        """Returns the prompt tokens of a step beside ``rows``, which wait for its end; None: as many as may be."""
+        if self._step_target is None or not rows:
+            return None
+        return max(self._min_prompt_tokens, self._cost.fitting(self._step_target, rows))
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])
@@ -229,7 +247,8 @@ class ContinuousBatcher(Batcher):
             self._choice.choose(result)
         for part, tokens in result.verified.items():
             self._scheduler.advance(part, tokens)
-        self._note_drafts(step, result)
+        self._note_cost(step)
+        self._note_drafts(result)
         self._end_spoiled(step.plan, result)
         self._count(step, result)
         self._release_ended(step)
@@ -263,10 +282,18 @@ class ContinuousBatcher(Batcher):
             sequence.finish(FinishReason.ERROR, result.spoiled[sequence])
         self._release(ended, forget=True)
 
-    def _note_drafts(self, step: _StepInFlight, result: StepResult) -> None:
-        # What another engine did meanwhile says nothing of the step: it is not measured.
-        if step.began >= self._alone_since and not step.plan.prompt_tokens:
-            self._drafter.stepped(step.plan.batch, step.began)
+    def _note_cost(self, step: _StepInFlight) -> None:
+        if step.began < self._alone_since:
+            return  # what another engine did meanwhile says nothing of the step
+        seconds = time.monotonic() - step.began
+        floor = self._scheduler.limits.prefill_floor
+        prompts = [part.count for part in step.plan.parts if part.prefills]
+        rows = step.plan.batch.tokens - sum(prompts)
+        self._cost.note(sum(max(count, floor) for count in prompts), rows, seconds)
+        if prompts and rows:
+            self.count(mixed_steps=1, mixed_step_seconds=seconds)
+
+    def _note_drafts(self, result: StepResult) -> None:
         if not result.verified:
             return
         drafted = accepted = forced = 0

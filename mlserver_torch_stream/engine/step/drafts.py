@@ -10,13 +10,12 @@ The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-look
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.request_state import SequenceState
+from mlserver_torch_stream.engine.step.step_cost import StepCost
 
 # Longer n-grams first: what follows them is right more often.
 _SIZES = (4, 3, 2)
@@ -63,53 +62,6 @@ class NgramIndex:
         return 0, 0
 
 
-# What one more token is expected to add: of the time of a step, and at most of what a token of it took. On two cores it
-# adds 0.14 beside one token and 0.5 of a token's time beside eight.
-_OF_STEP = 0.1
-_OF_TOKEN = 0.35
-_SPREAD = 8.0  # sum of squared distances of the steps' tokens from their mean
-_KEPT = 0.98  # of the weight of earlier steps: about the last fifty count
-
-
-class StepTime:
-    """A line through (tokens, seconds) of decode steps, by least squares with exponential forgetting.
-
-    A prior pulls its slope to the expected one, with the weight of steps whose tokens have a spread of ``_SPREAD``.
-    """
-
-    def __init__(self) -> None:
-        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
-
-    def note(self, tokens: int, seconds: float) -> None:
-        for name, value in (
-            ("_weight", 1.0),
-            ("_tokens", tokens),
-            ("_seconds", seconds),
-            ("_squares", tokens * tokens),
-            ("_products", tokens * seconds),
-        ):
-            setattr(self, name, _KEPT * getattr(self, name) + value)
-
-    @property
-    def per_token(self) -> float:
-        """Seconds that one more token adds; 0 before the first step.
-
-        While all steps have about as many tokens, the prior decides: by noise alone a token could seem to cost nothing.
-        """
-        if not self._weight:
-            return 0.0
-        expected = min(_OF_STEP * self._seconds / self._weight, _OF_TOKEN * self._seconds / self._tokens)
-        spread = self._squares - self._tokens**2 / self._weight
-        rise = self._products - self._tokens * self._seconds / self._weight
-        return max(expected / 4, (rise + _SPREAD * expected) / (spread + _SPREAD))
-
-    def of(self, tokens: int) -> float:
-        """Returns the seconds of a step of so many tokens; 0 before the first."""
-        if not self._weight:
-            return 0.0
-        return (self._seconds - self.per_token * self._tokens) / self._weight + self.per_token * tokens
-
-
 _DECAY = 0.8  # of a sequence's counts, at each verification of its drafts
 _DECAY_OF_ALL = 0.98  # of the counts of all sequences together, likewise
 _DECAY_WITHOUT_DRAFT = 0.98  # of a sequence's counts, at each step in which no draft of it is worth its time
@@ -143,13 +95,16 @@ class _Drafted:
 
 
 class PromptLookup:
-    """Drafts at most ``most`` tokens for a sequence and a step. One thread calls all its methods."""
+    """Drafts at most ``most`` tokens for a sequence and a step. One thread calls all its methods.
+
+    The batcher notes its steps in ``cost``.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._drafted: dict[SequenceState, _Drafted] = {}
         self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # of all sequences
-        self._time = StepTime()
+        self.cost = StepCost()
 
     def drafts(self, sequence: SequenceState, running: int) -> list[int]:
         """Returns the drafts of a sequence for a step in which ``running`` sequences decode."""
@@ -172,7 +127,7 @@ class PromptLookup:
 
     def _worthwhile(self, rate: float, running: int) -> int:
         """Returns how many drafts are worth their time: the j-th is accepted with a chance of ``rate ** j``."""
-        value, cost = self._time.of(running) / running, self._time.per_token
+        value, cost = self.cost.of(running) / running, self.cost.per_row
         count = 0
         while count < self._most and rate ** (count + 1) * value >= _MARGIN * cost:
             count += 1
@@ -183,10 +138,6 @@ class PromptLookup:
         if (state := self._drafted.get(sequence)) is not None:
             state.counts[state.size].note(drafted, accepted, _DECAY)
             self._all[state.size].note(drafted, accepted, _DECAY_OF_ALL)
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Notes how long a step without chunks of prompts took."""
-        self._time.note(tokens, seconds)
 
     def forget(self, sequences: Iterable[SequenceState]) -> None:
         for sequence in sequences:
@@ -224,11 +175,6 @@ class Drafter:
         if self._lookup is not None:
             self._lookup.verified(sequence, drafted, accepted)
         return True
-
-    def stepped(self, batch: Batch, began: float) -> None:
-        """Notes how long a step without chunks of prompts took, which began at this time and has just ended."""
-        if self._lookup is not None:
-            self._lookup.stepped(batch.tokens, time.monotonic() - began)
 
     def forget(self, sequences: Sequence[SequenceState]) -> None:
         self._forced.difference_update(sequences)

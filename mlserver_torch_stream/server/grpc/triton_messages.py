@@ -7,8 +7,8 @@ those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that
 
 from __future__ import annotations
 
+from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
-from mlserver.grpc import dataplane_pb2 as pb
 
 from mlserver_torch_stream.message_pool import Enums, Fields, message_classes, message_file
 
@@ -75,10 +75,10 @@ ModelConfigResponse = _message_class("ModelConfigResponse")
 ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
 
 
-def triton_file() -> FileDescriptorProto:
-    """The service and its messages as a client has to read them: MLServer's file with what Triton's has besides."""
+def triton_file(mlservers: FileDescriptor) -> FileDescriptorProto:
+    """The service and its messages as a client has to read them: ``mlservers`` with what Triton's has besides."""
     file = FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(file)
+    mlservers.CopyToProto(file)
     ours = message_file(file.package, _FIELDS, _ENUMS, file.syntax)
     file.enum_type.extend(ours.enum_type)
     file.message_type.extend(ours.message_type)

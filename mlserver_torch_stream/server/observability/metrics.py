@@ -190,6 +190,8 @@ _COMPUTED: dict[str, Callable[[EngineStats], float]] = {
 }
 _ENGINE_COUNTERS = {
     "decode_steps": "Steps in which sequences decoded",
+    "mixed_steps": "Steps in which sequences decoded beside prompts, which `step_target` paces",
+    "mixed_step_seconds": "Seconds of those steps; divided by `mixed_steps`, the mean pause that prompts cause",
     "prefill_tokens": "Tokens of prompts, and of preempted sequences, that were computed",
     "prefix_cache_hit_tokens": "Prompt tokens that were found in pages of other sequences, and not computed",
     "generation_tokens": "Tokens that were generated, whether or not a client read them",

@@ -1,0 +1,354 @@
+"""Divides tables into rows as their bytes arrive: JSON Lines, CSV and TSV, in any encoding, and chooses columns.
+
+A record that cannot be read becomes a row with a failure, never an exception; its line says where it begins.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlserver_torch_stream.cloud.archives import Decompressor, decompressor
+from mlserver_torch_stream.cloud.naming import compression_of, glob_pattern
+from mlserver_torch_stream.cloud.parse import MAX_LINE_BYTES, Lines, blank, parse_object, parse_row
+from mlserver_torch_stream.cloud.rows import Failure, Kind, MemberPlace, Row, RunRefused
+from mlserver_torch_stream.gunzip import Damaged
+
+_CUSTOM_ID = "custom_id"
+PROMPT_FIELDS = ("prompt", _CUSTOM_ID)  # what a column of a table of prompts may be
+_UTF8 = "utf-8"
+_DELIMITERS = {Kind.CSV: ",", Kind.TSV: "\t"}
+_JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``column``: a number from 1, or the name in the header or of the key in JSONL; ``name``: what its value is in the
+    row; None: the value is the whole row."""
+
+    column: int | str
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Column:
+        """Reads COLUMN or COLUMN=FIELD. Raises ValueError."""
+        column, equals, name = text.partition("=")
+        if not column or (equals and not name) or column == "0":
+            raise ValueError("must be a number from 1 or a name, or one of them with =FIELD")
+        return cls(int(column) if column.isascii() and column.isdigit() else column, name or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """How tables and archives are read. ``columns``: those that make a row; none: the names in the header are the keys
+    of a row's body, as in JSONL. ``header``: the first record names the columns. ``quote``: a character, or empty for
+    tables in which no character quotes. ``data``: rows are for a handler or a tensor, which take bytes; else prompts.
+
+    ``archives``: archives are read member by member, and ``members``, a glob, chooses some; else an archive is a whole
+    object.
+    """
+
+    columns: tuple[Column, ...] = ()
+    header: bool = False
+    encoding: str = _UTF8
+    delimiter: str | None = None
+    quote: str = '"'
+    data: bool = False
+    archives: bool = False
+    members: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises RunRefused, which names the option."""
+        try:
+            codecs.getincrementaldecoder(self.encoding)
+            b"a".decode(self.encoding, "replace")
+        except LookupError:
+            raise RunRefused(f"--encoding: {self.encoding!r} is not an encoding of text") from None
+        for option, value in (("delimiter", self.delimiter), ("quote", self.quote)):
+            if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
+                raise RunRefused(f"--{option}: must be one ASCII character, and no end of a line")
+        if self.delimiter == "" or self.delimiter == self.quote:
+            raise RunRefused("--delimiter: must be one ASCII character, other than --quote")
+        names = [column.name for column in self.columns]
+        if None in names and len(names) > 1:
+            raise RunRefused("--column: one column can be the whole row; with several, give each a field: COLUMN=FIELD")
+        if len(set(names)) < len(names):
+            raise RunRefused("--column: two columns have the same field")
+        if not self.data:
+            for name in names:
+                if name not in (*PROMPT_FIELDS, None):
+                    raise RunRefused(f"--column: {name}: a column of prompts is {' or '.join(PROMPT_FIELDS)}")
+            if names == [_CUSTOM_ID]:
+                raise RunRefused("--column: no column is the prompt")
+        if self.members is not None:
+            glob_pattern(self.members)
+
+    @property
+    def named(self) -> bool:
+        """True if the first record of CSV and TSV is a header."""
+        return self.header or not self.columns or any(isinstance(each.column, str) for each in self.columns)
+
+    def config(self) -> dict[str, Any]:
+        """The part of a run's configuration that these settings are; empty for the default ones."""
+        named = {
+            "columns": [[each.column, each.name] for each in self.columns],
+            "header": self.header,
+            "encoding": "" if self.encoding == _UTF8 else self.encoding,
+            "delimiter": self.delimiter,
+            "quote": None if self.quote == '"' else self.quote,
+            "members": self.members,
+        }
+        given = {name: value for name, value in named.items() if value or (name == "quote" and value is not None)}
+        return {"table": given} if given else {}
+
+
+class TableBroken(Damaged):
+    """No further row of a table can be read."""
+
+
+class Record:
+    """The fields of one CSV record, line after line, as bytes of UTF-8. ``fields``: those that have ended."""
+
+    def __init__(self, delimiter: bytes, quote: bytes) -> None:
+        self._delimiter = delimiter
+        self._quote = quote
+        self._cell = bytearray()
+        self._open = False
+        self.fields: list[bytes] = []
+        self.size = 0
+
+    def add(self, line: bytes) -> bool:
+        """True if the record ends with this line. Raises ValueError where a quote stands in a wrong place."""
+        self.size += len(line) + 1
+        text = line.removesuffix(b"\r")
+        if not self._open and (not self._quote or self._quote not in text):
+            self.fields = text.split(self._delimiter)
+            return True
+        at, begins = 0, not self._open
+        while True:
+            if begins and text.startswith(self._quote, at):
+                self._open, at = True, at + 1
+            if self._open:
+                end = self._quoted(text, at)
+                if end < 0:
+                    self._cell += line[len(text) :] + b"\n"
+                    return False
+                self._open, at = False, end
+                if at < len(text) and not text.startswith(self._delimiter, at):
+                    raise ValueError("a quoted field has text behind its last quote")
+            end = text.find(self._delimiter, at)
+            self._cell += text[at:] if end < 0 else text[at:end]
+            self.fields.append(bytes(self._cell))
+            self._cell.clear()
+            if end < 0:
+                return True
+            at, begins = end + 1, True
+
+    def _quoted(self, text: bytes, at: int) -> int:
+        """Where the quoted field ends, behind its quote; -1 if it goes on in the next line."""
+        while (end := text.find(self._quote, at)) >= 0:
+            self._cell += text[at:end]
+            if not text.startswith(self._quote, end + 1):
+                return end + 1
+            self._cell += self._quote
+            at = end + 2
+        self._cell += text[at:]
+        return -1
+
+
+class RowReader:
+    """Reads the rows of one table: an object, or a member of an archive. ``wanted``: whether the record that begins in
+    a line is a row of this reading. ``number``: the line in which the last record began.
+
+    The rows have the index 0. Methods raise Damaged where the compression or the encoding breaks.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        kind: Kind,
+        tables: Tables,
+        wanted: Callable[[int], bool] = lambda number: True,
+        member: MemberPlace | None = None,
+    ) -> None:
+        name = key if member is None else member.name
+        self._key, self._kind, self._tables, self._wanted, self._member = key, kind, tables, wanted, member
+        self._where = key if member is None else f"{key}/{member.name}"
+        self._decompressor: Decompressor = decompressor(compression_of(name, kind))
+        self._text = (
+            None if _plain(tables.encoding) else codecs.getincrementaldecoder(tables.encoding)("surrogateescape")
+        )
+        self._lines = Lines()
+        self._record: Record | None = None
+        self._header: dict[str, int] | None = None
+        self.number = 0
+
+    def feed(self, data: bytes) -> Iterator[Row]:
+        for plain in self._decompressor.feed(data):
+            for number, line in self._lines.feed(self._utf8(plain, False)):
+                yield from self._line(number, line)
+
+    def end(self) -> Iterator[Row]:
+        self._decompressor.end()
+        rest = self._utf8(b"", True)
+        for number, line in (*self._lines.feed(rest), *self._lines.end()):
+            yield from self._line(number, line)
+        if self._record is not None:
+            self._record = None
+            yield from self._failed(self.number, "has a quote that is never closed")
+
+    def _utf8(self, data: bytes, last: bool) -> bytes:
+        """The text in UTF-8. A byte of no character becomes bytes that are no UTF-8, and are found in their line."""
+        if self._text is None:
+            return data
+        try:
+            return self._text.decode(data, last).encode(_UTF8, "surrogateescape")
+        except UnicodeError as error:
+            raise TableBroken(f"is not {self._tables.encoding} behind line {self._lines.number}: {error}") from None
+
+    def _line(self, number: int, line: bytes | None) -> Iterator[Row]:
+        if number == 1 and line is not None:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if self._kind is not Kind.JSONL:
+            yield from self._record_line(number, line)
+            return
+        self.number = number
+        if self._wanted(number) and not blank(line):
+            yield self._json_row(number, line)
+
+    def _record_line(self, number: int, line: bytes | None) -> Iterator[Row]:
+        if self._record is None:
+            if blank(line):
+                return
+            delimiter = self._tables.delimiter or _DELIMITERS[self._kind]
+            self._record, self.number = Record(delimiter.encode(), self._tables.quote.encode()), number
+        record, ended, trouble = self._record, False, ""
+        try:
+            ended = line is not None and record.add(line)
+        except ValueError as error:
+            trouble = str(error)
+        if line is None or record.size > MAX_LINE_BYTES:
+            trouble = f"is longer than {MAX_LINE_BYTES} bytes"
+        if not ended and not trouble:
+            return
+        self._record = None
+        if self._tables.named and self._header is None:
+            self._read_header(record.fields, trouble)
+        elif self._wanted(self.number):
+            yield from self._failed(self.number, trouble) if trouble else (self._row(self.number, record.fields),)
+
+    def _read_header(self, fields: Sequence[bytes], trouble: str) -> None:
+        """Reads the names of the columns. Raises TableBroken."""
+        self._header = {}
+        try:
+            if trouble:
+                raise ValueError(trouble)
+            names = [_decoded(field) for field in fields]
+            missing = [c.column for c in self._tables.columns if isinstance(c.column, str) and c.column not in names]
+            if missing:
+                raise ValueError(f"names no column {missing[0]!r}")
+            if len(set(names)) < len(names) and (not self._tables.columns or _twice(names, self._tables.columns)):
+                raise ValueError("names a column twice")
+            self._header = {name: place for place, name in enumerate(names)}
+        except ValueError as error:
+            raise TableBroken(f"its header, line {self.number}, {error}") from None
+
+    def _row(self, number: int, fields: Sequence[bytes]) -> Row:
+        try:
+            header = self._header or {}
+            if not self._tables.columns:
+                if len(fields) != len(header):
+                    raise ValueError(f"has {len(fields)} fields, and the header {len(header)}")
+                body = {name: _decoded(fields[place]) for name, place in header.items()}
+                body = {name: value for name, value in body.items() if value or name != _CUSTOM_ID}
+                return self._made(number, json.dumps(body).encode())
+            values: dict[str | None, Any] = {}
+            for each in self._tables.columns:
+                place = each.column - 1 if isinstance(each.column, int) else header[each.column]
+                if place >= len(fields):
+                    raise ValueError(f"has {len(fields)} fields, and so no column {each.column}")
+                values[each.name] = _decoded(fields[place])
+        except ValueError as error:
+            return self._broken(number, str(error))
+        return self._chosen(number, values)
+
+    def _json_row(self, number: int, line: bytes | None) -> Row:
+        if not self._tables.columns:
+            return self._made(number, line)
+        try:
+            value = parse_object(line)
+            values: dict[str | None, Any] = {}
+            for each in self._tables.columns:
+                if str(each.column) not in value:
+                    raise ValueError(f"has no key {each.column!r}")
+                values[each.name] = value[str(each.column)]
+        except ValueError as error:
+            return self._broken(number, str(error))
+        return self._chosen(number, values)
+
+    def _made(self, number: int, line: bytes | None) -> Row:
+        """A row whose body is the line, a JSON object."""
+        if self._tables.data:
+            return self._data_row(number, line, _JSON)
+        where = f"{self._where}:{number}"
+        row = parse_row(0, self._key, number, line, where)
+        return row if self._member is None else replace(row, member=self._member)
+
+    def _chosen(self, number: int, values: Mapping[str | None, Any]) -> Row:
+        """A row of the chosen values, by their fields."""
+        if not self._tables.data:
+            prompt = values.get("prompt", values.get(None))
+            if not isinstance(prompt, str):
+                return self._broken(number, "its prompt is not a text")
+            name = values.get(_CUSTOM_ID)
+            data = prompt.encode(_UTF8, "surrogatepass")
+            name = str(name) if name else f"{self._where}:{number}"
+            return Row(0, self._key, number, name, Kind.TEXT, data=data, size=len(data), member=self._member)
+        if None not in values:
+            return self._data_row(number, json.dumps(values, ensure_ascii=False).encode(_UTF8, "replace"), _JSON)
+        value = values[None]
+        if isinstance(value, str):
+            return self._data_row(number, value.encode(_UTF8, "replace"), _TEXT)
+        return self._data_row(number, json.dumps(value, ensure_ascii=False).encode(_UTF8, "replace"), _JSON)
+
+    def _data_row(self, number: int, data: bytes | None, content_type: str) -> Row:
+        if data is None:
+            return self._broken(number, f"is longer than {MAX_LINE_BYTES} bytes")
+        size = len(data)
+        return Row(
+            *(0, self._key, number, f"{self._where}:{number}", Kind.BYTES),
+            data=data,
+            size=size,
+            whole=size,
+            member=self._member,
+            content_type=content_type,
+        )
+
+    def _failed(self, number: int, trouble: str) -> Iterator[Row]:
+        if self._wanted(number):
+            yield self._broken(number, trouble)
+
+    def _broken(self, number: int, trouble: str) -> Row:
+        where = f"{self._member.name}: " if self._member is not None else ""
+        failure = Failure("invalid_row", f"{where}line {number}: {trouble}")
+        return Row(0, self._key, number, f"{self._where}:{number}", self._kind, failure=failure, member=self._member)
+
+
+def _plain(encoding: str) -> bool:
+    return codecs.lookup(encoding).name in (_UTF8, "ascii", "utf-8-sig")
+
+
+def _decoded(field: bytes) -> str:
+    """Raises ValueError."""
+    try:
+        return field.decode(_UTF8)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not text in its encoding: byte {error.start} of a field") from None
+
+
+def _twice(names: Sequence[str], columns: Sequence[Column]) -> bool:
+    """True if a column is chosen by a name that two columns have."""
+    return any(isinstance(each.column, str) and names.count(each.column) > 1 for each in columns)

@@ -1,0 +1,128 @@
+"""Learns what a step costs: a part for each step, one for each row that decodes, and one for each token of a prompt.
+
+Reads no clock: the batcher measures the steps. Prompt lookup asks what a further row adds, and the batcher how many
+prompt tokens fit into a step.
+"""
+
+from __future__ import annotations
+
+# What one more row is expected to add: of the time of a step, and at most of what a row of it took. On two cores it
+# adds 0.14 beside one row and 0.5 of a row's time beside eight.
+_OF_STEP = 0.1
+_OF_ROW = 0.35
+_ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
+_KEPT_ROWS = 0.98  # of the weight of earlier steps: about the last fifty count
+_KEPT_PROMPTS = 0.9  # likewise of steps with prompts: about the last ten count
+
+_OUTLIER = 2.0  # a step that takes so many times the expected time counts as one of this time, unless the next does too
+_MIN_STEPS = 3  # before these no step is an outlier
+_MAX_GROWTH = 2.0  # from the largest measured number of prompt tokens to the next: further, the line is a guess
+_FLOOR_SHARE = 0.25  # of the time of the rows: prompts get it where the target leaves less
+_MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
+
+
+class _Line:
+    """A line through (size, seconds) by least squares with exponential forgetting."""
+
+    def __init__(self, kept: float) -> None:
+        self.kept = kept
+        self.weight = self._sizes = self._seconds = self._squares = self._products = 0.0
+
+    def note(self, size: float, seconds: float) -> None:
+        for name, value in (
+            ("weight", 1.0),
+            ("_sizes", size),
+            ("_seconds", seconds),
+            ("_squares", size * size),
+            ("_products", size * seconds),
+        ):
+            setattr(self, name, self.kept * getattr(self, name) + value)
+
+    @property
+    def size(self) -> float:
+        """The mean size."""
+        return self._sizes / self.weight
+
+    @property
+    def seconds(self) -> float:
+        """The mean seconds."""
+        return self._seconds / self.weight
+
+    def slope(self, expected: float, spread: float) -> float:
+        """Returns the seconds that one more unit of size adds.
+
+        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It decides while all sizes are
+        about the same: by noise alone a unit could seem to cost nothing.
+        """
+        known = self._squares - self._sizes**2 / self.weight
+        rise = self._products - self._sizes * self.seconds
+        return max(expected / 4, _MIN_SLOPE, (rise + spread * expected) / (known + spread))
+
+
+class StepCost:
+    """Predicts the seconds of steps. One thread calls its methods.
+
+    Steps without prompts teach the cost of rows. A step with prompts teaches the cost of prompt tokens by the time that
+    it takes beyond its rows. Each kind of step forgets only its own past, so that an hour of decoding does not forget
+    the cost of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._rows = _Line(_KEPT_ROWS)
+        self._prompts = _Line(_KEPT_PROMPTS)
+        self._largest = 0.0  # prompt tokens of a step, which later, smaller steps lower
+        self._was_outlier = {False: False, True: False}  # of steps without and with prompts: whether the last one was
+
+    def note(self, prompt_tokens: int, rows: int, seconds: float) -> None:
+        """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included."""
+        line = self._prompts if prompt_tokens else self._rows
+        if line.weight:
+            seconds = self._bounded(line, self.of(rows, prompt_tokens), seconds)
+        if prompt_tokens:
+            line.note(prompt_tokens, seconds - self.of(rows))
+            self._largest = max(float(prompt_tokens), _KEPT_PROMPTS * self._largest)
+        else:
+            line.note(rows, seconds)
+
+    def _bounded(self, line: _Line, expected: float, seconds: float) -> float:
+        """Returns the seconds to learn from: a single step during which the machine paused says little."""
+        prompts = line is self._prompts
+        is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line.kept
+        before, self._was_outlier[prompts] = self._was_outlier[prompts], is_outlier
+        return _OUTLIER * expected if is_outlier and not before else seconds
+
+    @property
+    def per_row(self) -> float:
+        """Seconds that one more row adds; 0 before the first step without prompts."""
+        line = self._rows
+        if not line.weight:
+            return 0.0
+        expected = min(_OF_STEP * line.seconds, _OF_ROW * line.seconds / line.size)
+        return line.slope(expected, _ROW_SPREAD)
+
+    @property
+    def _per_prompt_token(self) -> float:
+        line = self._prompts
+        return line.slope(max(0.0, line.seconds / line.size), line.size**2)
+
+    def of(self, rows: int, prompt_tokens: int = 0) -> float:
+        """Returns the seconds of a step; a part of it that has not been measured yet counts as 0."""
+        seconds = 0.0
+        if (line := self._rows).weight:
+            seconds += max(0.0, line.seconds + self.per_row * (rows - line.size))
+        if prompt_tokens and (line := self._prompts).weight:
+            seconds += max(0.0, line.seconds + self._per_prompt_token * (prompt_tokens - line.size))
+        return seconds
+
+    def fitting(self, target: float, rows: int) -> int:
+        """Returns the prompt tokens that a step of ``target`` seconds can compute beside ``rows``; 0 if unknown.
+
+        Where the rows leave less than a quarter of their own time, the prompts get a quarter of it beyond the target,
+        so that no prompt starves. The result is at most twice the tokens that a recent step computed.
+        """
+        line, decoding = self._prompts, self.of(rows)
+        if not line.weight:
+            return 0
+        seconds = max(target - decoding, _FLOOR_SHARE * decoding)
+        tokens = line.size + (seconds - line.seconds) / self._per_prompt_token
+        return int(max(0.0, min(tokens, _MAX_GROWTH * self._largest)))

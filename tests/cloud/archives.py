@@ -1,0 +1,26 @@
+"""Archives and tables in memory, as other tools write them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterable
+
+
+def tar(members: Iterable[tuple[str, bytes]], mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
+    """A tar archive; names that end with a slash are folders."""
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode=mode, format=form) as archive:  # type: ignore[call-overload]
+        for name, data in members:
+            info = tarfile.TarInfo(name.rstrip("/"))
+            info.size, info.type = len(data), tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            archive.addfile(info, io.BytesIO(data))
+    return found.getvalue()
+
+
+def reviews(count: int) -> bytes:
+    """A CSV table whose third column is a text with a comma, a quote and, in each tenth record, an end of a line."""
+    lines = [
+        f'"{i % 2 + 1}","title {i}","text {i}, ""quoted""{chr(10) if i % 10 == 0 else " "}end"' for i in range(count)
+    ]
+    return ("\n".join(lines) + "\n").encode()

@@ -1,0 +1,157 @@
+"""The cost of a step is learnt from measured steps, whatever their order, noise and pauses of the machine."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
+from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
+from mlserver_torch_stream.engine.step.step_cost import StepCost
+from tests.engine.schedule_model import request_of
+
+SECONDS = st.floats(0, 1e6)
+STEPS = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 256), SECONDS), max_size=60)
+
+
+def learn(cost: StepCost, base: float, per_prompt: float, per_row: float, noise: float = 0.0, seed: int = 1) -> None:
+    """Steps with and without prompts, whose time is linear up to the noise."""
+    dice = random.Random(seed)
+    for step in range(200):
+        prompt, rows = (0, 16, 0, 48, 96, 128)[step % 6], dice.randint(1, 9)
+        seconds = base + per_prompt * prompt + per_row * rows
+        cost.note(prompt, rows, seconds * dice.uniform(1 - noise, 1 + noise))
+
+
+def test_the_time_of_rows_is_a_line_through_the_past() -> None:
+    cost = StepCost()
+    assert (cost.of(3), cost.per_row) == (0.0, 0.0)
+    for rows in (1, 5, 2, 9, 1) * 20:
+        cost.note(0, rows, 0.010 + 0.002 * rows)
+    assert cost.of(20) == pytest.approx(0.050, rel=0.03)
+    assert cost.per_row == pytest.approx(0.002, rel=0.05)
+
+
+def test_steps_of_one_size_do_not_make_a_further_row_free() -> None:
+    cost, dice = StepCost(), random.Random(1)
+    for step in range(300):
+        cost.note(0, 4 + (step % 50 == 0), 0.01 * dice.uniform(0.5, 2))
+        assert 0.01 / 4 / 40 < cost.per_row < 0.01
+    assert 0.005 < cost.of(4) < 0.02
+
+
+@given(st.floats(0.001, 0.2), st.floats(1e-4, 0.05), st.floats(1e-4, 0.01), st.integers(0, 99))
+def test_noisy_linear_times_are_fitted(base: float, per_prompt: float, per_row: float, seed: int) -> None:
+    cost = StepCost()
+    learn(cost, base, per_prompt, per_row, 0.05, seed)
+    for tokens in (16, 64, 128, 200):
+        target = base + 4 * per_row + per_prompt * tokens
+        fitting = cost.fitting(target, 4)
+        seconds = base + 4 * per_row + per_prompt * fitting
+        aim = max(target, 1.25 * (base + 4 * per_row))
+        assert seconds < 1.2 * aim
+        assert seconds > aim / 1.2 or fitting > 200  # twice what was measured
+
+
+@given(st.integers(1, 40))
+def test_a_paused_machine_does_not_ruin_what_fits(steps: int) -> None:
+    """However late it comes, one step of a minute takes at most a third of the prompt tokens away."""
+    cost = StepCost()
+    learn(cost, 0.05, 0.005, 0.002)
+    for step in range(steps):
+        cost.note((0, 64)[step % 2], 4, 0.058 + (0, 0.32)[step % 2])
+    before = cost.fitting(0.4, 4)
+    cost.note(64, 4, 60.0)
+    cost.note(0, 4, 60.0)
+    assert before / 1.5 < cost.fitting(0.4, 4) <= before
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_old_speeds_are_forgotten(factor: float) -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.005, 0.002)
+    learn(cost, 0.05 * factor, 0.005 * factor, 0.002 * factor)
+    assert cost.of(4, 64) == pytest.approx(factor * 0.378, rel=0.1)
+
+
+def test_an_hour_of_decoding_does_not_forget_the_cost_of_prompts() -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.005, 0.002)
+    before = cost.fitting(0.4, 4)
+    for _ in range(10_000):
+        cost.note(0, 4, 0.058)
+    assert cost.fitting(0.4, 4) == pytest.approx(before, rel=0.05)
+
+
+@given(STEPS, st.integers(0, 256), st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
+def test_any_times_give_a_number_that_grows_with_the_target(
+    steps: list[tuple[int, int, float]], rows: int, targets: list[float]
+) -> None:
+    cost = StepCost()
+    for prompt, decoding, seconds in steps:
+        if prompt or decoding:
+            cost.note(prompt, decoding, seconds)
+    fitting = [cost.fitting(target, rows) for target in sorted(targets)]
+    assert fitting == sorted(fitting) and fitting[0] >= 0
+    largest = max((prompt for prompt, _, _ in steps), default=0)
+    assert fitting[-1] <= 2 * largest
+    assert math.isfinite(cost.of(rows, 64)) and cost.of(rows, 64) >= 0 and cost.per_row >= 0
+
+
+def test_what_fits_beside_decoding_that_takes_all_the_time_is_a_quarter_of_it() -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.001, 0.002)
+    assert cost.fitting(0.01, 4) == pytest.approx(0.058 / 4 / 0.001, rel=0.2)
+
+
+def test_sizes_grow_step_by_step_to_the_target() -> None:
+    """A cost that is not a line, as few tokens are computed while the weights are read."""
+    cost, sizes = StepCost(), [16]
+    while len(sizes) < 40:
+        cost.note(0, 4, 0.100)
+        cost.note(sizes[-1], 4, max(0.100, 0.005 * sizes[-1]) + 0.02)
+        sizes.append(max(16, cost.fitting(0.5, 4)))
+    assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
+    assert max(sizes) * 0.005 + 0.02 <= 1.25 * 0.5
+    assert sizes[-1] == pytest.approx(0.48 / 0.005, rel=0.1)
+
+
+# Seconds of a step, of a prompt token, of a row, and of a prompt token for each 1,000 keys before it: about what two
+# cores need for 135 million and for 1.1 billion parameters.
+SHAPES = {"135M": (0.012, 0.00045, 0.0015, 0.00014), "1.1B": (0.09, 0.0042, 0.009, 0.0008)}
+
+
+@pytest.mark.parametrize(("shape", "target"), [("135M", 0.1), ("1.1B", 0.25), ("1.1B", 0.5), ("1.1B", 1.0)])
+def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, target: float) -> None:
+    """Sixteen prompts arrive beside a stream. The real scheduler plans the steps, whose time is computed."""
+    base, per_prompt, per_row, per_key = SHAPES[shape]
+    dice, cost = random.Random(1), StepCost()
+    scheduler = Scheduler(SchedulerLimits(32, 512, (2000,), 10**12), CacheSpec(16, (LayerGroup((0,), token_bytes=4),)))
+    requests = [request_of(range(64), 10**6, context=10**7)]
+    scheduler.add(requests[0])
+    longest = 0.0
+    for step in range(400):
+        if step == 20:
+            sizes = [round(math.exp(dice.uniform(math.log(128), math.log(2000)))) for _ in range(16)]
+            requests += [request_of(range(size, 2 * size), 10**6, context=10**7) for size in sizes]
+            for request in requests[1:]:
+                scheduler.add(request)
+        rows = scheduler.running_sequences
+        plan = scheduler.schedule((), max(16, cost.fitting(target, rows)) if rows else None)
+        prompts = [part for part in plan.parts if part.prefills]
+        decoding = len(plan.parts) - len(prompts)
+        seconds = base + per_row * decoding
+        seconds += sum(part.count * (per_prompt + per_key * part.start / 1000) for part in prompts)
+        seconds *= dice.uniform(0.95, 1.05)
+        cost.note(plan.prompt_tokens, decoding, seconds)
+        longest = max(longest, seconds if step > 20 else 0.0)
+        for part in plan.parts:
+            scheduler.advance(part, part.count)
+            part.sequence.tokens += [1] * len(part.samples)
+    assert target / 2 < longest <= 1.25 * target + 0.02
