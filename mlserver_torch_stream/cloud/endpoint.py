@@ -119,9 +119,11 @@ class Backend:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
         await self._session.close()
+        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
 
     async def _one(self, row: Row) -> Outcome:
         raise NotImplementedError
