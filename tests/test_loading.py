@@ -6,16 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import sentencepiece
 
-from mlserver_torch_stream import loading
 from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.shared_pool import PROCESS
-from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build
 from mlserver_torch_stream.settings import parse_settings
 
@@ -88,18 +86,3 @@ def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match=r"parameters\.extra\.chat_template: cannot read .*template\.jinja"):
         parse_settings("embedded://x", {"chat_template": "template.jinja"}, source_folder=str(tmp_path), environ={})
-
-
-@pytest.mark.parametrize(("extra", "imported"), [({}, False), ({"tokenizer": "org/name"}, True)])
-def test_packed_weights_with_another_tokenizer_import_the_modeling_code_with_the_engine(
-    extra: dict[str, object], imported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers imports it in any case then; imported with the engine, the collector does not walk it."""
-
-    def engine_builder(model_code: bool) -> NoReturn:
-        raise LoadFailed(f"model_code={model_code}")
-
-    monkeypatch.setattr(loading, "_engine_builder", engine_builder)
-    settings = {"weights": "packed", "device_map": "cuda", **extra}  # cuda: no process is started ahead
-    with pytest.raises(LoadFailed, match=f"model_code={imported}"):
-        build(parse_settings("embedded://smollm2-135m-instruct", settings, environ={}), "owner", print)

@@ -42,7 +42,7 @@ from mlserver_torch_stream.protocol.spelling import (
     StreamEncoder,
     WholeEncoder,
 )
-from mlserver_torch_stream.protocol.values import most_checked, refuse_left_over
+from mlserver_torch_stream.protocol.values import NOT_IMPLEMENTED, most_checked, refuse_left_over
 from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 REQUEST_ID = "x-request-id"
@@ -148,7 +148,7 @@ class OpenAICompletions(OpenAISpelling):
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """What an engine refuses to score, the client has asked for by ``echo`` beside ``logprobs``."""
         status, body = super().refusal(error)
-        if error.field == _PROMPT_LOGPROBS:
+        if error.field == _PROMPT_LOGPROBS and NOT_IMPLEMENTED not in error.message:
             body["error"] |= {
                 "param": "echo",
                 "message": error.message.replace(_PROMPT_LOGPROBS, "echo with logprobs", 1),

@@ -27,6 +27,8 @@ MAX_KEYS = 250_000  # of all objects; some 150 ms where all of them differ
 MAX_STRINGS = 1_250_000  # beside the keys; some 150 ms
 _AT_ONCE = 1 << 18  # characters, which fit into a processor's cache
 
+NOT_IMPLEMENTED = "is not implemented by this runtime"
+
 
 def parse_bounded(raw: bytes) -> Any:
     """Raises ValueError: also for NaN, lone surrogates and bottomless nesting."""
@@ -317,7 +319,7 @@ def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
 
 def adapter(value: Any, info: ModelInfo) -> str:
     if info.adapters is None:
-        raise ValueError("is not implemented by this runtime")
+        raise ValueError(NOT_IMPLEMENTED)
     if not isinstance(value, str) or value not in info.adapters:
         raise ValueError(f"no such adapter is loaded: {shown(value)}{did_you_mean(str(value), info.adapters)}")
     return value
@@ -453,7 +455,7 @@ def harmless_values(key: str) -> tuple[Any, ...]:
 def refuse_unless_harmless(key: str, value: Any, harmless: Collection[Any]) -> None:
     """Refuses a key that is not implemented, unless its value asks for nothing. Raises InvalidInput."""
     if value is not None and not any(_same(value, each) for each in harmless):
-        raise InvalidInput(printable(key), "is not implemented by this runtime")
+        raise InvalidInput(printable(key), NOT_IMPLEMENTED)
 
 
 def _same(one: Any, other: Any) -> bool:

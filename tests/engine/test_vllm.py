@@ -175,7 +175,7 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
 
 # The text of an answer, and where it ends, are made here; the ends by ids become ``stop_token_ids``.
 _HERE = {"stop", "include_stop_str_in_output", "skip_special_tokens", "eos_token_ids", "ignore_eos", "n"}
-_OTHERWISE = {"bad_words", "logprobs", "top_logprobs", "typical_p"}  # are tested above and below
+_OTHERWISE = {"prompt_logprobs", "bad_words", "logprobs", "top_logprobs", "typical_p"}  # are tested above and below
 
 
 def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> None:
