@@ -243,6 +243,9 @@ def test_what_vllm_lacks_is_refused_by_name(start: Start) -> None:
     for params, field in ((greedy(1, typical_p=0.5), "typical_p"), (greedy(1, temperature=2.5), "temperature")):
         with pytest.raises(InvalidInput, match=rf"{field}: .*vLLM"):
             generated(built, params)
+    for params in (greedy(1, prompt_logprobs=1), greedy(0)):
+        with pytest.raises(InvalidInput, match=r"is not implemented for .*vLLM"):
+            generated(built, params)
     with pytest.raises(InvalidInput, match=r"n: 9 sequences are more than the 8 allowed"):
         generated(built, greedy(1, n=9))
 
