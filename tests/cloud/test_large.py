@@ -39,11 +39,7 @@ def test_two_gib_of_rows_need_no_more_memory_than_the_bounds_say() -> None:
     ("name", "form"),
     [
         ("a.parquet", "Parquet"),
-        ("a.tar", "a tar archive"),
-        ("a.TAR.GZ", "a tar archive"),
         ("a.jsonl.bz2", "compressed"),
-        ("a.jsonl.tar.gz", "a tar archive"),
-        ("a.zip", "a zip archive"),
         ("a.avro", "Avro"),
     ],
 )
@@ -59,9 +55,9 @@ def test_formats_that_are_not_looked_into_are_refused_by_name(
 
 
 def test_other_objects_that_the_model_cannot_take_are_named(tmp_path: Path, server: ModelServer, capsys: Any) -> None:
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.bin").write_text("x")
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 2
-    assert "holds a.csv, of kind bytes, which this model cannot take" in capsys.readouterr().err
+    assert "holds a.bin, of kind bytes, which this model cannot take" in capsys.readouterr().err
 
 
 def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_large_it_may_be(
