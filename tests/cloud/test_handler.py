@@ -125,7 +125,8 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
     assert "too large" not in told and "chunks: 6 of at most 4.0 KiB" in told
 
 
-@pytest.mark.parametrize(("mode", "count"), [("chunk", 45), pytest.param("object", 21, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "count"), [("chunk", 45), ("object", 21)])
 def test_killed_in_the_middle_of_an_object_it_goes_on_and_writes_the_same_bytes(
     large: SparseBucket, tmp_path: Path, mode: str, count: int
 ) -> None:

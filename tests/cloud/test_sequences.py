@@ -175,6 +175,7 @@ def test_a_watcher_keeps_the_state_of_an_object_too(run: tuple[Any, ...], tmp_pa
     assert all(predictions(row) == _whole(key) for key, row in found.items())
 
 
+@pytest.mark.slow
 def test_what_goes_not_with_sequences_is_named(run: tuple[Any, ...], tmp_path: Path, capsys: Any) -> None:
     stateless = write(tmp_path / "stateless")
     hasty = write(tmp_path / "hasty", sequenceBatching=True)
