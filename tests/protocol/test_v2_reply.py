@@ -268,7 +268,9 @@ def test_every_tensor_that_is_accepted_is_declared_once() -> None:
 
 
 def test_every_output_of_a_reply_is_declared_with_its_datatype() -> None:
-    reply = SELDON.whole(asked(cumulative_logprob=True, logprobs=True, token_ids=True, prompt_logprobs=True), ReplyContext("m"))
+    reply = SELDON.whole(
+        asked(cumulative_logprob=True, logprobs=True, token_ids=True, prompt_logprobs=True), ReplyContext("m")
+    )
     end = TokenEvent(0, "y", (1,), finish_reason=FinishReason.STOP, usage=Usage(1, 1))
     reply.add(replace(end, reasoning="so", tool_calls=(ToolCallDelta(0, "c", "f", "{}"),)))
     sent = {output["name"]: output["datatype"] for output in reply.body()["outputs"]}
