@@ -132,11 +132,29 @@ async def _is_ready(url: str) -> bool:
         return False
     try:
         writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: model\r\nConnection: close\r\n\r\n")
-        return b" 200 " in await reader.readline()
+        return b" 200 " in await reader.readline() and is_own_listener(int(port))
     except OSError:
         return False
     finally:
         writer.close()
+
+
+def is_own_listener(port: int) -> bool:
+    """Whether only this user's processes listen on an IPv4 port; true on systems without /proc.
+
+    Another user who took the port would get the key and the data.
+    """
+    try:
+        sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    except OSError:
+        return True
+    return {int(uid) for _, local, _, state, _, _, _, uid, *_ in sockets if _listens(local, state, port)} <= {
+        os.getuid()
+    }
+
+
+def _listens(local: str, state: str, port: int) -> bool:
+    return state == "0A" and int(local.rpartition(":")[2], 16) == port
 
 
 def _reason(printed: bytes, status: int) -> str:

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cli.child_server import is_own_listener
 from mlserver_torch_stream.cli.progress import summary
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -137,3 +141,23 @@ def test_a_time_that_is_none_is_named(
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
     assert cloud("run", "--input", rows, "--url", server.url) == 2
     assert "SOURCE_DATE_EPOCH: must be" in capsys.readouterr().err
+
+
+_LISTENS = """
+import os, socket
+os.setuid(65534)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_listener_of_another_user_gets_no_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        assert is_own_listener(own.getsockname()[1])
+    command = (sys.executable, "-S", "-c", _LISTENS)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as foreign:
+        assert foreign.stdout is not None
+        assert not is_own_listener(int(foreign.stdout.readline()))
+        foreign.communicate("\n")
