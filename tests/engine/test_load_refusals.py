@@ -114,8 +114,8 @@ def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_pat
             T5Config(architectures=["T5ForConditionalGeneration"]),
             "'t5' (T5ForConditionalGeneration) is an encoder-decoder",
         ),
-        (BartConfig(), "'bart' is an encoder-decoder model"),
-        (ViTConfig(), "ViT is no causal language model"),
+        pytest.param(BartConfig(), "'bart' is an encoder-decoder model", marks=pytest.mark.slow),
+        pytest.param(ViTConfig(), "ViT is no causal language model", marks=pytest.mark.slow),
     ],
     ids=["t5", "bart", "vit"],
 )
