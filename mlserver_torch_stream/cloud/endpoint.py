@@ -38,6 +38,7 @@ JSON = {"Content-Type": "application/json"}
 FRAMES = {"Content-Type": "application/octet-stream"}
 BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
 _CONNECT_S = 10.0
+_CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed their sockets
 _TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 _SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
 _WARNED_BYTES = 2**20  # of a body that aiohttp takes from memory without a warning
@@ -123,7 +124,7 @@ class Backend:
 
     async def aclose(self) -> None:
         await self._session.close()
-        await asyncio.sleep(0)  # transports close their sockets in the loop's next turn
+        await asyncio.sleep(_CLOSING_S)
 
     async def _one(self, row: Row) -> Outcome:
         raise NotImplementedError
