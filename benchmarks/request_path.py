@@ -39,7 +39,8 @@ _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
 _PROMPT = "quokka harbour violin"  # stands for itself in every shape of the request
 _HANDLER = """
 def handle(data, context):
-    return None if data is None else [bytes(row["body"]).decode() for row in data]
+    bodies = [row["body"] for row in data or ()]
+    return [body if isinstance(body, str) else bytes(body).decode() for body in bodies] or None
 """
 _READY_S = 300.0
 _FORWARDS = ("native_forward", "model_forward", "worker_rank")  # the modules that compute, or send to a handler

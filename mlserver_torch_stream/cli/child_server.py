@@ -88,7 +88,7 @@ async def child_server(
 
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
-    """Variables that configure MLServer and its ports are those of other servers."""
+    """The child's environment: this one, without the variables that configure the MLServer of another process."""
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]

@@ -25,7 +25,7 @@ OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
-    """``models``: the model's names in rows, beside those of --served-model-name."""
+    """``models``: names that a row may have as its ``model``, beside those of --served-model-name."""
     media = arguments.url is not None and arguments.api == "openai"
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 

@@ -63,7 +63,7 @@ class Plain:
 
 
 class SlicedGunzip(Gunzip):
-    """Takes a large block in slices: what is left of a slice is copied for each piece."""
+    """Feeds zlib a large block in slices, because zlib copies the unread rest of its input for each piece."""
 
     def __init__(self) -> None:
         super().__init__(padded=True)
@@ -343,7 +343,7 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """The bytes of one member. ``left``: those that come; ``shown``: they are events."""
+    """Decompresses one member. ``left``: compressed bytes that have not arrived; ``shown``: whether the member is read."""
 
     def __init__(self, info: zipfile.ZipInfo) -> None:
         self._info = info
