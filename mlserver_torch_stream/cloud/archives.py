@@ -343,7 +343,7 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """Decompresses one member. ``left``: compressed bytes that have not arrived; ``shown``: whether the member is read."""
+    """Decompresses one member. ``left``: compressed bytes that are still to come; ``shown``: they become events."""
 
     def __init__(self, info: zipfile.ZipInfo) -> None:
         self._info = info

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -96,7 +95,7 @@ class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
     """The server will not answer again."""
 
 
-class Backend(ABC):
+class Backend:
     """The callable that infers a batch with the ``model`` of an endpoint. ``retries``: the requests sent again.
 
     Raises StoreUnavailable if the server does not answer within all tries, AccessDenied for a wrong key and
@@ -127,9 +126,8 @@ class Backend(ABC):
         await self._session.close()
         await asyncio.sleep(_CLOSING_S)
 
-    @abstractmethod
     async def _one(self, row: Row) -> Outcome:
-        """The outcome of one row."""
+        raise NotImplementedError
 
     async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
         """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
