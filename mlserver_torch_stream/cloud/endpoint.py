@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -214,11 +215,28 @@ class Backend:
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 
+class _Socket(socket.socket):
+    """A socket that closes no descriptor when it is collected.
+
+    uvloop closes the descriptor of a connection that is cancelled before it is made, but leaves the socket object open:
+    the object, once collected, would close the file that has the same number by then.
+    """
+
+    def __del__(self) -> None:
+        self.detach()
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """An unconnected socket for the ``address``, a tuple of getaddrinfo()."""
+    family, kind, protocol, *_ = address
+    return _Socket(family, kind, protocol)
+
+
 def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout),
-        connector=aiohttp.TCPConnector(limit=concurrency),
+        connector=aiohttp.TCPConnector(limit=concurrency, socket_factory=_socket),
         skip_auto_headers=("Accept-Encoding",),  # a packed answer would lose the borders of its pieces
         trust_env=True,
     )
