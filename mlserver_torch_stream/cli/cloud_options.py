@@ -40,10 +40,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_input(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--input", required=True, help="s3://, gs://, az://, http(s)://, a folder, or one object")
+    run.add_argument("--input", help="s3://, gs://, az://, http(s)://, a folder, or one object")
     run.add_argument("--output", default=STDOUT, help="a prefix for numbered parts; - is JSONL on stdout (default)")
     run.add_argument("--glob", help="keys below --input: * within a level, ** across levels")
-    run.add_argument("--manifest", help="an object that names keys below --input, one per line")
+    run.add_argument(
+        "--manifest",
+        help="an object that names keys below --input, one per line; without --input URLs of any hosts and buckets",
+    )
     run.add_argument("--part-rows", type=int, default=64, help="rows in one part (default: %(default)s)")
     run.add_argument(
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"

@@ -299,8 +299,9 @@ def _described(planned: RunPlan) -> str:
     for each in objects:
         kind = run.kind_of(each.info.key).value
         kinds[kind] = kinds.get(kind, 0) + 1
+    nbytes = sum(each.info.size for each in objects)
     lines = [
-        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {run.input}",
+        f"input: {len(objects)} objects, {nbytes} bytes in {run.input or run.manifest}",
         "kinds: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(run.model, ensure_ascii=False)}",

@@ -20,7 +20,7 @@ from mlserver_torch_stream.cloud.naming import is_archive, is_zip, kind_of
 from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.rows import Chunk, CloudError, Failure, Kind, Row, RunRefused
-from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 from mlserver_torch_stream.cloud.tables import RowReader, Tables
 from mlserver_torch_stream.gunzip import Damaged
 
@@ -85,7 +85,7 @@ class Source:
     table, members and lines of that archive, or chunks of another object, that are rows; ranges after the last line or
     chunk are not fetched. ``limit``: the first rows of all, after which nothing is read."""
 
-    store: Store
+    store: ReadableStore
     objects: Sequence[Listed]
     kind: Kind | None = None
     strict: bool = False
@@ -167,7 +167,7 @@ class Source:
         if self.limit is not None and index >= self.limit:
             return
         reading: _Object | None = None
-        async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
+        async with self.store.connected(), aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
             async for piece, data in found:
                 if piece.ordinal in self._over:
                     continue

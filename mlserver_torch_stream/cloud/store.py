@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,8 +62,8 @@ class ObjectUpload:
 # of 25.
 _GRACE_S = 0.05
 _MEMORY = "memory://"
-_DATED = "modified:"  # marks a version without ETag
-_UNMATCHED = (_DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
+DATED = "modified:"  # marks a version without ETag
+_UNMATCHED = (DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
 _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
@@ -85,6 +85,18 @@ class ObjectInfo:
     size: int
     etag: str
     trouble: str = ""
+
+
+class ReadableStore(Protocol):
+    """Where the objects of a run are read: a ``Store``, or a list of URLs."""
+
+    async def head(self, key: str) -> ObjectInfo: ...
+
+    def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]: ...
+
+    def connected(self) -> AbstractAsyncContextManager[None]:
+        """The context in which objects are read."""
+        ...
 
 
 async def settle() -> None:
@@ -224,6 +236,9 @@ class Store:
     def _local(self) -> bool:
         return "://" not in self.url
 
+    def connected(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # the library keeps the connections
+
     async def head(self, key: str) -> ObjectInfo:
         meta = await self._call(key, lambda: self._library.head_async(self._backend, key))
         return ObjectInfo(key, meta["size"], self._version(meta))
@@ -320,7 +335,7 @@ class Store:
         """The version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
         etag = meta.get("e_tag")
         if not etag:
-            return f"{_DATED}{meta['last_modified'].isoformat()}"
+            return f"{DATED}{meta['last_modified'].isoformat()}"
         return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
 
     def _as_cloud_error(self, error: Exception, key: str) -> CloudError:
