@@ -26,6 +26,7 @@ from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, compression_of, is_archive, kind_of
+from mlserver_torch_stream.cloud.parquet import parquet_library
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
@@ -94,7 +95,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(settings.make_run(arguments, name))
-    check_zstd(planned)
+    check_libraries(planned)
     check_objects(arguments, (each.info.key for each in planned.objects if each.failure is None))
     if arguments.dry_run:
         print(_described(planned))
@@ -237,16 +238,21 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
                 f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
                 "size, or choose others with --glob"
             )
-        if not row_request.takes(kind):
+        if not kind.many and not row_request.takes(kind):
             raise RunRefused(
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
 
 
-def check_zstd(planned: RunPlan) -> None:
-    """Raises RunRefused where an object is zstd and the library is missing."""
+def check_libraries(planned: RunPlan) -> None:
+    """Raises RunRefused where an object is zstd or Parquet and the library for it is missing."""
     for each in planned.objects:
+        if planned.run.kind_of(each.info.key) is Kind.PARQUET:
+            try:
+                parquet_library()
+            except RunRefused as error:
+                raise RunRefused(f"--input: holds {each.info.key}, which {error.message}") from None
         if compression_of(each.info.key, planned.run.kind_of(each.info.key)) == "zstd":
             try:
                 decompressor("zstd")
