@@ -18,8 +18,8 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row, or in chunks. The members
-    of an archive are read each as its own kind."""
+    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row, or in chunks. Each
+    member of an archive is read as its own kind."""
 
     JSONL = "jsonl"
     CSV = "csv"

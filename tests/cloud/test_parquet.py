@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pyarrow
@@ -116,6 +115,7 @@ def test_only_the_chosen_columns_of_wanted_row_groups_are_fetched(
     ranges = [asked.removeprefix("bytes=").split("-") for asked in server_of_objects.gets("/a.parquet") if asked]
     nbytes = sum(int(last) + 1 - int(first) for first, last in ranges)
     assert len(_rows(tmp_path)) == 40 and len(ranges) > 2
+    assert min(int(first) for first, _ in ranges) >= 20 * 100_000
     assert nbytes < 2 * parquet.FOOTER_TAIL_BYTES + 50_000 < len(data) / 10
 
 
@@ -190,20 +190,19 @@ def test_a_file_that_cannot_be_read_is_an_error_row_and_the_run_goes_on(
     assert _rows(tmp_path)[-1]["key"] == "b.csv"
 
 
-def test_no_damage_ends_the_process_or_the_run() -> None:
-    """Changed bytes, most of them in the footer: of some pyarrow 26 ends the process if it is asked carelessly."""
-    random, whole = Random(3), _file(30)
-    ends = set()
-    for _ in range(500):
-        data = bytearray(whole)
-        for _ in range(random.randint(1, 4)):
-            data[random.randrange(len(data) // 2, len(data) - 8)] = random.randrange(256)
+def test_no_changed_byte_of_a_footer_ends_the_process_or_the_run() -> None:
+    """At some of them pyarrow 26 ends the process if it is asked for a column before it has read the row group."""
+    whole = _file(4)
+    footer = int.from_bytes(whole[-8:-4], "little")
+    broken = 0
+    for place in range(len(whole) - 8 - footer, len(whole) - 8):
+        data = whole[:place] + bytes([(whole[place] + 1) % 256]) + whole[place + 1 :]
+        reader = RowReader("k", Kind.PARQUET, _PROMPT)
         try:
-            found = parquet.parquet_rows(bytes(data), _PROMPT, RowReader("k", Kind.PARQUET, _PROMPT), lambda line: True)
-            ends.add(type(list(found)))
+            list(parquet.parquet_rows(data, _PROMPT, reader, lambda line: True))
         except TableBroken:
-            ends.add(TableBroken)
-    assert ends == {list, TableBroken}
+            broken += 1
+    assert 0 < broken < footer
 
 
 def test_without_the_library_the_extra_is_named(
