@@ -39,8 +39,8 @@ Compared are the status, each header, the bytes of each chunk, and how the conne
 details, the metadata, and the bytes of each message. `<id>` is a new request id, `<its own>` what differs between two
 starts of one server, `<token>` the token of the management API.
 Of {count} cases {same} are the same. The tables show the others, and the names of the same ones stand below them. The
-requests of all cases are in tests/torchserve/beside, their recorded replies in torchserve-0.12.jsonl there. What differs
-in many cases is left out:
+requests of all cases are in tests/torchserve/beside, their recorded replies in torchserve-0.12.jsonl there. What
+differs in many cases is left out:
 
 - TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
 - Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
