@@ -32,8 +32,9 @@ from tests.markdown import Block
 from tests.server.harness import PACKAGE_SPELLING, Server, free_ports, serve
 from tests.torchserve.workshop import write_mar
 
-_IN_ORDER = "docs/moving-from-torchserve.md"  # tests/torchserve/test_moving.py runs its blocks, on one server
-_BLOCKS = [block for page in markdown.pages() if page != _IN_ORDER for block in markdown.blocks(page)]
+# Their blocks need servers of their own: tests/torchserve/test_moving.py and tests/server/test_access.py run them.
+_IN_ORDER = ("docs/moving-from-torchserve.md", "docs/security.md")
+_BLOCKS = [block for page in markdown.pages() if page not in _IN_ORDER for block in markdown.blocks(page)]
 _SHOWN = ("text",)  # what a server says by itself
 _EXECUTED = ("bash", "python", "json")
 _TIMEOUT_S = 120.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import queue
 import re
@@ -33,7 +34,7 @@ from mlserver_torch_stream.server.grpc.triton import TritonServicer
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.page.page_routes import page_files, page_paths
 from mlserver_torch_stream.server.state import ServerState
-from tests import plain_http
+from tests import markdown, plain_http
 from tests.certificates import Authority
 from tests.server import foreign, openai, route_lister, triton_wire, v2
 from tests.server.conftest import QUIET
@@ -467,3 +468,31 @@ def _answers(asking: httpx.Client, url: str) -> bool:
         return asking.get(url).is_success
     except httpx.TransportError:  # not listening yet
         return False
+
+
+def test_the_example_of_the_page_serves_over_tls_to_those_who_have_the_key(tmp_path: Path) -> None:
+    start, ask = (block.code for block in markdown.blocks("docs/security.md") if block.language == "bash")
+    *preparation, command = start.splitlines()
+    assert command == "mlserver-torch-stream serve"
+    environment = _exported("\n".join(preparation), tmp_path)
+    environment["MLSERVER_LOAD_MODELS_AT_STARTUP"] = "false"
+    with serve(tmp_path / "models", [], settings=QUIET, environment=environment, ready=False) as server:
+        ask = ask.replace(":8080/", f":{server.http_port}/")
+        _wait(lambda: _shell(ask, tmp_path).returncode == 0, server, _READY_S)
+        assert json.loads(_shell(ask, tmp_path).stdout)["object"] == "list"
+        keyless = re.sub(r'-H ".*" ', "", ask)
+        assert json.loads(_shell(keyless, tmp_path).stdout)["error"]["code"] == "invalid_api_key"
+
+
+def _exported(script: str, folder: Path) -> dict[str, str]:
+    """What the script exports, run in the folder."""
+    done = _shell(f"{script}\necho\nexport -p", folder)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: shlex.split(value)[0]
+        for name, value in re.findall(r"^declare -x (MLSERVER_\w+)=(.*)$", done.stdout, re.M)
+    }
+
+
+def _shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-euc", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
