@@ -1,4 +1,4 @@
-"""A runtime of the kind of MLServer's own example of streaming. Copied into a test's folder, where MLServer finds it."""
+"""A runtime of the kind of MLServer's own example of streaming, copied into a folder where MLServer finds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextModel(MLModel):  # type: ignore[misc]
     """Answers with the words of a text one by one; all but the first begin with their space."""
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
-        payload = [each async for each in payloads][0]
+        payload, *_ = [each async for each in payloads]
         words = StringCodec.decode_input(payload.inputs[0])[0].split(" ")
         for place, word in enumerate(words):
             await asyncio.sleep(0.01)
