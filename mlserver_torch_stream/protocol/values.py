@@ -249,6 +249,17 @@ def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
     return tuple(token_id(element, info) for element in elements)
 
 
+def bounded_text(limit: int) -> Reader:
+    """Reads a string of 1 to ``limit`` characters."""
+
+    def read(value: Any, info: ModelInfo) -> str:
+        if not is_text(value) or not 0 < len(value) <= limit:
+            raise ValueError(f"must be a string of 1 to {limit} characters, got {shown(value)}")
+        return str(value)
+
+    return read
+
+
 def strings(limit: int, max_bytes: int) -> Reader:
     """Reads one string or a list of at most ``limit`` strings, which have at most ``max_bytes`` in UTF-8 together."""
 
@@ -360,7 +371,6 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": (),
     # vLLM's
     "allowed_token_ids": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "early_stopping": (False,),
