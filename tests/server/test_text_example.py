@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mlserver.grpc.converters import ModelInferRequestConverter, ModelInferRespo
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver.types import InferenceRequest, InferenceResponse
 
+from tests.clients.environments import make_environment
 from tests.markdown import ROOT
 from tests.server import text_example
 from tests.server.harness import Model, Server, serve
@@ -87,13 +89,54 @@ def _over_grpc(server: Server, model: str, request: dict[str, Any]) -> list[Infe
     return asyncio.run(read())
 
 
+# As the example's client for REST; prints the objects of the events.
+_CONNECT_SSE = """
+import json, sys
+import httpx
+from httpx_sse import connect_sse
+
+url, request = sys.argv[1:]
+with httpx.Client(trust_env=False, timeout=60) as client:
+    with connect_sse(client, "POST", url, json=json.loads(request)) as source:
+        print(json.dumps([json.loads(event.data) for event in source.iter_sse()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def httpx_sse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with httpx-sse."""
+    return make_environment(tmp_path_factory.mktemp("clients"), "httpx-sse")
+
+
+@pytest.mark.parametrize("model", ["text-model", "tiny"])
+def test_httpx_sse_reads_the_text_that_httpx_reads(server: Server, httpx_sse: Path, model: str) -> None:
+    parameters = {"max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    request = _REQUEST if model == "text-model" else {"inputs": _REQUEST["inputs"], "parameters": parameters}
+    words = [str(httpx_sse), "-c", _CONNECT_SSE, f"{server.url}/v2/models/{model}/generate_stream", json.dumps(request)]
+    done = subprocess.run(words, capture_output=True, timeout=_TIMEOUT_S, check=True)
+    found = [InferenceResponse.model_validate(event) for event in json.loads(done.stdout)]
+    if model == "text-model":
+        assert [_texts(answer) for answer in found] == [[word] for word in _WORDS]
+    assert _joined(found) == _joined(_over_rest(server, model, request)) != ""
+
+
+def _texts(answer: InferenceResponse) -> list[str]:
+    texts: list[str] = StringCodec.decode_output(answer.outputs[0])
+    return texts
+
+
+def _joined(answers: list[InferenceResponse]) -> str:
+    """How many tokens an event has depends on the reader."""
+    return "".join(text for answer in answers for text in _texts(answer))
+
+
 _READERS = pytest.mark.parametrize("read", [_over_rest, _over_grpc], ids=["rest", "grpc"])
 
 
 @_READERS
 def test_the_examples_clients_read_its_text_word_by_word(server: Server, read: Any) -> None:
     answers = read(server, "text-model", _REQUEST)
-    assert [StringCodec.decode_output(answer.outputs[0]) for answer in answers] == [[word] for word in _WORDS]
+    assert [_texts(answer) for answer in answers] == [[word] for word in _WORDS]
     assert {answer.model_name for answer in answers} == {"text-model"}
 
 
@@ -102,7 +145,6 @@ def test_the_same_clients_read_a_model_of_ours_in_the_same_server(server: Server
     """The only output that it lists is ``text_output``; the example's request asks for its own."""
     request = {**_REQUEST, "outputs": [{"name": "text_output"}], "parameters": {"max_tokens": 5, "ignore_eos": True}}
     answers = read(server, "tiny", request)
-    assert len(answers) > 1 and {answer.model_name for answer in answers} == {"tiny"}
+    assert {answer.model_name for answer in answers} == {"tiny"} and _joined(answers)
     finals = [answer.parameters.triton_final_response for answer in answers]
     assert finals == [False] * (len(answers) - 1) + [True]
-    assert all(isinstance(text, str) for answer in answers for text in StringCodec.decode_output(answer.outputs[0]))
