@@ -26,15 +26,18 @@ DEFAULT_TIMEOUT_S = 300.0
 class Transport(Protocol):
     """Sends calls to the server, and yields the deltas of its answers."""
 
-    def stream(self, call: GenerationCall) -> Generator[Delta, None, None]: ...
+    def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
+        """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError."""
 
-    def models(self) -> list[str]: ...
+    def models(self) -> list[str]:
+        """The names of the models that the server has ready. Raises ClientError."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the connections."""
 
 
 class AsyncTransport(Protocol):
-    """The same for asyncio."""
+    """The same as ``Transport``, for asyncio."""
 
     def stream(self, call: GenerationCall) -> AsyncGenerator[Delta, None]: ...
 
@@ -50,7 +53,7 @@ class Client:
     TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
     ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
     ``ca_file``: PEM certificates of the authorities that are trusted, instead of those that httpx and gRPC trust.
-    Raises ValueError for a URL, another ``api``, a header, a key, a timeout or a file that cannot be.
+    Raises ValueError for a URL, another ``api``, a header, a key, a timeout or a file that is not valid.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Client:
         return self._transport.models()
 
     def close(self) -> None:
+        """Closes the connections to the server."""
         self._transport.close()
 
     def __enter__(self) -> Client:
@@ -117,12 +121,15 @@ class AsyncClient:
         messages: Messages | None = None,
         **parameters: Any,
     ) -> AsyncGenerator[Delta, None]:
+        """Streams the answers, as ``Client.stream`` does. Raises ClientError."""
         return self._transport.stream(generation_call(model, prompt, messages, parameters))
 
     async def models(self) -> list[str]:
+        """The names of the models that the server has ready. Raises ClientError."""
         return await self._transport.models()
 
     async def close(self) -> None:
+        """Closes the connections to the server."""
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncClient:

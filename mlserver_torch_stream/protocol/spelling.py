@@ -73,9 +73,11 @@ class StreamEncoder(Protocol):
 class WholeEncoder(Protocol):
     """Writes the one reply of a request that is not streamed: every event is added, then ``body`` is called once."""
 
-    def add(self, event: TokenEvent) -> None: ...
+    def add(self, event: TokenEvent) -> None:
+        """Adds the next event of any sequence of the request."""
 
-    def body(self) -> JsonObject: ...
+    def body(self) -> JsonObject:
+        """The whole reply, made from the events that were added."""
 
 
 class Spelling(ABC):
@@ -89,7 +91,7 @@ class Spelling(ABC):
     event_name_field: str | None = None
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
-        """True if a body is in this spelling; the spellings of a path are asked in the order of the table."""
+        """True if a body is in this spelling. The first spelling of a path that accepts a body reads it."""
         return True
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -110,13 +112,15 @@ class Spelling(ABC):
 
     @abstractmethod
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
-        """Raises InvalidInput."""
+        """Reads the body into a request, checked against the model's ``info``. Raises InvalidInput."""
 
     @abstractmethod
-    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder: ...
+    def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
+        """Makes the encoder of a streamed reply."""
 
     @abstractmethod
-    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder: ...
+    def whole(self, request: GenerationRequest, context: ReplyContext) -> WholeEncoder:
+        """Makes the encoder of a reply that is sent whole."""
 
     def attach(self, posted: PostedBody, body: JsonObject) -> tuple[JsonObject, bytes | None]:
         """The whole reply as it is sent, and the raw bytes that follow its JSON; None: the reply is JSON alone."""
@@ -130,9 +134,11 @@ class Spelling(ABC):
 class PromptCodec(Protocol):
     """A model's tokenizer and its chat template. Every method may take long, and may raise InvalidInput."""
 
-    def encode(self, prompt: Prompt) -> Sequence[int]: ...
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """The token ids of the prompt; a chat prompt is rendered by the chat template first."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of the ids, on request without special tokens."""
 
     def token_strings(self, ids: Sequence[int]) -> Sequence[str]:
         """The tokens as the tokenizer's vocabulary has them."""

@@ -73,6 +73,7 @@ class ServedModels:
             await member.settled.wait()
 
     def has(self, name: str) -> bool:
+        """Whether a model of this name generates tokens, also while it loads."""
         return isinstance(find_model(self._registry, name, None), TokenModel)
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,10 @@ Context = Callable[[str], ReplyContext]
 
 @dataclass(frozen=True, slots=True)
 class RestRequest:
-    """A request to a REST endpoint, read and not decoded. ``spelling``: the one of the route that accepts the body."""
+    """A request to a REST endpoint whose body has been read and not decoded.
+
+    ``spelling`` is the spelling of the route that accepts the body.
+    """
 
     posted: PostedBody
     route: RestRoute
@@ -54,9 +57,10 @@ class RestRequest:
 
 @dataclass(frozen=True, slots=True)
 class MessageRequest:
-    """A request over gRPC as MLServer has converted it. ``index`` numbers those of a stream; None: the call is unary.
+    """A request over gRPC as MLServer has converted it.
 
-    ``following``: all further messages of the stream, if this is its first one.
+    ``index`` is the position of the request in its stream, from 0; None in a unary call. ``following`` yields the
+    further messages of the stream; only the first request of a stream has it.
     """
 
     payload: InferenceRequest
@@ -69,38 +73,41 @@ class MessageRequest:
 class Reply(Protocol):
     """The reply to one request: read once, as a stream of messages or as a whole."""
 
-    error: Exception | None  # that the stream has reported after its first message
+    error: Exception | None  # the error that the stream has reported after its first message
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """The client's id of the request, or else the id that the server has given it."""
 
     @property
     def keep_alive(self) -> bytes:
-        """As in ``Spelling``."""
+        """The block of SSE that is sent while the stream has no events; empty: none."""
 
     @property
     def reads_following(self) -> bool:
         """True if the reply reads all further messages of its gRPC stream itself."""
 
-    def bodies(self) -> AsyncIterator[JsonObject]: ...
+    def bodies(self) -> AsyncIterator[JsonObject]:
+        """Yields the messages of the stream. Raises RequestError."""
 
     async def whole(self) -> JsonObject:
-        """Raises RequestError."""
+        """Collects the stream into one reply. Raises RequestError."""
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """The whole reply, and the raw bytes that follow its JSON."""
+        """The whole reply, and the raw bytes that follow its JSON; None: there are none. Raises RequestError."""
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The last messages of the sequences that have not ended."""
+        """The messages that end, with ``error``, each sequence that has not ended."""
 
-    def end(self) -> bytes | None: ...
+    def end(self) -> bytes | None:
+        """The data of the event that ends the stream, such as ``[DONE]``; None if the last message is the end."""
 
     def close(self) -> None:
         """Synchronous and idempotent."""
 
 
 class Piece(Protocol):
-    """One intermediate response of a handler, or its last one. The first one has the status and the headers."""
+    """One response of a handler: an intermediate one or the last. The first piece has the status and the headers."""
 
     @property
     def value(self) -> bytes: ...
@@ -115,23 +122,29 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply to one request, read once: in pieces or whole. Reading begins it, if ``begin`` has not."""
+    """The reply of a handler to one request. It is read once, in pieces or whole.
+
+    Reading the reply begins the request, unless ``begin`` has done so.
+    """
 
     def begin(self, more: bool = False) -> object:
-        """``more``: the next request of its batch follows at once. Raises RequestError."""
+        """Begins the request. ``more`` says that the next request of the same batch follows at once.
+
+        Raises RequestError.
+        """
 
     async def whole(self) -> bytes:
-        """All pieces joined. Raises RequestError."""
+        """The bytes of all pieces, joined. Raises RequestError."""
 
     def pieces(self) -> AsyncGenerator[Any, None]:
-        """Each a ``Piece``. Raises RequestError."""
+        """Yields each ``Piece`` as it arrives. Raises RequestError."""
 
     def close(self) -> None:
         """Synchronous and idempotent."""
 
 
 class ServedModel(ABC):
-    """A model of this package. All its replies are not begun when they are returned."""
+    """A model of this package. The replies that it returns start their work when they are first read."""
 
     name: str
     version: str | None
@@ -167,26 +180,26 @@ class ServedModel(ABC):
 
     @abstractmethod
     def most_open(self) -> int:
-        """Requests of one gRPC stream that run at once. No property: MLServer reads those of a model that still loads.
+        """The number of requests of one gRPC stream that may run at once. Raises NotServing.
 
-        Raises NotServing.
+        This is a method because MLServer reads all properties of a model, also while the model loads.
         """
 
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> Any:
-        """A body without binary tensors, as ``reply`` takes it. Raises RequestError."""
+        """Parses a body without binary tensors into the value that ``reply`` reads. Raises RequestError."""
         return parse_object(raw)
 
     @abstractmethod
     def reply(self, request: RestRequest) -> Reply:
-        """For the REST endpoints. Raises RequestError."""
+        """Makes the reply to a request of a REST endpoint. Raises RequestError."""
 
     @abstractmethod
     def message_reply(self, message: MessageRequest) -> Reply:
-        """For gRPC. Raises RequestError."""
+        """Makes the reply to a request over gRPC. Raises RequestError."""
 
     @abstractmethod
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
-        """The responses to a message of a stream that could not be read."""
+        """The responses to message ``index`` of a gRPC stream, which could not be read because of ``error``."""
 
     @abstractmethod
     def open_prediction(
@@ -198,11 +211,14 @@ class ServedModel(ABC):
         parameters: Mapping[str, Any] = MappingProxyType({}),
         whole_sequence: bool = False,
     ) -> PieceReply:
-        """For TorchServe's own paths and its gRPC service. ``parameters``: V2's of the request's sequence, of which a
-        worker sees, with ``whole_sequence``, each request once and from the first on. Raises RequestError."""
+        """Makes the reply to a request of TorchServe's own paths or of its gRPC service. Raises RequestError.
+
+        ``parameters`` are V2's parameters that name the request's sequence. With ``whole_sequence`` a worker gets each
+        request of the sequence once, and the first one first.
+        """
 
     def describe_workers(self) -> dict[str, Any]:
-        """For TorchServe's management API. Raises NotServing."""
+        """Describes the model's workers as TorchServe's management API does. Raises NotServing."""
         return {"workers": []}
 
 
@@ -211,19 +227,21 @@ class HandlerModel(ServedModel):
 
     @abstractmethod
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
-        """Has between ``least`` and ``most`` workers; ``grace``: seconds for those that end. Raises NotServing or
-        LoadFailed."""
+        """Starts or ends workers, so that there are ``least`` to ``most``. A worker that ends gets ``grace`` seconds.
+
+        Raises NotServing or LoadFailed.
+        """
 
 
 def is_ours(model: MLModel | None) -> TypeGuard[ServedModel]:
-    """Whether the model is one of this package, and no model of another runtime."""
+    """Whether the model belongs to this package rather than to another runtime."""
     return isinstance(model, ServedModel)
 
 
 def find_accepted(
     registry: MultiModelRegistry, name: str, version: str | None, accepts: Callable[[MLModel | None], bool]
 ) -> Any:
-    """The model. Raises NoSuchModel, also if it is not accepted, and NoSuchVersion if the name has other versions."""
+    """Finds the model. Raises NoSuchModel if it is missing or not accepted, NoSuchVersion if only the version is."""
     model = find_model(registry, name, version)
     if accepts(model):
         return model
@@ -233,7 +251,7 @@ def find_accepted(
 
 
 def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
-    """The error of a request that needs a handler, to a model that generates tokens. ``path``: one that it answers."""
+    """The error for a request that needs a handler, sent to a model that generates tokens and answers at ``path``."""
     message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
     return InvalidInput("model", message)
 
@@ -252,9 +270,10 @@ R = TypeVar("R", bound=Closable)
 
 
 class Request(Generic[R]):
-    """Once it has a model, every failure of it is recorded once: here, or by the observer of its reply.
+    """One request at any door: its model once ``find`` has found it, its reply, and the record of its failure.
 
-    ``door``: how the log names a request that is refused before it has a model; empty: the log does not have it.
+    A failure of a request that has a model is recorded once: here, or by the observer of its reply. ``door`` names, in
+    the log, a request that is refused before it has a model; if it is empty, such a refusal is not logged.
     """
 
     def __init__(
@@ -277,8 +296,10 @@ class Request(Generic[R]):
     def find(
         self, registry: MultiModelRegistry, name: str, version: str | None, other: Exception | None = None
     ) -> ServedModel:
-        """Only a model of this package gets requests. ``other``: the error for one of another runtime, instead of
-        ModelNotFound. Raises ModelNotFound."""
+        """Finds the model, which must be one of this package. Raises ModelNotFound.
+
+        For a model of another runtime ``other`` is raised instead, if it is given.
+        """
         model = find_model(registry, name, version)
         if not is_ours(model):
             raise ModelNotFound(name, version) if model is None or other is None else other
@@ -287,7 +308,7 @@ class Request(Generic[R]):
 
     @asynccontextmanager
     async def entered(self, host: ServerHost) -> AsyncIterator[ServedModel]:
-        """The model, while MLServer measures the request. The reply that the block opens is closed at its end."""
+        """Enters the model: MLServer measures the request during the block. The reply is closed at the block's end."""
         assert self.model is not None
         async with host.enter(self.model.name, self.version) as model:
             try:
@@ -296,7 +317,7 @@ class Request(Generic[R]):
                 self.close()
 
     def following(self, request_id: str) -> Request[R]:
-        """A further request of the same stream."""
+        """Makes the ``Request`` of a further message of the same stream."""
         return Request(self._lifecycle, self.kind, request_id, self.model)
 
     def record(self, error: Exception) -> None:
@@ -305,7 +326,7 @@ class Request(Generic[R]):
             self.model.observers(self.kind).refused(self.request_id, error)
 
     def refuse(self, error: Exception) -> RequestError:
-        """The error as the client gets it."""
+        """Records the error, and returns it as the client gets it."""
         self.record(error)
         refusal = as_refusal(error, self._lifecycle.shutdown_reason)
         if self.model is None and self._door:
@@ -313,7 +334,7 @@ class Request(Generic[R]):
         return refusal
 
     def leave(self) -> None:
-        """The client has left, or is given up."""
+        """Notes that the client has left or that the server has given it up."""
         self.left = True
         self.close()
 

@@ -182,13 +182,13 @@ class TokenModel(ServedModel):
     """A model that generates tokens. At most as many requests of a stream are open at once as a batch has rows."""
 
     def generator(self, endpoint: EndpointKind) -> Generator:
-        """Turns requests into token streams. Raises NotServing."""
+        """Makes the generator, which turns requests into token streams. Raises NotServing."""
         built = self._slot.built
         return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """Its LoRA adapters; None: its engine takes none, or it has no engine."""
+        """The model's LoRA adapters; None: its engine takes no adapters, or the model has no engine."""
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -256,7 +256,7 @@ def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
 
 
 def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
-    """The name of the model that a body names: its own, or the one that the options have for it."""
+    """The name of the model that ``name`` stands for: ``name`` if a model has it, else what the options map it to."""
     return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
 
 

@@ -283,7 +283,7 @@ class BodyTooLarge(RequestError):
 
 
 class UnknownCoding(RequestError):
-    """The body is packed otherwise than with gzip."""
+    """The body has a content coding other than gzip."""
 
     status = 415
 
@@ -293,7 +293,7 @@ class ClientLeft(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
-    """Raises RequestError or ClientLeft."""
+    """Reads and decompresses a request's body of at most ``most_bytes``. Raises RequestError or ClientLeft."""
     headers = Headers(scope=scope)
     _refuse_declared_size(headers, most_bytes)
     body = _decoder(headers, most_bytes)
@@ -319,13 +319,13 @@ def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
 
 
 def as_length(declared: str) -> int | None:
-    """None if the text is not a number of bytes. Python cannot convert numbers of thousands of digits."""
+    """The number of bytes that the text says; None if it is no such number, or has more than 20 significant digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Raises InvalidInput."""
+    """Parses a JSON object. Raises InvalidInput for all else."""
     parsed = parse_json(raw)
     if not isinstance(parsed, dict):
         raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
@@ -333,12 +333,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Raises InvalidInput."""
+    """Parses JSON of any kind. Raises InvalidInput."""
     return named("body", parse_bounded, raw)
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
-    """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
+    """Refuses a body by its ``Content-Length``, before a client that waits for ``100 Continue`` sends it."""
     declared = as_length(headers.get("content-length", ""))
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)

@@ -56,12 +56,14 @@ class OpenAIModels:
         self._options = options
 
     async def listed(self, request: Request) -> JSONResponse:
+        """Answers ``GET /v1/models``: every model that generates tokens, and its LoRA adapters."""
         models = [model for model in default_models(self._registry) if isinstance(model, TokenModel)]
         shown = [shown_model(model) for model in models]
         shown += [shown_adapter(model, name) for model in models for name in sorted(model.adapter_names)]
         return openai_answer(request, 200, {"object": "list", "data": shown})
 
     async def one(self, request: Request) -> JSONResponse:
+        """Answers ``GET /v1/models/{name}``, for a model, an alias or a LoRA adapter."""
         name = name_of_alias(self._registry, self._options, request.path_params["model_name"])
         model: Any = find_model(self._registry, name, None)
         if isinstance(model, HandlerModel):
