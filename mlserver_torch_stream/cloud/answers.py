@@ -215,6 +215,7 @@ def predicted(
 
 
 def answer_too_large(reason: str) -> Outcome:
+    """Returns the outcome of a row whose answer is too large to be held in memory. ``reason`` names the limit."""
     return Outcome(failure=Failure("too_large", reason))
 
 

@@ -46,9 +46,11 @@ Event = MemberBegin | MemberEnd | bytes
 class Decompressor(Protocol):
     """Decompresses a stream. ``feed`` and ``end`` raise Damaged."""
 
-    def feed(self, data: bytes) -> Iterator[bytes]: ...
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Takes the next compressed bytes, and yields the decompressed bytes in pieces."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Checks that the compressed stream is complete."""
 
 
 class Plain:

@@ -124,6 +124,7 @@ class Backend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
+        """Closes the connections to the server."""
         await self._session.close()
         await asyncio.sleep(_CLOSING_S)
 

@@ -30,6 +30,7 @@ _LOOK_MS = 500
 
 
 def offset_part(topic: str, partition: int, first: int) -> str:
+    """Returns the name of the part that begins with the record at offset ``first`` of a partition."""
     return f"part-{topic}-{partition:05d}-{first:020d}.jsonl"
 
 

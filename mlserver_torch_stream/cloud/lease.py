@@ -219,4 +219,5 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
 
 
 def identify(config: Mapping[str, Any], created: int) -> RunIdentity:
+    """Returns the identity of a run: a digest of its configuration, and when it began, in seconds since the epoch."""
     return RunIdentity(digest(config), created)

@@ -139,6 +139,7 @@ async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]
 
 
 def encode_inputs(objects: Sequence[Listed]) -> bytes:
+    """Returns the list of a run's objects as JSON Lines: key, size, version, and the error of a missing object."""
     lines = []
     for listed in objects:
         info, failure = listed.info, listed.failure

@@ -70,19 +70,23 @@ _CLOSED = {
 
 
 def part_name(number: int) -> str:
+    """Returns the file name of a part; numbers begin at 0."""
     return f"part-{number:06d}.jsonl"
 
 
 def part_number(name: str) -> int | None:
+    """Returns the number of a part from its file name, or None if the name is not one of a part."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 
 
 def errors_name(number: int) -> str:
+    """Returns the name of the object that lists the failed rows of a part."""
     return f"errors-{number:06d}.jsonl"
 
 
 def done_name(lane: int, lanes: int) -> str:
+    """Returns the name of the object that marks a run as finished, or worker ``lane`` of ``lanes`` as finished."""
     return "done.json" if lanes == 1 else f"done-{lane}-of-{lanes}.json"
 
 
@@ -119,6 +123,7 @@ def is_archive(key: str) -> bool:
 
 
 def is_zip(key: str) -> bool:
+    """Returns True if the key has the ending of a zip archive."""
     return key.lower().endswith(".zip")
 
 

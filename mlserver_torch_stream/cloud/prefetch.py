@@ -18,6 +18,8 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, Store
 
 
 class HasSize(Protocol):
+    """A piece of which Prefetch needs only the size, in bytes."""
+
     @property
     def size(self) -> int: ...
 

@@ -117,6 +117,7 @@ async def find_done(store: Store, rows: int, retry: Retry) -> Done:
 
 
 async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
+    """Writes again the objects of failed rows that ``find_done`` found missing or out of date."""
     for number, failed in done.stale.items():
         await put_errors(store, number, failed, retry)
 

@@ -225,6 +225,7 @@ class Store:
         return "://" not in self.url
 
     async def head(self, key: str) -> ObjectInfo:
+        """Returns the current version of an object."""
         meta = await self._call(key, lambda: self._library.head_async(self._backend, key))
         return ObjectInfo(key, meta["size"], self._version(meta))
 
@@ -293,6 +294,7 @@ class Store:
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
+        """Writes an object as a whole, over an existing one."""
         await self._put(key, data, "overwrite")
 
     async def _put(self, key: str, data: bytes, mode: Any) -> None:

@@ -129,7 +129,8 @@ class Engine(Protocol):
         Raises InvalidInput (a prompt can never fit the context or the cache), QueueFull or NotServing.
         """
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Returns a snapshot of the engine's counters and gauges."""
 
     @property
     def load(self) -> int:

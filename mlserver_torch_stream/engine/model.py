@@ -244,6 +244,7 @@ def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
+    """Ends one use of a model's weights. The last use also stops the other ranks, if the model has several."""
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
         ranks.leader.stop()

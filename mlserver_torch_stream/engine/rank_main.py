@@ -12,6 +12,10 @@ from mlserver_torch_stream.engine.child_process import die_with
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs one rank until its leader stops it. ``argv``: rank, number of ranks, port, and the parent's process id.
+
+    Returns the exit status.
+    """
     rank, size, port, parent = (int(argument) for argument in argv)
     die_with(parent)  # before the seconds that the import of torch takes
     from mlserver_torch_stream.engine.ranks import follow

@@ -58,11 +58,13 @@ class Shard:
 
 
 def send_settings(resolved: ResolvedSettings, group: RankGroup) -> None:
+    """Sends the leader's settings and the place of the model to all other ranks."""
     source = resolved.source
     group.send([resolved.settings.model_dump(mode="json"), source.kind, source.location])
 
 
 def receive_settings(group: RankGroup) -> ResolvedSettings:
+    """Returns the settings and the place of the model that the leader sends."""
     settings, kind, location = group.receive()
     return ResolvedSettings(EngineSettings.model_validate(settings), ModelSource(kind, location), {})
 

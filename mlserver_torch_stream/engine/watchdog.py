@@ -57,9 +57,11 @@ class StepProgress:
         self._current = None
 
     def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
+        """Adds work that another thread or a device does under this key."""
         self._in_flight[key] = Work(what, tokens, self._clock())
 
     def completed(self, key: Hashable) -> None:
+        """Removes the work of this key."""
         self._in_flight.pop(key, None)
 
     def works(self) -> list[Work]:
@@ -235,6 +237,7 @@ class WatchdogState:
         return [out_of_time(request, waited, now) for request, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
+        """Returns what the watchdog does at the time ``now``, while ``works`` is not complete."""
         ask = self.due(now)
         self._expected += ask
         unanswered = [end for end in self._expected if end.asked_at + PATIENCE <= now]
@@ -270,6 +273,7 @@ class WatchdogState:
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
+    """Returns the order to end a request with a timeout. ``waited``: it ran out of time in the queue."""
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
@@ -280,6 +284,7 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
+    """Returns True if a step has run for so long that the engine should no longer report that it is ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 
@@ -292,16 +297,19 @@ def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
 
 
 def not_back(work: Work, now: float) -> str:
+    """Returns the sentence for logs and errors that says which work has not returned, and for how many seconds."""
     return f"{work.what} has not come back for {now - work.since:.0f} s"
 
 
 class Watched(Protocol):
     """The part of an engine that its watchdog calls, on the watchdog's thread."""
 
-    def works(self) -> Sequence[Work]: ...
+    def works(self) -> Sequence[Work]:
+        """Returns the work of the engine's threads that is not complete."""
 
     @property
-    def pending_death(self) -> PendingDeath | None: ...
+    def pending_death(self) -> PendingDeath | None:
+        """The error that is to end the engine's thread before its next step; None if there is none."""
 
     def ask(self, end: EndRequest) -> None:
         """Asks the engine's thread to end these requests when its step returns."""

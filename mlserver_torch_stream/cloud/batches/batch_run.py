@@ -149,6 +149,7 @@ class BatchRun:
         await self._finish()
 
     async def fail(self, problem: BatchProblem) -> None:
+        """Ends the batch as failed, with this problem in its record."""
         await self._change(lambda batch: batch.moved("failed", problems=(problem,)))
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:

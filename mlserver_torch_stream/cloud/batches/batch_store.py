@@ -131,6 +131,7 @@ class _Objects(Generic[T]):
 
 
 def content_key(file_id: str) -> str:
+    """Returns the key under which the content of a file is stored."""
     return f"{file_id}.jsonl"
 
 

@@ -123,6 +123,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> AttentionShape:
+        """Returns the shape of a call: ``query`` ``[tokens, heads, key_dim]`` over the pages of ``layer``."""
         assert layer.keys is not None and layer.values is not None
         dims = (query.shape[1], layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         sight = (options.window, options.chunk, options.softcap)
@@ -141,7 +142,8 @@ class PagedAttention(Protocol):
 
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Returns the attention's output, ``[tokens, heads, value_dim]``, in the dtype of ``query``."""
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Does what ``layer.write`` does."""

@@ -19,6 +19,7 @@ class CacheSize:
     state_slots: int
 
     def bytes_of(self, spec: CacheSpec) -> int:
+        """Returns the bytes of this many pages and state slots."""
         return spec.bytes_of(self.pages, self.state_slots)
 
     def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:

@@ -92,6 +92,7 @@ class LayerPages:
         return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
+        """Copies the keys and values of the page ``source`` to the page ``target``."""
         if self.keys is not None and self.values is not None:
             self.keys[target] = self.keys[source]
             self.values[target] = self.values[source]

@@ -58,9 +58,11 @@ class CacheSpec:
     state_bytes: int = 0
 
     def pages(self, tokens: int) -> int:
+        """Returns how many pages hold ``tokens``."""
         return -(-tokens // self.page_size)
 
     def page_bytes(self, group: int) -> int:
+        """Returns the bytes of one page of a group, in all layers of the group."""
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
@@ -237,6 +239,7 @@ class PagePool:
         return page
 
     def find(self, group: int, digest: bytes) -> int | None:
+        """Returns the page of a group with this digest; None if the pool has none."""
         return self._groups[group].found.get(digest)
 
     def share(self, group: int, page: int) -> None:
@@ -248,6 +251,7 @@ class PagePool:
         pool.references[page] = pool.references.get(page, 0) + 1
 
     def holders(self, group: int, page: int) -> int:
+        """Returns how many sequences hold a page."""
         return self._groups[group].references.get(page, 0)
 
     def name(self, group: int, page: int, digest: bytes) -> None:

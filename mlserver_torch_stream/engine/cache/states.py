@@ -51,6 +51,7 @@ class StateSlots:
                 held[name].index_copy_(0, index_on(held[name].device), source[name])
 
     def copy(self, source: int, target: int) -> None:
+        """Copies all states of the slot ``source`` to the slot ``target``."""
         self.put([target], self.take([source]))
 
     @property

@@ -30,6 +30,8 @@ _STALE = 1000.0  # finite: a kernel may multiply it with the probability 0 of a 
 
 @dataclass(slots=True)
 class TrialSequence:
+    """A sequence of a trial: its tokens, its page tables, and how many of its tokens are in the cache."""
+
     ids: list[int]  # the prompt and all tokens after it
     prompt: int
     slot: int

@@ -38,7 +38,8 @@ class Forward(Protocol):
     pages hold anything, and states are as before, so that the same tokens can be tried again.
     """
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> Logits: ...
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
+        """Computes the new tokens of ``batch`` over the pages of ``cache``."""
 
 
 class LoadedForward(Forward, Protocol):

@@ -178,6 +178,7 @@ def _asker() -> str | None:
 
 
 def has_latents(module: nn.Module) -> bool:
+    """Returns True if an attention layer caches latents that ``expand_kv`` turns into keys and values, as MLA does."""
     return hasattr(module, "expand_kv") and isinstance(getattr(module, "layer_idx", None), int)
 
 

@@ -64,6 +64,7 @@ def generation_defaults(config: Any) -> dict[str, Any]:
 
 
 def generation_rules(config: Any) -> GenerationRules:
+    """Returns the tokens that a model's ``generation_config.json`` suppresses, forbids or forces."""
     fields = _set_fields(config)
     return GenerationRules(
         suppressed=_ids(fields.get("suppress_tokens")),

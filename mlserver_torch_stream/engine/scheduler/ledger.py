@@ -136,6 +136,7 @@ class SequencePages:
         return pages
 
     def forget_all(self) -> None:
+        """Takes all pages of the sequence out of the prefix cache."""
         for group, page in self:
             self._pool.forget(group, page)
 
@@ -205,6 +206,7 @@ class SequencePages:
         return copies
 
     def grow(self, end: int) -> None:
+        """Takes the pages that the tables lack for the tokens up to ``end``. Replaces no shared page."""
         for group, lacking in enumerate(self.lacking(end)):
             self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
 
@@ -511,6 +513,7 @@ class PageLedger:
         scheduled.restarts = scheduled.admitted
 
     def clear(self, scheduled: ScheduledSequence) -> None:
+        """Takes back all pages and the state slot of a sequence, and forgets its part of a step."""
         scheduled.part = None
         scheduled.copied = False
         scheduled.found = 0
@@ -544,6 +547,7 @@ class PageLedger:
         return 0
 
     def take_slot(self, scheduled: ScheduledSequence) -> None:
+        """Gives a sequence a state slot, if the model keeps states and the sequence has none."""
         if self._spec.state_bytes and scheduled.slot == NO_SLOT:
             scheduled.slot = heapq.heappop(self._slots)
             self._pool.reserve(self._spec.state_bytes)

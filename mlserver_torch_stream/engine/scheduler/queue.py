@@ -124,11 +124,13 @@ class FairQueue:
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
+        """Adds a request. Its place follows from its work and from how many requests its client has in the queue."""
         self._backlog[request.input.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
 
     def remove(self, request: RequestState) -> None:
+        """Removes a request from the queue."""
         del self._tags[request]
         self._overtaken.pop(request, None)
         self.tokens -= len(request.prompt)

@@ -113,6 +113,7 @@ class StepDraft:
             self._prompts_left -= weight
 
     def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
+        """Adds drafts to the part of a sequence that decodes in this step."""
         part = self._parts[scheduled]
         part.drafts = tuple(drafts)
         part.input.token_ids = [*part.input.token_ids, *drafts]
@@ -120,6 +121,7 @@ class StepDraft:
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
+        """Returns the finished plan, with the copies that its batch makes first."""
         if not self._parts:
             return StepPlan()
         parts = tuple(self._parts.values())
@@ -172,6 +174,7 @@ class Scheduler:
         )
 
     def add(self, request: RequestState) -> None:
+        """Puts a request into the queue."""
         first, *forks = request.sequences
         self.ledger.add(first).forks = tuple(forks)
         self.waiting.add(request)

@@ -73,7 +73,8 @@ class Batcher(ABC):
         return False
 
     @abstractmethod
-    def add(self, request: RequestState) -> None: ...
+    def add(self, request: RequestState) -> None:
+        """Takes a request that the engine has accepted; a later step begins it."""
 
     @abstractmethod
     def evict(self, requests: Sequence[RequestState]) -> None:
@@ -90,6 +91,7 @@ class Batcher(ABC):
         """Another engine has had the device since the last step."""
 
     def stats(self) -> EngineStats:
+        """Returns the latest published counters and gauges."""
         return self._stats
 
     def count(self, **more: float) -> None:

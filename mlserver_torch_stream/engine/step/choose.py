@@ -98,10 +98,12 @@ class StepResult:
 
 
 def no_result() -> StepResult:
+    """Returns the result of a step in which no sequence was computed."""
     return StepResult({}, Logits(torch.empty(0)))
 
 
 def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
+    """Returns the result of a step whose forward computed all parts of the plan. ``logits``: [wanted tokens, vocab]."""
     return StepResult(_rows(plan.parts), logits)
 
 

@@ -38,6 +38,7 @@ class Operation(IntEnum):
 
 
 def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> bytes:
+    """Returns one message with the operations, in order, as 32-bit integers: each one's kind, length and numbers."""
     message = array(_NUMBER)
     for operation, numbers in operations:
         message.extend((operation, len(numbers)))
@@ -61,6 +62,7 @@ def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
 
 
 def batch_numbers(batch: Batch) -> Sequence[int]:
+    """Returns a batch as a flat list of integers, which ``batch_of`` reads back on the other ranks."""
     groups = len(batch.sequences[0].tables) if batch.sequences else 0
     numbers = array(_NUMBER, (len(batch.sequences), groups, len(batch.copies), len(batch.state_copies)))
     for each in batch.sequences:

@@ -52,6 +52,7 @@ class RankGroup:
         _send(json.dumps(message).encode(), self._loading)
 
     def receive(self) -> Any:
+        """Returns the JSON that rank 0 has sent. Blocks until it comes."""
         return json.loads(_receive(self._loading))
 
     @contextmanager
@@ -87,6 +88,7 @@ class RankGroup:
         _send(operations, self._serving)
 
     def receive_operations(self) -> bytes:
+        """Returns the bytes that rank 0 has sent. Blocks until they come."""
         return _receive(self._serving)
 
     def pulse(self) -> None:
@@ -109,6 +111,7 @@ class RankGroup:
         return count
 
     def leave(self) -> None:
+        """Closes this rank's connections to the others."""
         dist.destroy_process_group()
 
 

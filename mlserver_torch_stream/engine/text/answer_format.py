@@ -40,7 +40,8 @@ class CallParser(Protocol):
     def reasons(self) -> bool:
         """Whether the next text is reasoning."""
 
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[Part]:
+        """Takes the next text of the answer, and returns the parts that are certain by now."""
 
     def flush(self) -> list[Part]:
         """Returns the text that is still held back, when the answer ends."""
@@ -202,6 +203,7 @@ class AnswerParser:
         return self._calls is not None and self._calls.ended
 
     def push(self, text: str) -> list[Part]:
+        """Takes the next text of the answer, and returns the parts that are certain by now."""
         parts: list[Part] = []
         if self._reasoning is not None:
             parts, text = self._reasoning.push(text)

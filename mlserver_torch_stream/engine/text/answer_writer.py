@@ -35,11 +35,14 @@ class AnswerCodec(Protocol):
     """The part of a tokenizer (``TextCodec``) that makes the text of answers."""
 
     @property
-    def special_ids(self) -> frozenset[int]: ...
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
 
-    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer: ...
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
+        """Returns a new detokenizer for one sequence. ``marks``: special tokens that are not skipped."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token; a special token's are those of its name."""
 
 
 class AnswerWriter:

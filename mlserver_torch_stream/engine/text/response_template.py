@@ -222,6 +222,7 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 
 @cache
 def xml_calls(parser: str) -> AnswerTemplate:
+    """Returns the template of answers whose tool calls are XML-like tags, as the ``parser`` of that name reads them."""
     begin, tags = _PATTERNS[parser]
     calls: Mapping[str, Any] = {
         "open_pattern": begin,

@@ -23,6 +23,7 @@ ARGUMENTS_MARK, ID_MARK = "[ARGS]", "[CALL_ID]"
 
 
 def call_id() -> str:
+    """Returns a new random id of a tool call: ``call_`` and 24 hexadecimal digits."""
     return f"call_{secrets.token_hex(12)}"
 
 

@@ -42,6 +42,7 @@ class Addition:
 
 
 def encode_additions(additions: Sequence[Addition]) -> bytes:
+    """Returns the frame of an ``add`` message: parameters as JSON, all prompts together as raw 32-bit ids."""
     requests = [
         {
             "id": each.number,
@@ -61,6 +62,7 @@ def encode_additions(additions: Sequence[Addition]) -> bytes:
 
 
 def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
+    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the ids are not those of the prompts."""
     ids = array(_IDS)
     if len(body) % ids.itemsize:
         raise BrokenFrame("prompts that are not whole ids")
@@ -121,6 +123,7 @@ COUNTS = STATS[3:]
 
 
 def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
+    """Returns the frame of an ``outputs`` message. ``stats``: vLLM's counters, if they are sent along."""
     rows = [
         [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
         for each in outputs
@@ -129,6 +132,7 @@ def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> byte
 
 
 def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
+    """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if it is malformed."""
     try:
         outputs = [_output(*row) for row in header["of"]]
         stats = header["stats"]

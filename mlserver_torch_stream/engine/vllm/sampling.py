@@ -34,6 +34,7 @@ class SamplingWriter:
         self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
 
     def check(self, request: EngineRequest) -> None:
+        """Raises InvalidInput for a request that vLLM cannot run as asked."""
         check_sampling(request.sampling)
 
     def params(self, request: RequestState, number: int) -> dict[str, Any]:
