@@ -34,7 +34,10 @@ class InputLocation:
 async def open_input(
     url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float
 ) -> InputLocation:
-    """A URL whose last part looks like a file name means that object if it exists, else a prefix."""
+    """Opens the input of a run.
+
+    A URL whose last part looks like a file name means that object if it exists, else a prefix.
+    """
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
     if web and not manifest:
@@ -56,7 +59,7 @@ async def open_input(
 
 
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
-    """The objects in the order of their keys, or of the manifest. Raises CloudError where nothing can be listed."""
+    """Returns the objects in the order of their keys, or of the manifest. Raises CloudError if listing fails."""
     if manifest is not None:
         return await heads(place.store, _manifest_keys(manifest), retry)
     if place.only is not None:
@@ -80,8 +83,11 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
-    """Leaves out the folders. Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``,
-    beside an object ``name`` if there is one."""
+    """Leaves out the folders.
+
+    Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``, beside an object ``name`` if
+    there is one.
+    """
     empty = [each.info.key for each in found if each.info.key and not each.info.size and each.failure is None]
     now = {each.info.key: each for each in await heads(store, empty, retry)}
     objects: dict[str, Listed] = {}
@@ -94,10 +100,13 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 
 
 def _manifest_keys(data: bytes) -> list[str]:
-    """One key per line, plain or as ``{"key": …}``. Raises RunRefused, which names the line."""
+    """Returns the keys of a manifest, one per line, plain or as ``{"key": …}``.
+
+    Raises RunRefused, which names the line.
+    """
     keys: dict[str, int] = {}
     try:
-        lines = data.decode("utf-8-sig").split("\n")  # a key may hold characters that Unicode takes for line ends
+        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: a key may hold other line ends of Unicode
     except UnicodeDecodeError as error:
         raise RunRefused(f"--manifest: is not UTF-8: byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
@@ -125,7 +134,7 @@ def _manifest_key(line: str, number: int) -> str:
 
 
 async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
-    """The objects as they are now. A missing object stands in the list with the reason."""
+    """Returns the current versions of these objects. A missing object is in the list with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
     async def head(key: str) -> Listed:
@@ -151,7 +160,7 @@ def encode_inputs(objects: Sequence[Listed]) -> bytes:
 
 
 def decode_inputs(data: bytes) -> list[Listed]:
-    """Raises RunRefused."""
+    """Reads the list that ``encode_inputs`` has written. Raises RunRefused."""
     try:
         found = []
         for line in data.splitlines():

@@ -57,7 +57,7 @@ _OPTIONS = {
 _COMPRESSED = "compressed"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TARS = {".tar": None, ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tzst": "zstd"}
-# Formats that hold rows or objects and are not read, by their endings.
+# Formats of rows or objects that are not supported, with their endings.
 _CLOSED = {
     "Parquet": (".parquet",),
     "ORC": (".orc",),
@@ -91,7 +91,7 @@ def done_name(lane: int, lanes: int) -> str:
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
+    """Returns ``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()
@@ -103,14 +103,14 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
-    """The format that the key's ending names, where objects of that format cannot be read as ``kind``."""
+    """Returns the format that the key's ending names, if such objects cannot be read as ``kind``; otherwise None."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
     return None if form == _COMPRESSED and compression_of(key, kind) else form
 
 
 def compression_of(key: str, kind: Kind) -> str | None:
-    """The compression, gzip or zstd, of an object that is decompressed while its rows or members are read."""
+    """Returns the compression of an object that is decompressed while its rows or members are read; otherwise None."""
     lower = key.lower()
     if kind is Kind.ARCHIVE:
         return next((packed for end, packed in _TARS.items() if lower.endswith(end)), None)
@@ -128,7 +128,7 @@ def is_zip(key: str) -> bool:
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters.
+    """Compiles a glob: ``*`` and ``?`` match within one level of a key, ``**`` across levels, ``[…]`` one character.
 
     Raises RunRefused.
     """
@@ -152,7 +152,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
 
 
 def lies_within(inner: str, outer: str) -> bool:
-    """True where objects written to the URL or folder ``inner`` would be read from ``outer``."""
+    """Returns True if objects written to the URL or folder ``inner`` would be read from ``outer``."""
     return f"{_place(inner)}/".startswith(f"{_place(outer)}/")
 
 
@@ -162,12 +162,12 @@ def _place(url: str) -> str:
 
 
 def digest(value: Mapping[str, Any]) -> str:
-    """A SHA-256 that is the same for the same values, whatever the order of their keys."""
+    """Returns a SHA-256 of the values that does not depend on the order of their keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One clause for each value that differs, which names the option that sets it."""
+    """Returns one clause for each value that differs. The clause names the option that sets the value."""
     before, after = dict(_values(was)), dict(_values(now))
     paths = [*after, *(path for path in before if path not in after)]
     return [
@@ -178,7 +178,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _values(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of the configuration, each with the keys that lead to it."""
+    """Yields the leaves of the configuration, each with the keys that lead to it."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _values(value, (*above, key))
