@@ -295,7 +295,7 @@ class BatchBackend(Backend):
         return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def tokens(self, row: Row) -> int:
-        """Returns the number of tokens of the row's prompt, or the number of its bytes if the row has no valid request."""
+        """Returns the number of tokens of the row's prompt, or of its bytes if the row has no valid request."""
         try:
             frame = self._frame(row, counted=True)
         except (RowUnsuitable, RequestError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """``python -m …engine.rank_main RANK SIZE PORT PARENT``: runs a rank that rank 0 starts on its own machine.
 
-Its process ends when its parent ends.
+The process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     Returns the exit status.
     """
     rank, size, port, parent = (int(argument) for argument in argv)
-    die_with(parent)  # before the seconds that the import of torch takes
+    die_with(parent)  # before importing torch, which takes seconds
     from mlserver_torch_stream.engine.ranks import follow
     from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_local
 

@@ -231,7 +231,7 @@ class VllmProcess:
         try:
             why = self._receive_all(order)
         except Exception as error:  # also what only a message of wrong types, or a second ``ready``, raises
-            why = f"sent something that is no message: {error}"
+            why = f"sent something that is not a message: {error}"
         finally:
             self._end(why)
 
