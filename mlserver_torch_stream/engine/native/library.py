@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-The caller keeps the memory of a structure's pointers alive. Threads of libgomp spin for a while between the operators
-of a forward: a pool of our own would fight with them for the cores.
+The caller keeps the memory behind a structure's pointers alive. The kernels use libgomp's threads, because these spin
+for a while between the operators of a forward: a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
 NO_QK_NORM, PER_HEAD, WHOLE = range(3)
 SILU, GELU_TANH = range(2)
-_NO_MEMORY = 1  # of ``status_of`` in ``library.cpp``
+_NO_MEMORY = 1  # a status of ``status_of`` in ``library.cpp``
 
 
 class KernelMatrix(Structure):
@@ -185,10 +185,10 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 
 
 def torch_pool() -> int | None:
-    """Returns the address of torch's ``GOMP_parallel``; None where torch has no OpenMP with that function.
+    """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    torch's libraries find the function by the global scope of symbols, and so does this: the first OpenMP of the
-    process has it, an LLVM or Intel one too. Whether torch's number of threads is that library's is then tried.
+    The function is looked up in the global scope of symbols, as torch's libraries do: it belongs to the first OpenMP of
+    the process, which may be LLVM's or Intel's. A test then shows whether torch uses that library's number of threads.
     """
     try:
         process = ctypes.CDLL(None)
@@ -200,9 +200,9 @@ def torch_pool() -> int | None:
 
 
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
-    """Returns whether a number of threads that is set in the library is torch's.
+    """Returns whether setting the library's number of threads sets torch's.
 
-    Each thread has its own number, so a new thread that sets it changes no other thread's.
+    Each thread has its own number, so the test runs in a new thread and changes no other thread's number.
     """
     seen: list[bool] = []
 
