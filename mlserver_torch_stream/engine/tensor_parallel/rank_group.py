@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from mlserver_torch_stream.errors import LoadFailed
 
-# A rank that does not answer for so long is lost; a rank whose process ends is noticed at once.
+# A rank that does not answer for so long is lost. The end of a rank's process is noticed at once.
 _SERVING_TIMEOUT = timedelta(seconds=20)
-# Ranks load at different speeds: from other disks, through other networks.
+# Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)
-# For the ranks to learn whether a forward that raised on one has raised on all: they leave it at nearly the same time.
+# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they leave it almost
+# together.
 _RAISING_TIMEOUT = timedelta(seconds=3)
 # Bytes of a broadcast, enough for most steps (32 sequences of 1,500 tokens in pages of 16): a second broadcast costs as
 # much as the first.
@@ -96,7 +97,10 @@ class RankGroup:
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Whether every rank calls this now, after as many collectives. Else the ranks are lost."""
+        """Returns True if every rank calls this now, after the same number of collectives.
+
+        Otherwise the ranks are lost.
+        """
         try:
             place = torch.tensor([self._collectives()])
             places = [torch.zeros_like(place) for _ in range(self.size)]

@@ -22,7 +22,7 @@ Part = Reasoning | ToolCallDelta | str
 
 
 class CallParser(Protocol):
-    """Finds the tool calls in an answer. How its text is cut changes only the pieces that come out."""
+    """Finds the tool calls in an answer. How the text is cut into pieces changes only how the parts are cut."""
 
     @property
     def called(self) -> int:
@@ -30,7 +30,7 @@ class CallParser(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether a call that had begun did not end."""
+        """True if a call has begun and did not end."""
 
     @property
     def ended(self) -> bool:
@@ -79,16 +79,16 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Leaves out whitespace at both ends of the reasoning and before the answer's text.
+    """Separates the reasoning from the answer, without whitespace at both ends of the reasoning and before the answer.
 
-    ``begun``: the prompt has begun the reasoning.
+    ``begun``: the prompt has already begun the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:
         self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
         self._held = ""  # whitespace, then the beginning of a mark
         self._inside = ""  # reasoning that ``push`` is to return
-        self._any = False  # there is reasoning that is not whitespace
+        self._any = False  # True once there is reasoning that is not whitespace
         self.over = False  # the reasoning has ended, or there is none
 
     @property
@@ -141,7 +141,7 @@ class ReasoningParser:
         return None
 
     def _release(self, char: str) -> None:
-        """Gives the held text as reasoning, except for a mark that begins with its last character."""
+        """Releases the held text as reasoning, except a last character that may begin a mark."""
         held, self._held = self._held, ""
         if char == END[0]:
             held, self._held = held[:-1], char
@@ -156,7 +156,7 @@ class ReasoningParser:
 class AnswerFormat:
     """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
-    Where a tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
+    If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
     ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the
     marks ``reasoning_marks``.
     """
@@ -179,7 +179,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses the text of one sequence. How the text is cut changes only the pieces that come out."""
+    """Parses the text of one sequence. How the text is cut into pieces changes only how the parts are cut."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
@@ -199,7 +199,7 @@ class AnswerParser:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer may have one call only, and has it."""
+        """True if the answer may have only one call, and has it."""
         return self._calls is not None and self._calls.ended
 
     def push(self, text: str) -> list[Part]:

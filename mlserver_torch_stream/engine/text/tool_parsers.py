@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
 
-Text that begins like a call and is none is given as text. A call that breaks after its name has been given is given as
-text too, from its mark on. Whitespace beside calls is left out.
+Text that begins like a call but is not one is returned as text. A call that breaks off after its name was returned is
+returned as text, too, from its mark on. Whitespace beside calls is left out.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ def call_id() -> str:
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """Returns a random id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 class MarkedCalls:
-    """A state machine that takes one character after the other. ``mark`` begins a call, and has its first character
-    only once.
+    """A state machine over characters. ``mark`` begins a call; its first character occurs in it only once.
 
-    A state returns False at a character that cannot follow. Then the text since the mark is no call, and the character
-    is read again as text.
+    A state returns False for a character that cannot follow. Then the text since the mark is not a call, and the
+    character is read again as text.
     """
 
     mark = ""
@@ -45,7 +44,7 @@ class MarkedCalls:
     new_id: Callable[[], str] = staticmethod(call_id)
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        """``names``: of the functions that may be called."""
+        """``names``: the functions that may be called."""
         self.called = 0
         self.broken = False
         self.ended = False

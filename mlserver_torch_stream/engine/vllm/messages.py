@@ -89,8 +89,8 @@ class Logprobs(NamedTuple):
 class Output:
     """The new tokens of one sequence. ``reason``: one of ``REASONS`` if they are the last ones.
 
-    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client beside the
-    reason ``error``, and ``field`` the parameter that is wrong, if one is.
+    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client if the
+    reason is ``error``; ``field``: the parameter that is wrong, if one is.
     """
 
     number: int
@@ -138,7 +138,7 @@ def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats
         stats = header["stats"]
         return outputs, None if stats is None else WorkerStats(**{name: _number(stats[name]) for name in STATS})
     except (KeyError, TypeError, ValueError) as error:
-        raise BrokenFrame(f"outputs that are none: {type(error).__name__}: {error}") from None
+        raise BrokenFrame(f"malformed outputs: {type(error).__name__}: {error}") from None
 
 
 def _output(
@@ -169,7 +169,7 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the worker says of the model that it has loaded. ``kv_cache_bytes`` is 0 where vLLM does not tell."""
+    """The worker's report on the model that it has loaded. ``kv_cache_bytes`` is 0 if vLLM does not report it."""
 
     vocab_size: int
     max_model_len: int
@@ -207,7 +207,7 @@ class Adapter:
 class StartOrder:
     """The first message to the worker. ``args``: fields of vLLM's ``AsyncEngineArgs``.
 
-    ``cpu_kv_cache_bytes``: the KV cache where vLLM runs on CPUs and ``args`` say nothing.
+    ``cpu_kv_cache_bytes``: the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
     """
 
     args: Mapping[str, Any]
