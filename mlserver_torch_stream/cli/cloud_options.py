@@ -16,6 +16,7 @@ _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of ``cloud run`` and ``cloud watch``."""
     whole = argparse.ArgumentParser(
         prog="mlserver-torch-stream cloud",
         description="Answer prompts from objects of a bucket, a folder or a web server.",

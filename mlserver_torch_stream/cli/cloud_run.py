@@ -110,6 +110,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
+    """Returns the handler, or ``--model``, or its default: the embedded model, or the only model of ``--url``."""
     if arguments.handler is not None:
         return str(arguments.handler)
     if arguments.url is None:
