@@ -157,7 +157,7 @@ def trim_heap() -> None:
 
 
 def launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher such as torchrun has started this process as one rank of several."""
+    """Returns whether a launcher such as torchrun has started this process as one rank of several."""
     return "RANK" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
 
 

@@ -98,12 +98,12 @@ class PreparedModel:
 
     @property
     def has_threads(self) -> bool:
-        """Whether the forward computes on threads of its own."""
+        """True if the forward computes on threads of its own."""
         return self.choice is not None and self.choice.forward.has_threads
 
     @property
     def overlaps(self) -> bool:
-        """Whether a forward returns while its device computes: a single GPU holds and computes all of the model."""
+        """True if a forward returns while its device computes: a single GPU holds and computes all of the model."""
         return self.device.type == "cuda" and len(self.placement) == 1 and self.placement[0].brought_to is None
 
     def check_devices(self) -> None:

@@ -130,7 +130,7 @@ class SequenceState:
             self.finish(self._reason_by_ids)
 
     def _is_end(self, count: int) -> bool:
-        """Whether the token with this number, from 1, ends the answer by its id."""
+        """Returns whether the token with this number, from 1, ends the answer by its id."""
         return self.tokens[count - 1] in self._end_ids and count > self._input.sampling.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -239,7 +239,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether all sequences have their ``finish_reason``."""
+        """True if all sequences have their ``finish_reason``."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property

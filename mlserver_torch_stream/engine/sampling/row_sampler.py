@@ -352,7 +352,7 @@ class RowSampler:
     """One sequence's sampling state. 0 turns ``top_k`` and ``min_p`` off, 1 turns ``top_p`` and ``typical_p`` off.
 
     ``adjuster`` changes the logits first. ``seed`` is any integer, taken modulo 2**64. ``sample_index`` is the
-    sequence's number among the n sequences of its request, which so differ under one seed. A row that ``takes_argmax``
+    sequence's number among the n sequences of its request: these differ under one seed. A row that ``takes_argmax``
     gets the first of its largest logits and no log-probability; a row that is ``drawn_unchanged`` is drawn from its
     unchanged logits, without a log-probability.
     """

@@ -122,7 +122,7 @@ class FairQueue:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
-        """Whether a request of a higher priority, which is a lower number, waits."""
+        """Returns whether a request of a higher priority, which is a lower number, waits."""
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:

@@ -77,7 +77,7 @@ class RankGroup:
         return int(given.item())
 
     def agrees(self, value: str) -> bool:
-        """Whether all ranks give the same value."""
+        """Returns whether all ranks give the same value."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._loading)
         return len(set(values)) == 1

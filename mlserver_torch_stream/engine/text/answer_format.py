@@ -34,11 +34,11 @@ class CallParser(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether no further text counts."""
+        """True if no further text counts."""
 
     @property
     def reasons(self) -> bool:
-        """Whether the next text is reasoning."""
+        """True if the next text is reasoning."""
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text of the answer, and returns the parts that are certain by now."""
@@ -169,7 +169,7 @@ class AnswerFormat:
 
     @property
     def divides(self) -> bool:
-        """Whether the answer can be anything but text."""
+        """True if the answer can be anything but text."""
         return self.reasoning is not None or self.calls is not None
 
     def parser(self) -> AnswerParser:
@@ -187,14 +187,14 @@ class AnswerParser:
 
     @property
     def reasons(self) -> bool:
-        """Whether the next token belongs to the reasoning."""
+        """True if the next token belongs to the reasoning."""
         if self._calls is not None and self._calls.reasons:
             return True
         return self._reasoning is not None and self._reasoning.reasons
 
     @property
     def called(self) -> bool:
-        """Whether the answer has calls, all of them complete."""
+        """True if the answer has calls, all of them complete."""
         return self._calls is not None and self._calls.called > 0 and not self._calls.broken
 
     @property

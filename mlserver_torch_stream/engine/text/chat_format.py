@@ -164,7 +164,7 @@ class CallNotation(Protocol):
     """One way to write tool calls."""
 
     def is_in(self, template: str) -> bool:
-        """Whether a chat template writes calls this way."""
+        """Returns whether a chat template writes calls this way."""
 
     def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
         """Returns a parser that finds the calls in an answer."""

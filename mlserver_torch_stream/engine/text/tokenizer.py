@@ -165,7 +165,7 @@ class TextCodec:
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Whether special tokens are added to a raw prompt: not to one that begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt: not to one that begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 

@@ -77,7 +77,8 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in turn."""
+    """Returns whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in
+    turn."""
     groups = [[0, 0]]  # of each open group: its repeats in the alternative, and all its repeats and alternatives
     at = 0
     while at < len(pattern):

@@ -241,7 +241,7 @@ class NamedReader(ArgumentsReader):
 
 
 def _goes_on(marks: str) -> bool:
-    """Whether ``[ARGS]`` can still come, with an id before it."""
+    """Returns whether ``[ARGS]`` can still come, with an id before it."""
     if ARGUMENTS_MARK.startswith(marks) or ID_MARK.startswith(marks):
         return True
     identifier, _, rest = marks.removeprefix(ID_MARK).partition("[")
