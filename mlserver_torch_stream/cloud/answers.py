@@ -184,7 +184,7 @@ class PieceCollector:
         self._bytes = 0
 
     def add(self, value: bytes, content_type: str) -> None:
-        """Raises AnswerTooLarge."""
+        """Adds a piece. Raises AnswerTooLarge."""
         self._bytes += len(value)
         if self._bytes > MAX_ANSWER_BYTES:
             raise AnswerTooLarge(f"the answer is more than {MAX_ANSWER_BYTES} bytes")

@@ -135,7 +135,7 @@ class Tar:
         self.over = False
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Raises Damaged."""
+        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
         at = 0
         while at < len(data) and not self.over:
             if self._left:
@@ -293,7 +293,7 @@ class Zip:
         return self._content is None and self._number + 1 >= len(self._members)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Raises Damaged."""
+        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
         for start in range(0, len(data), _SLICE):
             rest = data[start : start + _SLICE]
             while rest and not self.over:

@@ -109,7 +109,10 @@ class EventListener:
                 raise RunRefused(f"--output: {url}/{info.key} was not written by this program") from None
 
     def _announce(self, name: str, keys: Sequence[str]) -> None:
-        """``name``: the event's record, which is deleted when all objects are done."""
+        """Announces the objects of an event.
+
+        ``name``: the event's record, which is deleted when all objects are done.
+        """
         left = len(keys)
         self._open += left
 

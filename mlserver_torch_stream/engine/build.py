@@ -60,7 +60,7 @@ class RunningEngine:
     adapters: AdapterSet | None = None
 
     def stop(self, resources: ProcessResources) -> None:
-        """Blocks."""
+        """Shuts the engine down and gives its weights and memory back. Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
             resources.release(part.codec)

@@ -80,7 +80,9 @@ def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
+    """The options of an attention call.
+
+    ``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
 
     ``sinks`` ``[heads]`` holds one more score in the softmax for each head.
     """

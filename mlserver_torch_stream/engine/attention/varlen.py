@@ -31,7 +31,9 @@ def find_varlen() -> Callable[..., Any] | None:
 
 
 class VarlenAttention(PagedAttention):
-    """``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
+    """Paged attention by torch's varlen attention.
+
+    ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
 
     Layers that it refuses are computed by torch's operators.
     """

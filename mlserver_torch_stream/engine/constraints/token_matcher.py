@@ -159,7 +159,9 @@ def _allow(mask: TokenMask, token_id: int) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledConstraint:
-    """``start`` is the library's matcher before the first token; only copies of it consume tokens.
+    """A constraint that is compiled for one tokenizer.
+
+    ``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
     Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
     and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is

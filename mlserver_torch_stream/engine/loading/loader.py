@@ -180,7 +180,7 @@ def import_model_code() -> None:
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
-    """Raises LoadFailed."""
+    """Loads the weights in these files onto their devices, and checks them. Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
     placing = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in placing.items() if value is not None)
@@ -195,7 +195,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
 
 
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
-    """Raises LoadFailed."""
+    """Loads and checks the tokenizer that the settings or the files name. Raises LoadFailed."""
     settings = resolved.settings
 
     def load() -> Any:

@@ -30,7 +30,7 @@ SERVED = "this server runs causal language models, such as Llama, Qwen or GPT-2"
 
 
 def refuse_other_kinds(config: Any) -> None:
-    """Raises LoadFailed."""
+    """Raises LoadFailed for the config of an encoder or of an encoder-decoder model."""
     if getattr(config, "is_encoder_decoder", False):
         raise LoadFailed(f"{_name(config)} is an encoder-decoder model; {SERVED}")
     if getattr(config, "is_decoder", None) is False and not _has_causal_weights(config):

@@ -82,7 +82,10 @@ def _angles_of(module: Any) -> RotaryAngles:
 
 
 class RotaryTable:
-    """``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it."""
+    """The cosines and sines of all positions so far, in float32.
+
+    ``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it.
+    """
 
     def __init__(self, rotary: Rotary | LayerRotary) -> None:
         """Raises UnsupportedLayout."""

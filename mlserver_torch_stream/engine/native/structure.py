@@ -108,7 +108,10 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key"."""
+    """The weights of one decoder layer.
+
+    ``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key".
+    """
 
     qkv: Projection
     out: Projection

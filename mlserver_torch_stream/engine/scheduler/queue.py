@@ -21,7 +21,9 @@ from mlserver_torch_stream.types import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+    """The bounds of the scheduler.
+
+    ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
 
     ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
     sequences decode, because these wait for its end. None: no bound. The newest token of a sequence that decodes does

@@ -154,7 +154,9 @@ class ReasoningParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+    """Says how an answer is divided into reasoning, text and calls.
+
+    ``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
     If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
     ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the

@@ -219,7 +219,9 @@ NOTATIONS: Mapping[str, CallNotation] = {
 
 
 class ChatFormat:
-    """``tool_parser`` and ``reasoning_parser`` are the settings' values.
+    """How a model writes reasoning and tool calls, found out from its chat template and the settings.
+
+    ``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
     ``tools`` is the parser of calls; None if no parser knows the calls in the template. Then a call can still be
     forced, in the spelling of Hermes. The same holds for a model whose own spelling has no grammar here.

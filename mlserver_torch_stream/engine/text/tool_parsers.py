@@ -164,7 +164,10 @@ class MarkedCalls:
 
 
 class HermesCalls(MarkedCalls):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Qwen has it too. The end mark may be missing."""
+    """Finds ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write it.
+
+    The end mark may be missing.
+    """
 
     mark = "<tool_call>"
     end = "</tool_call>"
@@ -177,7 +180,7 @@ class HermesCalls(MarkedCalls):
 
 
 class LlamaCalls(MarkedCalls):
-    """``{"name": …, "parameters": {…}}`` as the whole answer, or after a mark; several have a semicolon between them.
+    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate several.
 
     An object without a mark is a call only if a function of that name may be called.
     """
@@ -203,7 +206,7 @@ class LlamaCalls(MarkedCalls):
 
 
 class MistralCalls(MarkedCalls):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` or, of newer models, ``[TOOL_CALLS]name[ARGS]{…}`` each."""
+    """Finds ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of newer models."""
 
     mark = "[TOOL_CALLS]"
     new_id = staticmethod(short_call_id)

@@ -326,7 +326,7 @@ class Worker:
         self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Raises what vLLM raises for a folder that is no adapter of the model."""
+        """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(adapter.name, adapter.number, adapter.path)
