@@ -307,19 +307,21 @@ async def write(
     output = Store.open(run.output, run.storage, run.stall_s)
     async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
         planned = await _begin(planned, output)
-        rows_before, before = metrics.rows, metrics.failed
+        before = metrics.failed
         tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
+        rows, failed = 0, metrics.failed - before  # counted here, since a watcher's metrics are those of many objects
         if not planned.done.complete:
             sink = PartSink(output, run.part_rows, planned.identity, run.retry)
-            async with aclosing(results(planned, infer, metrics, metrics.failed - before, stopped)) as found:
+            async with aclosing(results(planned, infer, metrics, failed, stopped)) as found:
                 async for result in found:
                     lease.require()
+                    rows += 1
+                    failed += result.outcome.failure is not None
                     if await sink.write(result) and written is not None:
-                        rows, failed = metrics.rows - rows_before, metrics.failed - before
                         await written(planned.done.rows + rows, planned.done.failed + failed)
             await sink.end()
         earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
-        failed = earlier - tried + metrics.failed - before
+        failed += earlier - tried
         if not planned.done.complete or run.retry_failed or run.lanes == 1:
             done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
             await run.retry.run(output.put, done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n")

@@ -95,7 +95,8 @@ async def settle() -> None:
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer."""
+    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer;
+    ``options``: those of the object store."""
 
     def __init__(
         self,
@@ -110,9 +111,9 @@ class Store:
         self._library: Any = obstore
         self._backend = backend
         self.url = url
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self.listable = listable
-        self._options = options or {}
+        self.options = options or {}
 
     @classmethod
     def open(
@@ -173,7 +174,7 @@ class Store:
             batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
                 try:
-                    batch = await within(batches.__anext__(), self._stall_s)
+                    batch = await within(batches.__anext__(), self.stall_s)
                 except StopAsyncIteration:
                     return
                 for meta in batch:
@@ -209,7 +210,7 @@ class Store:
         """Lists a bucket of S3 without the library. ``unnamed``: what the library said of the key."""
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
-        listing = S3Listing.find(self.url, self._options, self._stall_s)
+        listing = S3Listing.find(self.url, self.options, self.stall_s)
         if listing is None:
             raise RunRefused(
                 f"{self.url}: cannot be listed, because one of its keys cannot be named here ({unnamed}); name the "
@@ -288,10 +289,10 @@ class Store:
         except OSError as error:
             raise self._as_cloud_error(error, key) from error
         try:
-            end = time.monotonic() + self._stall_s
+            end = time.monotonic() + self.stall_s
             while not _take_lock(file):
                 if time.monotonic() > end:
-                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self._stall_s:g} s")
+                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self.stall_s:g} s")
                 await asyncio.sleep(_LOCK_LOOK_S)
             yield
         finally:
@@ -320,7 +321,7 @@ class Store:
 
     async def _call(self, key: str, call: Callable[[], Any]) -> Any:
         try:
-            return await within(call(), self._stall_s)
+            return await within(call(), self.stall_s)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -341,7 +342,7 @@ class Store:
             return error
         where = f"{self.url.rstrip('/')}/{key}"
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
-            return StoreUnavailable(f"{where}: nothing came for {self._stall_s:g} s")
+            return StoreUnavailable(f"{where}: nothing came for {self.stall_s:g} s")
         text = _first_line(error)
         if isinstance(error, ValueError):  # a key that the library cannot name, such as one with an empty level
             return RunRefused(f"{where}: {text}")
