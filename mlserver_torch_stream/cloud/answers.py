@@ -20,11 +20,11 @@ from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
 
 DONE = "[DONE]"
-_MAX_LEVELS = 500  # Python writes JSON of some 900 levels
+_MAX_LEVELS = 500  # of nesting; Python's JSON writer fails beyond about 900
 
 
 class GenerationBroke(Exception):
-    """The server reports that the generation failed. ``error``: its error object, if it sent an object."""
+    """The server reports that the generation failed. ``error`` is the server's error object, if it sent one."""
 
     def __init__(self, error: Any) -> None:
         self.error = error if isinstance(error, dict) else None
@@ -32,9 +32,9 @@ class GenerationBroke(Exception):
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON as servers in Python write it: NaN and the infinities, of log-probabilities, are null, which all can read.
+    """Parses JSON as servers in Python write it. NaN and infinities, which log-probabilities can be, become null.
 
-    Raises ValueError, also where it is nested so deeply that it could not be written again.
+    Raises ValueError, also if the value is nested too deeply to be written again.
     """
     try:
         value = json.loads(text, parse_constant=lambda constant: None)
@@ -60,8 +60,10 @@ def _within_levels(value: Any) -> bool:
 
 
 class HttpAnswer(Protocol):
-    """One answer while it arrives. Input that is no answer raises ValueError, KeyError, TypeError, IndexError or
-    AttributeError."""
+    """Collects one answer while it arrives.
+
+    Input that is not an answer raises ValueError, KeyError, TypeError, IndexError or AttributeError.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,10 +72,10 @@ class HttpAnswer(Protocol):
         """Takes the body of an answer that is not streamed."""
 
     def event(self, data: str) -> bool:
-        """Takes one event of a stream; True for the last."""
+        """Takes one event of a stream. Returns True for the last event."""
 
     def body(self) -> dict[str, Any]:
-        """The answer as OpenAI's object."""
+        """Returns the answer as OpenAI's object."""
 
 
 @dataclass
@@ -142,7 +144,7 @@ class V2ServerAnswer:
         return ChatChoice(index, text, reason, logprobs, self._reasoning.get(index, ""), self._calls.get(index, ()))
 
     def _add(self, body: Mapping[str, Any]) -> bool:
-        """True for the last event of a stream."""
+        """Adds an event, or a whole reply. Returns True for the last event of a stream."""
         reply = read_reply(body)
         if reply.error is not None:
             raise GenerationBroke(reply.error)
@@ -167,22 +169,22 @@ def _count(said: Any) -> int:
 
 
 _JSON = "application/json"
-_MAX_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
+_MAX_PIECES = 1 << 18  # each takes about 500 bytes of memory beside its content
 
 
 class AnswerTooLarge(Exception):
-    """The answer to one row is larger than is held in memory."""
+    """The answer to one row is too large to be held in memory."""
 
 
 class PieceCollector:
-    """The pieces of one answer, within a bound."""
+    """Collects the pieces of one answer, up to a limit of bytes and of pieces."""
 
     def __init__(self) -> None:
         self.found: list[tuple[bytes, str]] = []
         self._bytes = 0
 
     def add(self, value: bytes, content_type: str) -> None:
-        """Raises AnswerTooLarge."""
+        """Adds a piece. Raises AnswerTooLarge."""
         self._bytes += len(value)
         if self._bytes > MAX_ANSWER_BYTES:
             raise AnswerTooLarge(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
@@ -207,14 +209,17 @@ class PieceCollector:
 def predicted(
     pieces: Sequence[tuple[bytes, str]], apart: bool = False, span: tuple[float, float] | None = None
 ) -> Outcome:
-    """``pieces``: the values of the answer's pieces, at least one, and their content types; ``apart``: each becomes an
-    output line."""
+    """Returns the outcome of an answer in ``pieces``: one or more values, each with its content type.
+
+    With ``apart`` each piece becomes an output line of its own.
+    """
     if apart:
         return Outcome(span=span, pieces=[_prediction_body(value, content_type) for value, content_type in pieces])
     return Outcome(_prediction_body(b"".join(value for value, _ in pieces), pieces[0][1]), span=span)
 
 
 def answer_too_large(reason: str) -> Outcome:
+    """Returns the outcome of a row whose answer is too large to be held in memory. ``reason`` names the limit."""
     return Outcome(failure=Failure("too_large", reason))
 
 
@@ -227,8 +232,10 @@ def _prediction_body(value: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _prediction(value: bytes, content_type: str) -> Any:
-    """JSON as it is, text as a string, and other bytes as ``{"base64": …}``. Handlers seldom name a content type, so
-    that an answer without one is JSON if it can be read as such."""
+    """Returns JSON as it is, text as a string, and other bytes as ``{"base64": …}``.
+
+    Handlers seldom name a content type, so an answer without one counts as JSON if it can be parsed.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     try:
         if kind in ("", _JSON):

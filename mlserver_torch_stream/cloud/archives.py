@@ -1,6 +1,6 @@
 """Divides archives into members as their bytes arrive, in pieces of bounded size: tar and zip, and zstd streams.
 
-Nothing is unpacked to disk. A member is an event with its name, then its bytes, then an event at its end.
+Nothing is unpacked to disk. Each member gives an event with its name, then its bytes, then an event at its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_MEMBERS = 1_000_000
 MAX_DIRECTORY_BYTES = 8 * 2**20  # of a zip archive: some 100,000 members
 _MAX_HEADER_BYTES = 2**20  # of a member's extended header in tar
 _SLICE = 64 * 2**10  # compressed bytes that are decompressed at a time
-_ZSTD_SLICE = 2**10  # of zstd, which bounds no output: a slice unfolds to at most 32 MiB
-_ZSTD_WINDOW = 2**27  # the largest that the zstd command takes too
+_ZSTD_SLICE = 2**10  # for zstd, whose output has no bound: a slice unfolds to at most 32 MiB
+_ZSTD_WINDOW = 2**27  # the largest window that the zstd command accepts
 _BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True, slots=True)
 class MemberBegin:
-    """The begin of a member. ``trouble``: why it has no bytes here, if it has none."""
+    """Begins a member. ``trouble``: why its bytes are not read; empty if they are."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class MemberBegin:
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """The end of a member. ``trouble``: why its last bytes are missing or wrong, if they are."""
+    """Ends a member. ``trouble``: why its last bytes are missing or wrong; empty if they are right."""
 
     trouble: str = ""
 
@@ -46,9 +46,11 @@ Event = MemberBegin | MemberEnd | bytes
 class Decompressor(Protocol):
     """Decompresses a stream. ``feed`` and ``end`` raise Damaged."""
 
-    def feed(self, data: bytes) -> Iterator[bytes]: ...
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Takes the next compressed bytes, and yields the decompressed bytes in pieces."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Checks that the compressed stream is complete."""
 
 
 class Plain:
@@ -74,10 +76,10 @@ class SlicedGunzip(Gunzip):
 
 
 class Unzstd:
-    """Several frames one after another are one stream."""
+    """Decompresses zstd. Several frames one after another are one stream."""
 
     def __init__(self) -> None:
-        """Raises Damaged where the library is missing."""
+        """Raises Damaged if the library is missing."""
         try:
             import zstandard
         except ImportError:
@@ -107,21 +109,23 @@ class Unzstd:
         if not self._begun:
             raise Damaged("is empty, which is not zstd")
         if self._frame is not None:
-            raise Damaged("is zstd that ends before its end")
+            raise Damaged("is zstd that ends too early")
 
 
 def decompressor(compression: str | None) -> Decompressor:
-    """Raises Damaged where the library of the compression is missing."""
+    """Returns a decompressor for this compression; None: not compressed. Raises Damaged if its library is missing."""
     return SlicedGunzip() if compression == "gzip" else Unzstd() if compression == "zstd" else Plain()
 
 
 class Tar:
-    """Members of a tar archive, with the headers of POSIX (pax), GNU and older ones. Folders are no members; a link, a
-    device and a sparse file are members with trouble."""
+    """Reads the members of a tar archive with headers of POSIX (pax), GNU or older formats.
+
+    Folders are skipped. A link, a device or a sparse file is a member with ``trouble``.
+    """
 
     def __init__(self) -> None:
         self._header = bytearray()
-        self._left = 0  # bytes of the content that comes
+        self._left = 0  # bytes of the current content that are still to come
         self._padding = 0
         self._taken = ""  # what the content is: "member", "pax", "global", "name", or "" if it is skipped
         self._extended = bytearray()
@@ -131,7 +135,7 @@ class Tar:
         self.over = False
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Raises Damaged."""
+        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
         at = 0
         while at < len(data) and not self.over:
             if self._left:
@@ -154,7 +158,7 @@ class Tar:
 
     def end(self) -> None:
         if not self.over:
-            raise Damaged("is a tar archive that ends before its end")
+            raise Damaged("is a tar archive that ends too early")
 
     def _content(self, part: bytes) -> Iterator[Event]:
         if self._taken == "member":
@@ -223,7 +227,7 @@ class Tar:
 
 
 class DirectoryLonger(Exception):
-    """A zip archive's directory begins before the bytes that are there: at ``start``."""
+    """The directory of a zip archive begins at ``start``, before the bytes that were fetched."""
 
     def __init__(self, start: int) -> None:
         super().__init__(start)
@@ -259,7 +263,10 @@ class _Tail(io.RawIOBase):
 
 
 def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
-    """The members of a zip archive of ``size`` bytes by the order of their places. Raises Damaged, DirectoryLonger."""
+    """Returns the members of a zip archive of ``size`` bytes, in the order of their positions.
+
+    Raises Damaged, or DirectoryLonger if ``tail`` does not hold the whole directory.
+    """
     try:
         with zipfile.ZipFile(_Tail(tail, size)) as archive:
             return sorted(archive.infolist(), key=lambda info: info.header_offset)
@@ -268,13 +275,15 @@ def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
 
 
 class Zip:
-    """Members of a zip archive whose directory is ``members``, from all its bytes in order. A member of another
-    method than stored and deflated, or that is encrypted, has trouble."""
+    """Reads the members of a zip archive from its bytes, in order. ``members`` is the archive's directory.
+
+    A member that is encrypted, or neither stored nor deflated, has ``trouble``.
+    """
 
     def __init__(self, members: Sequence[zipfile.ZipInfo]) -> None:
         self._members = list(members)
-        self._at = 0  # bytes that were fed
-        self._number = -1  # of the member that is read
+        self._at = 0  # bytes fed so far
+        self._number = -1  # index of the current member
         self._index = 0
         self._content: _ZipContent | None = None
         self._local = bytearray()
@@ -284,7 +293,7 @@ class Zip:
         return self._content is None and self._number + 1 >= len(self._members)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Raises Damaged."""
+        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
         for start in range(0, len(data), _SLICE):
             rest = data[start : start + _SLICE]
             while rest and not self.over:
@@ -301,7 +310,7 @@ class Zip:
 
     def end(self) -> None:
         if not self.over:
-            raise Damaged("is a zip archive that ends before its end")
+            raise Damaged("is a zip archive that ends too early")
 
     def _seek(self, data: bytes) -> Generator[Event, None, bytes]:
         """Reads up to the content of the next member; returns the bytes that are left."""
@@ -330,7 +339,7 @@ class Zip:
 
 
 def _lengths(local: bytearray) -> int:
-    """The bytes of the name and the extra fields behind a local header."""
+    """Returns the bytes of the name and the extra fields after a local header."""
     return int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 
@@ -338,12 +347,12 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
     if info.flag_bits & 1:
         return "is encrypted"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        return f"is compressed by method {info.compress_type} of zip, which is not read"
+        return f"is compressed by method {info.compress_type} of zip, which is not supported"
     return ""
 
 
 class _ZipContent:
-    """Decompresses one member. ``left``: compressed bytes that are still to come; ``shown``: they become events."""
+    """Decompresses one member. ``left``: compressed bytes still to come; ``shown``: whether they become events."""
 
     def __init__(self, info: zipfile.ZipInfo) -> None:
         self._info = info
@@ -385,5 +394,5 @@ class _ZipContent:
         if not self.shown:
             return
         if not self._trouble and (self._size, self._sum) != (self._info.file_size, self._info.CRC):
-            self._trouble = "is damaged: its size or checksum is not that of its archive's directory"
+            self._trouble = "is damaged: its size or checksum differs from the archive's directory"
         yield MemberEnd(self._trouble)

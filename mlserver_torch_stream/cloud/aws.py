@@ -1,6 +1,6 @@
 """Calls services of AWS by boto3 in threads, and lists a bucket of S3 with all its keys.
 
-The library of stores cannot name some keys, and then stops to list.
+The object-store library cannot represent some keys, and stops listing at such a key.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _DEFAULT_REGION = "us-east-1"
 
 
 class AwsClient:
-    """A client of one service. ``credentials``: arguments of boto3's session; without them those of the environment,
-    of a profile or of the machine's role are found. ``silence``: seconds to wait for an answer. Raises RunRefused.
+    """A client of one service. Raises RunRefused for an invalid address.
+
+    ``credentials``: arguments of boto3's session; without them boto3 looks in the environment, in profiles and at the
+    machine's role. ``silence``: seconds to wait for an answer.
     """
 
     def __init__(
@@ -52,19 +54,22 @@ class AwsClient:
         )
         try:
             self._client = self._session.client(service, endpoint_url=endpoint, config=config)
-        except (BotoCoreError, ValueError) as error:  # no region, or an endpoint that is none
+        except (BotoCoreError, ValueError) as error:  # no region, or an invalid endpoint
             raise RunRefused(f"{endpoint}: {error}") from None
 
     @property
     def has_credentials(self) -> bool:
-        """Blocks while it asks for the machine's role."""
+        """Returns True if boto3 finds credentials. Blocks while it asks for the machine's role."""
         try:
             return self._session.get_credentials() is not None
         except BotoCoreError:
             return False
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Raises CloudError. A call that is cancelled goes on in its thread, and its answer is dropped."""
+        """Calls a method of the service in a thread, and returns the response. Raises CloudError.
+
+        A cancelled call goes on in its thread, and its response is dropped.
+        """
         try:
             return await in_thread(lambda: getattr(self._client, method)(**arguments))
         except _NO_CREDENTIALS as error:
@@ -88,8 +93,11 @@ class AwsClient:
 
 @dataclass(frozen=True, slots=True)
 class S3Listing:
-    """``credentials``: arguments of boto3's session; None for a bucket that anybody may list. ``stall_s``: the longest
-    silence in seconds."""
+    """Lists the objects of an S3 bucket below a prefix.
+
+    ``credentials``: arguments of boto3's session; None for a public bucket. ``stall_s``: the longest silence in
+    seconds.
+    """
 
     endpoint: str
     bucket: str
@@ -99,8 +107,11 @@ class S3Listing:
 
     @classmethod
     def find(cls, url: str, options: Mapping[str, str], stall_s: float) -> S3Listing | None:
-        """None where the URL is not S3's, or the credentials or the address are not in ``options`` or the environment,
-        but those of the machine's role, for example."""
+        """Returns the listing of a URL; None if the URL is not one of S3.
+
+        It is also None if the credentials or the address are in neither ``options`` nor the environment, for example
+        because they come from the machine's role.
+        """
         given = {f"AWS_{name.upper().removeprefix('AWS_')}": value for name, value in options.items()}
         environ = {**os.environ, **given}
         region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or _DEFAULT_REGION
@@ -120,7 +131,9 @@ class S3Listing:
         return cls(endpoint.rstrip("/"), bucket, prefix, credentials if known else None, stall_s)
 
     async def objects(self, after: str | None) -> AsyncGenerator[tuple[str, int, str], None]:
-        """The key below the prefix, the size and the ETag of each object, in the order of the keys. Raises CloudError.
+        """Yields the key below the prefix, the size and the ETag of each object, in the order of the keys.
+
+        Raises CloudError.
 
         ``after``: only keys after this one.
         """

@@ -1,6 +1,6 @@
 """Infers rows with a server over HTTP: prompts in the V2 protocol or OpenAI's API, objects as predictions or tensors.
 
-A server of this project also takes whole batches. What a server refuses, the run refuses.
+A server of this project also takes whole batches. A row that the server refuses fails with the server's reason.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 
 
 async def open_backend(endpoint: ServerEndpoint) -> Backend:
-    """Raises RunRefused if the endpoint names no model, and the server has none or several."""
+    """Returns the backend of an endpoint.
+
+    Raises RunRefused if the endpoint names no model, and the server has none or several.
+    """
     model = endpoint.model or await only_model(endpoint.url, endpoint.api, endpoint.key)
     if endpoint.batches:
         return BatchBackend(endpoint, model)
@@ -79,7 +82,7 @@ async def open_backend(endpoint: ServerEndpoint) -> Backend:
 
 @asynccontextmanager
 async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
-    """The callable itself, or one that asks the server at the endpoint or URL."""
+    """Yields ``model`` itself if it is a callable, else a backend for the server at this endpoint or URL."""
     if not isinstance(model, ServerEndpoint | str):
         yield model
         return
@@ -125,7 +128,7 @@ class GenerationBackend(Backend):
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
 
     async def _read(self, response: aiohttp.ClientResponse, answer: HttpAnswer) -> dict[str, Any]:
-        """The answer as OpenAI's object. Raises CloudError."""
+        """Returns the answer as OpenAI's object. Raises CloudError."""
         try:
             if not self.endpoint.stream:
                 answer.whole(parse(await response.read()))
@@ -146,12 +149,12 @@ class GenerationBackend(Backend):
 
 
 _FULL = 429
-_BUSY = ("ServiceUnavailableException",)  # a full queue, no worker; a handler that fails has another type
+_BUSY = ("ServiceUnavailableException",)  # a full queue or no worker; a failing handler has another type
 _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
 
 class PredictionBackend(Backend):
-    """Posts each object or chunk to ``/predictions/{model}``; the model is the handler's, or ``model/version``."""
+    """Posts each object or chunk to ``/predictions/{model}``; the model is the handler's name, or ``name/version``."""
 
     async def _one(self, row: Row) -> Outcome:
         request = _objects(self.endpoint)
@@ -172,7 +175,7 @@ class PredictionBackend(Backend):
             except AnswerTooLarge as error:
                 return answer_too_large(str(error))
             except StoreUnavailable as error:
-                if pieces.found:  # as where the handler fails after its first piece
+                if pieces.found:  # the handler failed after its first piece, for example
                     text = f"{error}, after {len(pieces.found)} pieces of the answer"
                     raise RowFailed(text, UNREADABLE) from error
                 raise
@@ -221,7 +224,7 @@ _Frame = tuple[dict[str, Any], bytes]
 
 
 class BatchBackend(Backend):
-    """Sends batches to a server of this project, which answers each row of them, in one exchange."""
+    """Sends batches to a server of this project over one long HTTP exchange. The server answers each row."""
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
         super().__init__(endpoint, model)
@@ -264,13 +267,13 @@ class BatchBackend(Backend):
                     outcomes[index] = self._outcome(head, body, span)
                     del frames[index]
             if busy:
-                raise ServerUnready(f"the model takes no more: {busy}")
+                raise ServerUnready(f"the model takes no more rows now: {busy}")
 
         if frames:
             await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def _in_sequence(self, row: Row) -> Outcome:
-        """The outcome of a chunk, which is sent again only if no worker has got it. Raises SequenceLost."""
+        """Returns the outcome of a chunk. It is sent again only if no worker has received it. Raises SequenceLost."""
         frame = self._frame(row)
         starts = row.chunk is not None and row.chunk.index == 0
 
@@ -285,14 +288,14 @@ class BatchBackend(Backend):
             if head.get("busy") or head.get("shared"):
                 message = error_message(parse(body)["error"])
                 if head["busy"] and (head["status"] == _FULL or starts):
-                    raise ServerUnready(f"the model takes no more: {message}")
+                    raise ServerUnready(f"the model takes no more rows now: {message}")
                 raise SequenceLost(message)
             return self._outcome(head, body, (began, time.monotonic()))
 
         return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def tokens(self, row: Row) -> int:
-        """The number of tokens of the row's prompt; for a row without a valid request, the number of its bytes."""
+        """Returns the number of tokens of the row's prompt, or of its bytes if the row has no valid request."""
         try:
             frame = self._frame(row, counted=True)
         except (RowUnsuitable, RequestError, ValueError, RecursionError):
@@ -301,12 +304,12 @@ class BatchBackend(Backend):
         return int(head.get("tokens", row.size))
 
     async def workers(self) -> tuple[int, int]:
-        """The rows of a batch and the number of workers of a handler."""
+        """Returns the batch size and the number of workers of a handler."""
         described = await self._describe()
         return described["batchSize"], max(1, described["minWorkers"], described["maxWorkers"])
 
     async def most_sequences(self) -> int:
-        """The most sequences that a handler has open. Raises RunRefused if it keeps no state."""
+        """Returns how many sequences a handler can have open at a time. Raises RunRefused if it keeps no state."""
         described = await self._describe()
         if not described["stateful"]:
             raise RunRefused("--sequences: the handler keeps no state; set sequenceBatching in its model-config.yaml")
@@ -335,7 +338,7 @@ class BatchBackend(Backend):
         return encode_frame({"path": ask.path, **({"count": True} if counted else {})}, content)
 
     async def _post(self, frames: Sequence[bytes]) -> list[_Frame]:
-        """The answers to one batch. Raises CloudError."""
+        """Returns the answers to one batch. Raises CloudError."""
         if self._exchange is None or self._exchange.done():
             self._outgoing, self._waiting = asyncio.Queue(), {}
             self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))
@@ -355,7 +358,7 @@ class BatchBackend(Backend):
     async def _run_exchange(
         self, outgoing: asyncio.Queue[bytes], waiting: dict[int, asyncio.Future[list[_Frame]]]
     ) -> None:
-        """Sends batches and takes their answers, until the connection breaks, which fails those without one."""
+        """Sends batches and receives their answers until the connection breaks. Then batches without an answer fail."""
         try:
             async with self._posted(self._path, _all_of(outgoing), FRAMES) as response:
                 if response.status != 200:
@@ -394,7 +397,7 @@ class BatchBackend(Backend):
 
 
 async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    """What is put into the queue, for ever; what waits there already is sent at once."""
+    """Yields the contents of the queue, for ever. Entries that wait together are yielded as one."""
     while True:
         parts = [await queue.get()]
         while not queue.empty():
@@ -422,7 +425,7 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _unsent(error: Exception) -> Outcome:
-    """The outcome of a row that was not sent: a lone surrogate, NaN or nesting without end cannot be."""
+    """Returns the outcome of a row that JSON cannot carry, because of a lone surrogate, NaN or too deep nesting."""
     if isinstance(error, RequestError):
         return Outcome(failure=refusal(error))
     if isinstance(error, RowUnsuitable):
@@ -435,7 +438,7 @@ def _unreadable(error: Exception) -> RowFailed:
 
 
 def _torchserve_error(body: bytes) -> Mapping[str, Any]:
-    """TorchServe's error object; empty where the body is a handler's own."""
+    """Returns TorchServe's error object; empty if the body is the handler's own."""
     try:
         found = parse(body)
     except ValueError:
@@ -444,7 +447,7 @@ def _torchserve_error(body: bytes) -> Mapping[str, Any]:
 
 
 def _outputs(answer: bytes) -> list[dict[str, Any]]:
-    """Raises RowFailed."""
+    """Returns the output tensors of a V2 reply. Raises RowFailed."""
     try:
         return [
             {key: tensor[key] for key in ("name", "datatype", "shape", "parameters", "data") if key in tensor}

@@ -25,15 +25,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """There are ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``. Jitter
-    shortens it by up to half."""
+    """Retries a call, up to ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``.
+
+    Jitter shortens it by up to half.
+    """
 
     tries: int = 6
     first: float = 0.1
     longest: float = 10.0
 
     def pause(self, failed: int, error: CloudError, draw: float | None = None) -> float:
-        """The seconds to wait after the ``failed``-th failure, counted from 1. ``draw`` in [0, 1) is the jitter."""
+        """Returns the seconds to wait after the ``failed``-th failure, counted from 1.
+
+        ``draw`` in [0, 1) is the jitter.
+        """
         jitter = random.random() if draw is None else draw
         pause: float = min(self.longest, self.first * 2.0 ** (failed - 1)) * (0.5 + jitter / 2)
         asked = error.retry_after if isinstance(error, StoreUnavailable) else None
@@ -45,7 +50,7 @@ class Retry:
         *args: Unpack[Ts],
         on_retry: Callable[[CloudError], None] | None = None,
     ) -> T:
-        """Returns what the first ``attempt`` with ``args`` that succeeds returns. Raises the last CloudError.
+        """Calls ``attempt(*args)`` until it succeeds, and returns its result. Raises the last CloudError.
 
         ``on_retry`` is called with each error after which another attempt follows.
         """
@@ -63,10 +68,11 @@ class Retry:
 
 
 async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
-    """Stands in for asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives together with the
-    answer, so that a run went on after a signal.
+    """Awaits ``call`` for at most ``seconds``.
 
-    If the caller is cancelled or the time is over, and the call has a result all the same, ``lost`` is called with it.
+    asyncio.wait_for is not used: before Python 3.12 it swallows a cancellation that arrives together with the answer,
+    and a run went on after a signal. If the caller is cancelled or the time is over although the call has a result,
+    ``lost`` is called with the result.
     """
     future = asyncio.ensure_future(call)
     try:
@@ -86,8 +92,10 @@ def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
 
 
 class Concurrency:
-    """Additive increase, multiplicative decrease, between 1 and ``most``. The refusal of a request that started before
-    the last decrease does not decrease the limit again."""
+    """Limits the requests in flight by additive increase and multiplicative decrease, between 1 and ``most``.
+
+    The refusal of a request that started before the last decrease does not decrease the limit again.
+    """
 
     def __init__(self, most: int, start: int = 4) -> None:
         if most < 1:
@@ -101,7 +109,7 @@ class Concurrency:
         return int(self._limit)
 
     def started(self) -> int:
-        """A value that the request passes to ``refused`` if the server refuses it."""
+        """Returns the value that the request passes to ``refused`` if the server refuses the request."""
         return self._cuts
 
     def answered(self) -> None:

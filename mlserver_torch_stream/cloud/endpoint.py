@@ -1,4 +1,4 @@
-"""A server that infers rows, over HTTP: how it is asked, what its refusals mean, and when a request is sent again."""
+"""Asks a server over HTTP to infer rows: sends requests, reads refusals, and decides when to send a request again."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _CONNECT_S = 10.0
 _CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed their sockets
 _TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 _SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
-_WARNED_BYTES = 2**20  # of a body that aiohttp takes from memory without a warning
+_WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """A model of a server, and how rows are sent to it. ``model`` None: the server's only one.
+    """A model of a server, and how rows are sent to it. ``model`` None means the server's only model.
 
-    ``rows``: how prompts become requests; ``objects``: how whole objects and chunks do, for ``api`` "torchserve" and
-    for ``tensor``, the name of a BYTES tensor. ``batches``: a batch of the run is one request, which servers of this
-    project take. At most ``concurrency`` requests are in flight. ``timeout``: seconds of silence, None for ever.
-    ``name``: the model's name in answers without one, and in all of ``batches``. ``ended`` says why the server will
-    never answer again; None while it may.
+    ``rows`` says how prompts become requests. ``objects`` says the same of whole objects and chunks, for ``api``
+    "torchserve" or with ``tensor``, the name of a BYTES tensor. With ``batches`` each batch of the run is one request,
+    which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is the
+    longest silence in seconds; None: no limit. ``name`` is the model's name in answers that do not name it, and in all
+    answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
     """
 
     url: str
@@ -97,11 +97,11 @@ class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
 
 
 class Backend:
-    """The callable that infers a batch with the ``model`` of an endpoint. ``retries``: the requests sent again.
+    """Infers batches with the ``model`` of an endpoint. ``retries`` counts the requests that were sent again.
 
     Raises StoreUnavailable if the server does not answer within all tries, AccessDenied for a wrong key and
-    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row. A row at
-    which the connection breaks each time fails alone if the server answers other rows meanwhile.
+    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row. If the
+    connection breaks at each try of one row while the server answers other rows, only that row fails.
     """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
@@ -124,6 +124,7 @@ class Backend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
+        """Closes the connections to the server."""
         await self._session.close()
         await asyncio.sleep(_CLOSING_S)
 
@@ -131,10 +132,10 @@ class Backend:
         raise NotImplementedError
 
     async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
-        """The outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
 
-        It is called with True at the row's last try: another row that the server put into the same batch may have
-        failed the tries before, so that the row should be sent while no other is.
+        It is called with True at the row's last try, and then sends the row while no other is in flight: another row in
+        the same batch of the server may have caused the failures before.
         """
         failures = breaks = 0
         before: int | None = None  # all answers before the second break; some may have come after the first
@@ -174,7 +175,7 @@ class Backend:
     async def _posted(
         self, path: str, content: bytes | AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a post, whatever its status. Raises StoreUnavailable where the connection breaks."""
+        """Yields the answer to a POST, whatever its status. Raises StoreUnavailable if the connection breaks."""
         body = io.BytesIO(content) if isinstance(content, bytes) and len(content) >= _WARNED_BYTES else content
         url = URL(self._url + path, encoded=True)
         try:
@@ -191,7 +192,7 @@ class Backend:
     async def _answered(
         self, started: int, path: str, content: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a post. Raises CloudError where it is a refusal, or breaks off."""
+        """Yields the answer to a POST. Raises CloudError if it is a refusal, or breaks off."""
         async with self._posted(path, content, headers) as response:
             if response.status != 200:
                 if response.status in _SLOWER:
@@ -210,7 +211,7 @@ class Backend:
         return lasting_refusal(text, status, missing=status == 404, error=error)
 
     def _without_key(self, text: str) -> str:
-        """The text without the key, which a server may repeat in its error."""
+        """Removes the key from a text: a server may repeat it in its error."""
         key = self.endpoint.key or ""
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
@@ -237,7 +238,7 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout),
         connector=aiohttp.TCPConnector(limit=concurrency, socket_factory=_socket),
-        skip_auto_headers=("Accept-Encoding",),  # a packed answer would lose the borders of its pieces
+        skip_auto_headers=("Accept-Encoding",),  # compression hides where the pieces of an answer end
         trust_env=True,
     )
 
@@ -245,7 +246,7 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
 def lasting_refusal(
     text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
 ) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
-    """The error of a refusal that does not pass by itself. ``missing``: the server has no such model."""
+    """Returns the error of a refusal that a later try would get again. ``missing``: the server has no such model."""
     if status in (401, 403):
         return AccessDenied(text)
     if missing:
@@ -256,12 +257,12 @@ def lasting_refusal(
 
 
 def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
-    """``error``: the server's own error object, where it sent one."""
+    """Returns the failure of a row. ``error`` is the server's own error object, if it sent one."""
     return Failure(code, message, status, error or error_object(status, message, code=code))
 
 
 def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
-    """The message of a refusal, and its error object, if it is OpenAI's."""
+    """Returns the message of a refusal, and its error object if it has OpenAI's form."""
     try:
         error = parse(body)["error"]
         return error_message(error), error if isinstance(error, dict) else None
@@ -270,7 +271,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
-    """The name of the server's only model. Raises RunRefused where it has none or several."""
+    """Returns the name of the server's only model. Raises RunRefused if it has none or several."""
     method, path, body = (
         ("GET", "/v1/models", None) if api == "openai" else ("POST", "/v2/repository/index", b'{"ready": true}')
     )

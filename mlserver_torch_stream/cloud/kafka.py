@@ -1,7 +1,7 @@
 """Infers the records of a Kafka topic: each part is named after its first offset, and committed once it is durable.
 
-The only module that knows the Kafka client. If a part for the next offset of a partition exists already, a consumer
-wrote it and died before it committed; its records are skipped, not inferred again.
+No other module imports the Kafka client. If a part for the next offset of a partition exists already, a consumer wrote
+it and died before the commit; its records are skipped, not inferred again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ _LOOK_MS = 500
 
 
 def offset_part(topic: str, partition: int, first: int) -> str:
+    """Returns the name of the part that begins with the record at offset ``first`` of a partition."""
     return f"part-{topic}-{partition:05d}-{first:020d}.jsonl"
 
 
 @dataclass
 class Topic:
-    """A part is closed after ``part_rows`` rows, or ``part_wait`` seconds after its first row. ``created``: the time
-    that the rows bear, in seconds since the epoch; None: the time of the output's first consumer."""
+    """Infers the records of one topic. A part ends after ``part_rows`` rows, or ``part_wait`` seconds after its first
+    row.
+
+    ``created``: the creation time in the output rows, in seconds since the epoch; None: when the output's first
+    consumer began.
+    """
 
     servers: str
     topic: str
@@ -119,7 +124,7 @@ class Topic:
             records = [record for record in records if record.offset > last]
 
     async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
-        """All records of a part that exists already: another consumer may have put more records into it."""
+        """Returns all records of a part that exists already: another consumer may have put more records into it."""
         records = list(records)
         while records[-1].offset < last and partition in consumer.assignment():
             missing = last - records[-1].offset
@@ -147,7 +152,7 @@ class Topic:
                 )
 
     async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> bool:
-        """False where another consumer has the partition by now; it will find the part."""
+        """Commits an offset. Returns False if another consumer has the partition by now: it will find the part."""
         try:
             await consumer.commit({partition: offset})
         except (CommitFailedError, IllegalStateError):

@@ -1,6 +1,6 @@
 """Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
 
-No part is ever written twice, with or without the lease: the lease saves the second command's inference.
+With or without the lease no part is written twice. The lease keeps a second command from inferring in vain.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from mlserver_torch_stream.cloud.rows import (
 from mlserver_torch_stream.cloud.store import Store, get_or_none
 
 RENEW_S = 15.0
-SILENCE_S = 60.0  # after so long without a renewal a writer is taken for dead
+SILENCE_S = 60.0  # a writer that has not renewed its lease for so long counts as dead
 _END_S = 2.0  # for writing that the command has ended, possibly at a signal
 _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
 class WriterLease:
-    """The lease is held while its block runs. A writer that died on this machine is found dead at once, by its process.
-    A writer on another machine is taken for dead after ``silence`` seconds without a renewal, or if the two clocks
-    differ by more."""
+    """Holds the lease of an output while its block runs.
+
+    A dead writer on this machine is noticed at once, because its process is gone. A writer on another machine counts as
+    dead after ``silence`` seconds without a renewal, or if the two clocks differ by more than that.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class WriterLease:
         self._lost = False
 
     async def check(self) -> None:
-        """Raises InUse where a command that is alive writes parts that this command would write."""
+        """Raises InUse if a living command writes parts that this command would write."""
         names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
         for name in names:
             with suppress(ObjectMissing):
@@ -128,7 +130,10 @@ class WriterLease:
         return json.dumps({**holder, "ended": ended}).encode() + b"\n"
 
     def _shares_parts(self, name: str) -> bool:
-        """A lane has the parts n with n % lanes == lane - 1. Two lanes share parts if their remainders agree."""
+        """Returns True if a lease's lane shares parts with this one: a lane has the parts n with n % lanes == lane - 1.
+
+        Two lanes share parts if their remainders agree.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             return False
@@ -144,13 +149,13 @@ def _alive(holder: Mapping[str, Any], silence: float) -> bool:
         lives = holder.get("started") is not None and holder["started"] == _started(holder.get("pid"))
         if not lives or holder.get("pid") != here["pid"]:
             return lives
-        # This very process: an earlier run of it may have ended while the store could not be told.
+        # The holder is this process: an earlier run in it may have ended while the store could not be reached.
     seen = holder.get("seen")
     return isinstance(seen, int | float) and abs(time.time() - seen) < silence
 
 
 def _process() -> dict[str, Any]:
-    """This process, and the machine and process namespace in which its pid is valid. Linux only."""
+    """Returns this process's pid, and the machine and process namespace in which it is valid. Linux only."""
     machine = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -159,7 +164,7 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: Any) -> int | None:
-    """When a living process was started, in clock ticks since the machine's boot."""
+    """Returns when a living process was started, in clock ticks since the machine's boot."""
     with suppress(OSError, ValueError):
         state, *fields = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return None if state == "Z" else int(fields[18])
@@ -167,7 +172,7 @@ def _started(pid: Any) -> int | None:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """The lease as an object; bytes that are no lease count as a lease that has ended."""
+    """Reads a lease. Bytes that are not a lease count as a lease that has ended."""
     try:
         holder = json.loads(data)
     except ValueError:
@@ -181,7 +186,7 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not part of t
 
 
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
-    """The run that the output belongs to, if that is the run of ``config``; None if the output belongs to no run yet.
+    """Returns the run of ``config``, if the output belongs to it; None if the output belongs to no run yet.
 
     Raises RunRefused where the output belongs to another run.
     """
@@ -219,4 +224,5 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
 
 
 def identify(config: Mapping[str, Any], created: int) -> RunIdentity:
+    """Returns the identity of a run: a digest of its configuration, and when it began, in seconds since the epoch."""
     return RunIdentity(digest(config), created)

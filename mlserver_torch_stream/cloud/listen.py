@@ -39,7 +39,7 @@ _STRUCTURED, _BATCHED = "application/cloudevents+json", "application/cloudevents
 
 
 class EventRefused(Exception):
-    """The answer to an event that is not accepted."""
+    """The listener does not accept an event. Holds the status, the message and the headers of the answer."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -50,11 +50,12 @@ class EventRefused(Exception):
 
 @dataclass
 class EventListener:
-    """Announces the new objects of ``place`` of which events tell that are posted to ``host`` and ``port``.
+    """Announces the new objects of ``place`` that are named by events posted to ``host`` and ``port``.
 
-    ``records``: where accepted events are recorded. ``key``: what an event must bear, as a bearer's token or as the
-    password of HTTP's basic scheme; None: nothing. ``sns`` None: messages of SNS are refused. ``check`` runs for each
-    event and ends the listening with a CloudError. ``report`` gets the address and a line for each refused event.
+    ``records``: where accepted events are recorded. ``key``: the secret that an event must carry, as a bearer token or
+    as the password of basic authentication; None: no secret is needed. ``sns`` None: messages of SNS are refused.
+    ``check`` runs for each event and ends the listening with a CloudError. ``report`` gets the address and a line for
+    each refused event.
     """
 
     host: str
@@ -75,7 +76,7 @@ class EventListener:
         self._requests = 0
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Never ends by itself. Raises CloudError."""
+        """Yields new objects, and never ends by itself. Raises CloudError."""
         await self._load()
         app = web.Application(client_max_size=MAX_EVENT_BYTES)
         app.router.add_post("/", self._post)
@@ -108,7 +109,10 @@ class EventListener:
                 raise RunRefused(f"--output: {url}/{info.key} was not written by this program") from None
 
     def _announce(self, name: str, keys: Sequence[str]) -> None:
-        """``name``: the event's record, which is deleted when all objects are done."""
+        """Announces the objects of an event.
+
+        ``name``: the event's record, which is deleted when all objects are done.
+        """
         left = len(keys)
         self._open += left
 
@@ -146,11 +150,13 @@ class EventListener:
             self._requests -= 1
 
     async def _accepted(self, request: web.Request) -> int:
-        """The number of the event's objects, after it is recorded. Raises EventRefused or CloudError."""
+        """Records an event and returns the number of its objects. Raises EventRefused or CloudError."""
         self._check_key(request)
         created = await self._created(request, await _body(request))
         if created is None:
-            raise EventRefused(400, "the body is no notification of S3, SNS or MinIO and no CloudEvent of a storage")
+            raise EventRefused(
+                400, "the body is neither a notification of S3, SNS or MinIO nor a CloudEvent of a storage"
+            )
         keys = self.place.keys(created)
         if keys is None:
             raise EventRefused(403, "the event names an object that is not below --input")
@@ -184,7 +190,10 @@ class EventListener:
             raise EventRefused(401, "the key is missing or wrong", {"WWW-Authenticate": 'Basic realm="events"'})
 
     async def _created(self, request: web.Request, body: bytes) -> list[Created] | None:
-        """The new objects of the event; None if it is none. Raises EventRefused or CloudError."""
+        """Returns the new objects that an event names; None if the body is not an event.
+
+        Raises EventRefused or CloudError.
+        """
         kind = request.content_type
         if kind == _BATCHED:
             raise EventRefused(415, f"{_BATCHED}: batches are not implemented; send each event by itself")
@@ -204,7 +213,7 @@ class EventListener:
         return read_s3(value)
 
     async def _of_sns(self, envelope: Mapping[str, Any]) -> str | None:
-        """The text of a notification; None for another message."""
+        """Returns the text of an SNS notification; None for any other message of SNS."""
         if self.sns is None:
             raise EventRefused(403, "messages of SNS are accepted for the topics of --sns-topic alone")
         from mlserver_torch_stream.cloud.sns import MessageRejected
@@ -216,9 +225,9 @@ class EventListener:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises EventRefused for a body that is too large, too slow or packed."""
+    """Reads the body. Raises EventRefused if it is too large, too slow or compressed."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise EventRefused(415, "Content-Encoding: a packed event is not read")
+        raise EventRefused(415, "Content-Encoding: compressed events are not accepted")
     try:
         return await within(request.read(), _BODY_S)
     except asyncio.TimeoutError:

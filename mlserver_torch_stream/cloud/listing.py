@@ -34,7 +34,10 @@ class InputLocation:
 async def open_input(
     url: str, options: Mapping[str, str], retry: Retry, *, manifest: bool, stall_s: float
 ) -> InputLocation:
-    """A URL whose last part looks like a file name means that object if it exists, else a prefix."""
+    """Opens the input of a run.
+
+    A URL whose last part looks like a file name means that object if it exists, else a prefix.
+    """
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
     if web and not manifest:
@@ -56,7 +59,7 @@ async def open_input(
 
 
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
-    """The objects in the order of their keys, or of the manifest. Raises CloudError where nothing can be listed."""
+    """Returns the objects in the order of their keys, or of the manifest. Raises CloudError if listing fails."""
     if manifest is not None:
         return await heads(place.store, list(manifest_entries(manifest, _key_entry)), retry)
     if place.only is not None:
@@ -80,8 +83,11 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
-    """Leaves out the folders. Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``,
-    beside an object ``name`` if there is one."""
+    """Leaves out the folders.
+
+    Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``, beside an object ``name`` if
+    there is one.
+    """
     empty = [each.info.key for each in found if each.info.key and not each.info.size and each.failure is None]
     now = {each.info.key: each for each in await heads(store, empty, retry)}
     objects: dict[str, Listed] = {}
@@ -94,11 +100,14 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 
 
 def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -> dict[str, str]:
-    """What ``read`` makes of each line and its number: a key and its value. Raises RunRefused, which names the line."""
+    """Returns the entries of a manifest. ``read`` makes a key and its value of each line and its number.
+
+    Raises RunRefused, which names the line.
+    """
     entries: dict[str, str] = {}
     numbers: dict[str, int] = {}
     try:
-        lines = data.decode("utf-8-sig").split("\n")  # a key may hold characters that Unicode takes for line ends
+        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: a key may hold other line ends of Unicode
     except UnicodeDecodeError as error:
         raise RunRefused(f"--manifest: is not UTF-8: byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
@@ -127,7 +136,7 @@ def _key_entry(line: str, number: int) -> tuple[str, str]:
 
 
 async def heads(store: ReadableStore, keys: Sequence[str], retry: Retry) -> list[Listed]:
-    """The objects as they are now. A missing object stands in the list with the reason."""
+    """Returns the current versions of these objects. A missing object is in the list with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
     async def head(key: str) -> Listed:
@@ -142,6 +151,7 @@ async def heads(store: ReadableStore, keys: Sequence[str], retry: Retry) -> list
 
 
 def encode_inputs(objects: Sequence[Listed]) -> bytes:
+    """Returns the list of a run's objects as JSON Lines: key, size, version, and the error of a missing object."""
     lines = []
     for listed in objects:
         info, failure = listed.info, listed.failure
@@ -153,7 +163,7 @@ def encode_inputs(objects: Sequence[Listed]) -> bytes:
 
 
 def decode_inputs(data: bytes) -> list[Listed]:
-    """Raises RunRefused."""
+    """Reads the list that ``encode_inputs`` has written. Raises RunRefused."""
     try:
         found = []
         for line in data.splitlines():

@@ -16,12 +16,16 @@ from mlserver_torch_stream.cloud.tables import RowReader, TableBroken, Tables
 from mlserver_torch_stream.gunzip import Damaged
 
 Wanted = Callable[[tuple[int, int | None]], bool]
-"""Whether a row is one of this reading, by the number of its member and its line; None for a whole member."""
+"""Returns whether a row is to be read, given the number of its member and its line; a line of None is the whole member.
+"""
 
 
 class ArchiveReader:
-    """``kind``: how all members are read, if not by their names; ``whole_bytes``: the most bytes of a member that is
-    one row. The rows have the index 0. Methods raise Damaged where the archive itself breaks."""
+    """Reads the rows of one archive. All rows have the index 0. Methods raise Damaged if the archive itself is broken.
+
+    ``kind``: how all members are read; None: as their names say. ``whole_bytes``: the most bytes of a member that is
+    one row.
+    """
 
     def __init__(
         self, key: str, kind: Kind | None, tables: Tables, whole_bytes: int, wanted: Wanted, divider: Tar | Zip
@@ -77,7 +81,7 @@ class ArchiveReader:
         trouble = member.trouble
         if not trouble and not kind.many:
             if self._tables.columns:
-                trouble = "is no table, and so has no --column; choose with --members"
+                trouble = "is not a table, so it has no --column; choose with --members"
             elif is_archive(member.name) and not self._tables.data:
                 trouble = "is an archive in an archive, which is not looked into; choose with --members"
         if trouble:
@@ -129,7 +133,7 @@ class ArchiveReader:
 
 
 class _WholeMember:
-    """A member that is one row, or Parquet, while it is read. Of one that is too large no bytes are kept."""
+    """Collects a member that is one row, or Parquet. No bytes of a member that is too large are kept."""
 
     def __init__(self, kind: Kind, most: int) -> None:
         self.kind = kind
@@ -162,7 +166,7 @@ class _WholeMember:
 
 
 def damage(key: str, kind: Kind, name: str, error: Damaged) -> Failure:
-    """The failure of a table, an archive or a member that cannot be read any further; its code names what broke."""
+    """Returns the failure of a table, an archive or a member that cannot be read further. Its code names what broke."""
     if isinstance(error, TableBroken):
         return Failure("invalid_table", f"{name}: {error}")
     packed = None if kind is Kind.ARCHIVE else compression_of(key, kind)

@@ -58,7 +58,7 @@ _OPTIONS = {
 _COMPRESSED = "compressed"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TARS = {".tar": None, ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "zstd", ".tzst": "zstd"}
-# Formats that hold rows or objects and are not read, by their endings.
+# Formats of rows or objects that are not supported, with their endings.
 _CLOSED = {
     "Parquet": (".parquet",),
     "ORC": (".orc",),
@@ -71,24 +71,28 @@ _CLOSED = {
 
 
 def part_name(number: int) -> str:
+    """Returns the file name of a part; numbers begin at 0."""
     return f"part-{number:06d}.jsonl"
 
 
 def part_number(name: str) -> int | None:
+    """Returns the number of a part from its file name, or None if the name is not one of a part."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 
 
 def errors_name(number: int) -> str:
+    """Returns the name of the object that lists the failed rows of a part."""
     return f"errors-{number:06d}.jsonl"
 
 
 def done_name(lane: int, lanes: int) -> str:
+    """Returns the name of the object that marks a run as finished, or worker ``lane`` of ``lanes`` as finished."""
     return "done.json" if lanes == 1 else f"done-{lane}-of-{lanes}.json"
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
+    """Returns ``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()
@@ -100,14 +104,14 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
-    """The format that the key's ending names, where objects of that format cannot be read as ``kind``."""
+    """Returns the format that the key's ending names, if such objects cannot be read as ``kind``; otherwise None."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
     return None if kind is Kind.PARQUET or (form == _COMPRESSED and compression_of(key, kind)) else form
 
 
 def compression_of(key: str, kind: Kind) -> str | None:
-    """The compression, gzip or zstd, of an object that is decompressed while its rows or members are read."""
+    """Returns the compression of an object that is decompressed while its rows or members are read; otherwise None."""
     lower = key.lower()
     if kind is Kind.ARCHIVE:
         return next((packed for end, packed in _TARS.items() if lower.endswith(end)), None)
@@ -120,11 +124,12 @@ def is_archive(key: str) -> bool:
 
 
 def is_zip(key: str) -> bool:
+    """Returns True if the key has the ending of a zip archive."""
     return key.lower().endswith(".zip")
 
 
 def glob_pattern(glob: str) -> re.Pattern[str]:
-    """``*`` and ``?`` within one level of a key, ``**`` across levels, ``[…]`` one of these characters.
+    """Compiles a glob: ``*`` and ``?`` match within one level of a key, ``**`` across levels, ``[…]`` one character.
 
     Raises RunRefused.
     """
@@ -148,7 +153,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
 
 
 def lies_within(inner: str, outer: str) -> bool:
-    """True where objects written to the URL or folder ``inner`` would be read from ``outer``."""
+    """Returns True if objects written to the URL or folder ``inner`` would be read from ``outer``."""
     return f"{_place(inner)}/".startswith(f"{_place(outer)}/")
 
 
@@ -158,12 +163,12 @@ def _place(url: str) -> str:
 
 
 def digest(value: Mapping[str, Any]) -> str:
-    """A SHA-256 that is the same for the same values, whatever the order of their keys."""
+    """Returns a SHA-256 of the values that does not depend on the order of their keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One clause for each value that differs, which names the option that sets it."""
+    """Returns one clause for each value that differs. The clause names the option that sets the value."""
     before, after = dict(_values(was)), dict(_values(now))
     paths = [*after, *(path for path in before if path not in after)]
     return [
@@ -174,7 +179,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _values(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of the configuration, each with the keys that lead to it."""
+    """Yields the leaves of the configuration, each with the keys that lead to it."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _values(value, (*above, key))

@@ -15,7 +15,7 @@ from urllib.parse import unquote_plus
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """One new object of a notification. ``bucket``: of Azure the container."""
+    """One new object of a notification. ``bucket`` is the container for Azure."""
 
     bucket: str
     key: str
@@ -31,12 +31,12 @@ class InputPlace:
 
     @classmethod
     def of_url(cls, url: str, pattern: re.Pattern[str]) -> InputPlace:
-        """``url``: ``s3://bucket/prefix`` and its like."""
+        """Returns the place of a URL such as ``s3://bucket/prefix``."""
         bucket, _, prefix = url.partition("://")[2].rstrip("/").partition("/")
         return cls(bucket, f"{prefix}/" if prefix else "", pattern)
 
     def keys(self, created: Sequence[Created]) -> list[str] | None:
-        """The keys below the prefix that match, each once; None if an object is elsewhere."""
+        """Returns the matching keys below the prefix, each once; None if an object is outside this place."""
         if not all(self._holds(each) for each in created):
             return None
         keys = dict.fromkeys(each.key.removeprefix(self.prefix) for each in created)
@@ -48,7 +48,10 @@ class InputPlace:
 
 
 def read_notification(body: str) -> list[Created] | None:
-    """The new objects of a message of a queue: S3's own, also within SNS' envelope, whose signature is not verified."""
+    """Returns the new objects that a message of a queue names; None if it is not a notification of S3.
+
+    The notification may be in an envelope of SNS, whose signature is not verified.
+    """
     try:
         value = json.loads(body)
         if value.get("Type") == "Notification":
@@ -59,9 +62,11 @@ def read_notification(body: str) -> list[Created] | None:
 
 
 def read_s3(value: Any) -> list[Created] | None:
-    """The new objects of S3's notification; none for S3's test event or other events; None if it is no notification.
+    """Returns the new objects of a notification of S3, which are none for its test event and for other events.
 
-    Its keys are form-encoded.
+    Returns None if ``value`` is not such a notification.
+
+    The keys in it are form-encoded.
     """
     try:
         if value.get("Event") == "s3:TestEvent":
@@ -82,8 +87,11 @@ _AZURE_SUBJECT = re.compile(r"/blobServices/default/containers/(?P<bucket>[^/]+)
 
 
 def read_cloud_event(attributes: Mapping[str, Any], data: Any) -> list[Created] | None:
-    """The new objects of a CloudEvent of Google's or Azure's storage, or of one whose data are S3's notification; none
-    for other events of these storages; None for any other event. Raises ValueError for a version other than 1.0."""
+    """Returns the new objects of a CloudEvent of Google's or Azure's storage, or of one that carries S3's notification.
+
+    Other events of these storages have no new objects; for any other event it returns None. Raises ValueError for a
+    version other than 1.0.
+    """
     if attributes.get("specversion") != "1.0":
         raise ValueError("specversion: must be 1.0")
     kind, source, subject = (str(attributes.get(name, "")) for name in ("type", "source", "subject"))

@@ -37,7 +37,7 @@ class Lines:
         self._keep(rest)
 
     def end(self) -> Iterator[tuple[int, bytes | None]]:
-        """The last line, where no newline ends it."""
+        """Yields the last line, if no newline ends it."""
         if self._length:
             yield self._line()
 
@@ -79,7 +79,7 @@ def parse_row(index: int, key: str, number: int, line: bytes | None, fallback: s
 
 
 def parse_object(line: bytes | None) -> dict[str, Any]:
-    """The JSON object of a line. Raises ValueError."""
+    """Returns the JSON object of a line. Raises ValueError."""
     if line is None:
         raise ValueError(f"is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -100,9 +100,12 @@ WHOLE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the
-    chunks of an object are one output row. ``whole_bytes``: the most bytes of an object that is one row.
-    ``sequences``: the chunks of an object are the requests of a sequence; they are joined."""
+    """Says how objects become chunks.
+
+    ``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the chunks of an
+    object are one output row. ``whole_bytes``: the most bytes of an object that is one row. ``sequences``: the chunks
+    of an object are the requests of a sequence; they are joined.
+    """
 
     chunk_bytes: int | None = None
     joined: bool = True
@@ -119,15 +122,15 @@ class Chunking:
         return self.chunk_bytes is None and size > self.whole_bytes
 
     def rows(self, size: int) -> int:
-        """The number of output rows of an object of ``size`` bytes."""
+        """Returns the number of output rows of an object of ``size`` bytes."""
         return self.count(size) if self.each else 1
 
     def block(self, block: int) -> int:
-        """The bytes to fetch in one range, about ``block``: whole chunks."""
+        """Returns how many bytes to fetch in one range: whole chunks, of about ``block`` bytes together."""
         return block if self.chunk_bytes is None else self.chunk_bytes * max(1, block // self.chunk_bytes)
 
     def chunks(self, start: int, end: int, size: int) -> Iterator[Chunk]:
-        """The chunks that begin in bytes ``start`` to ``end`` of an object of ``size`` bytes."""
+        """Yields the chunks that begin in bytes ``start`` to ``end`` of an object of ``size`` bytes."""
         assert self.chunk_bytes is not None and start % self.chunk_bytes == 0
         last = self.count(size) - 1
         first = start // self.chunk_bytes
@@ -135,14 +138,14 @@ class Chunking:
             yield Chunk(index, index * self.chunk_bytes, index == last, self.joined)
 
     def config(self) -> dict[str, Any]:
-        """The part of a run's configuration that these settings are; empty for the default ones."""
+        """Returns these settings as a part of a run's configuration; empty if all have their defaults."""
         if self.chunk_bytes is not None:
             rows = "object" if self.joined else "chunk"
             return {"chunk_bytes": self.chunk_bytes, "rows": rows, **({"sequences": True} if self.sequences else {})}
         return {} if self.whole_bytes == WHOLE_BYTES else {"whole_bytes": self.whole_bytes}
 
     def count(self, size: int) -> int:
-        """The number of chunks of an object of ``size`` bytes; an empty one is one."""
+        """Returns the number of chunks of an object of ``size`` bytes; an empty object is one chunk."""
         assert self.chunk_bytes is not None
         return max(1, -(-size // self.chunk_bytes))
 
@@ -152,14 +155,17 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class ChunkJoin:
-    """Results of rows that are not joined chunks pass through. The first chunk that fails fails its object's row."""
+    """Joins the results of an object's chunks. Other results pass through.
+
+    If one chunk fails, its object's row fails.
+    """
 
     def __init__(self, most_bytes: int = MAX_ANSWER_BYTES) -> None:
         self._most = most_bytes
         self._object = _JoinedAnswer()
 
     def add(self, result: Result) -> Result | None:
-        """The result of the whole object once its last chunk has a result; None before that."""
+        """Returns the result of the whole object once its last chunk has a result; None before that."""
         row, chunk = result.row, result.row.chunk
         if chunk is None or not chunk.joined:
             return result
@@ -210,7 +216,7 @@ class _JoinedAnswer:
 
 
 def _of_chunk(failure: Failure, chunk: Chunk) -> Failure:
-    """The failure, with the number of the chunk in its message."""
+    """Returns the failure with the number of the chunk in its message."""
     message = f"chunk {chunk.index}: {failure.message}"
     error = None if failure.error is None else {**failure.error, "message": message}
     return replace(failure, message=message, error=error)

@@ -29,7 +29,8 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Holds at most ``limit`` undelivered items of ``most_weight`` together; a heavier item enters an empty window.
+    """Holds at most ``limit`` undelivered items, of at most ``most_weight`` together. A heavier item enters an empty
+    window.
 
     ``peak`` and ``peak_weight``: the largest number and weight so far.
     """
@@ -82,14 +83,14 @@ class Window(Generic[T]):
 
 
 class RowBatcher(Generic[T]):
-    """A batch holds at most ``most_items`` items of at most ``most_weight`` together; a single item may weigh more.
+    """Forms batches of at most ``most_items`` items, of at most ``most_weight`` together; a single item may weigh more.
 
-    ``max_wait``: the seconds after its first item at which a batch leaves, full or not.
+    A batch leaves ``max_wait`` seconds after its first item, full or not.
     """
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
         if most_items < 1 or most_weight < 1 or max_wait < 0:
-            raise ValueError("a batch holds at least one item of weight one, and nothing waits for less than no time")
+            raise ValueError("a batch holds at least one item of weight one, and the longest wait is not negative")
         self._most_items = most_items
         self._most_weight = most_weight
         self._max_wait = max_wait
@@ -99,7 +100,10 @@ class RowBatcher(Generic[T]):
         self.deadline: float | None = None  # from then on ``due`` returns the open batch; None while no item waits
 
     def add(self, item: T, now: float) -> list[Sequence[T]]:
-        """The batches that are full now: none, one, or two if a heavy item follows lighter ones."""
+        """Adds an item.
+
+        Returns the batches that are full now: none, one, or two if a heavy item follows lighter ones.
+        """
         full = []
         weight = self._weigh(item)
         if self._items and self._weight + weight > self._most_weight:
@@ -113,7 +117,7 @@ class RowBatcher(Generic[T]):
         return full
 
     def due(self, now: float) -> Sequence[T]:
-        """The open batch if its first item has waited ``max_wait``, else an empty one."""
+        """Returns the open batch if its first item has waited ``max_wait`` seconds, else an empty batch."""
         return self.flush() if self.deadline is not None and now >= self.deadline else []
 
     def flush(self) -> Sequence[T]:
@@ -123,9 +127,12 @@ class RowBatcher(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PipelineLimits:
-    """``window``: the most rows that are read and not delivered; ``window_bytes``: the most bytes of their input;
-    ``batches``: the most batches that are inferred at a time; ``batch_weight``: the most that the rows of a batch
-    weigh, in bytes unless ``weigh`` says otherwise; ``max_wait``: seconds that a batch's first row waits."""
+    """The bounds of the stages.
+
+    ``window``: the most rows that are read and not delivered; ``window_bytes``: the most bytes of their input;
+    ``batches``: the most batches that are inferred at a time; ``batch_weight``: the largest weight of a batch, in bytes
+    unless ``weigh`` says otherwise; ``max_wait``: how many seconds the first row of a batch waits.
+    """
 
     window: int = 256
     window_bytes: int = 128 * 2**20
@@ -153,10 +160,10 @@ async def infer_rows(
     metrics: RunMetrics | None = None,
     weigh: Weigh = _size,
 ) -> AsyncGenerator[Result, None]:
-    """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result; one for
-    all joined chunks of an object.
+    """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
 
-    Raises the CloudError of the source or of ``infer`` after the results of the rows before it.
+    Joined chunks of an object have one result together. Raises the CloudError of the source or of ``infer`` after the
+    results of the rows before it.
     """
     flow = _Flow(infer, limits, metrics or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
@@ -270,8 +277,10 @@ class _Flow:
         self._send(())
 
     async def _run(self, batch: Sequence[_Ticketed], by_itself: bool) -> None:
-        """Settles the rows of a batch. Rows that another row of the batch may have failed are inferred once more, each
-        while no other batch is: a model may put the rows of several batches together."""
+        """Settles the rows of a batch. A row whose failure another row may have caused is inferred once more.
+
+        It then runs alone, because a model may put the rows of several batches together.
+        """
         rows = [row for _, row in batch]
         began = time.monotonic()
         try:

@@ -1,6 +1,6 @@
 """Fetches pieces of objects ahead of their reader, in order, bounded in number and in bytes.
 
-For a piece that cannot be fetched the reader gets the error in its place.
+If a piece cannot be fetched, the reader gets the error in its place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 
 
 class HasSize(Protocol):
+    """A piece of which Prefetch needs only the size, in bytes."""
+
     @property
     def size(self) -> int: ...
 
@@ -27,15 +29,20 @@ P = TypeVar("P", bound=HasSize)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedRange:
-    """At most ``pieces`` pieces of ``nbytes`` together are in flight or wait for the reader. A single piece may be
-    larger."""
+    """Bounds a prefetch: at most ``pieces`` pieces, of ``nbytes`` bytes together, are in flight or wait for the reader.
+
+    A single piece may be larger.
+    """
 
     pieces: int = 32
     nbytes: int = 64 * 2**20
 
 
 class Prefetch(Generic[P]):
-    """``fetch`` starts to fetch one piece; ``peak_bytes``: the most bytes that were held at a time."""
+    """Fetches pieces ahead of their reader.
+
+    ``fetch`` starts one piece; ``peak_bytes``: the most bytes held at a time.
+    """
 
     def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: PrefetchedRange) -> None:
         self._fetch = fetch
@@ -85,9 +92,11 @@ class Prefetch(Generic[P]):
 async def fetch_range(
     store: ReadableStore, info: ObjectInfo, start: int, end: int, retry: Retry, on_retry: Callable[[CloudError], None]
 ) -> bytes:
-    """Bytes ``start`` to ``end`` of one version. After a broken connection only the missing bytes are fetched again.
+    """Returns bytes ``start`` to ``end`` (exclusive) of one version of an object.
 
-    Raises CloudError once ``retry`` is used up, or at once where a retry cannot help.
+    After a broken connection only the missing bytes are fetched again.
+
+    Raises CloudError once ``retry`` is used up, or at once if a retry cannot help.
     """
     data = bytearray()
 

@@ -48,8 +48,10 @@ class RowQuestion:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """How rows become requests. ``defaults``: parameters that a row may override; ``chat``: a text is a user's message;
-    ``media``: images and sound may be parts of a message; ``served``: the model's names in rows.
+    """Says how rows become requests.
+
+    ``defaults``: parameters that a row may override; ``chat``: a text is a user's message; ``media``: images and sound
+    may be parts of a message; ``served``: the model's names in rows.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class RowRequest:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
     def ask(self, row: Row) -> RowQuestion:
-        """The row's request. Raises RowUnsuitable or UnknownModel."""
+        """Returns the row's request. Raises RowUnsuitable or UnknownModel."""
         if not self.takes(row.kind):
             name = row.key if row.member is None else f"{row.key}/{row.member.name}"
             form = closed_format(name, row.kind)
@@ -95,20 +97,24 @@ _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """How rows become requests. Every request has the ``headers``. ``pieces``: each piece of an answer becomes a
-    row."""
+    """Says how objects and chunks become requests. Every request has the ``headers``.
+
+    ``pieces``: each piece of an answer becomes a row.
+    """
 
     headers: Mapping[str, str] = field(default_factory=dict)
     pieces: bool = False
 
     def request_id(self, row: Row) -> str:
-        """The same in every run over the same objects."""
+        """Returns an id that is the same in every run over the same objects."""
         place = row.key if row.line is None and row.member is None else row.custom_id
         return quote(place) if row.chunk is None else f"{quote(place)}#{row.chunk.index}"
 
     def content_type(self, row: Row) -> str:
-        """Returns the type of the key's or the member's ending; bytes for a chunk, because it may begin anywhere in the
-        object."""
+        """Returns the content type that the ending of the key or member names; for a chunk, the type of plain bytes.
+
+        A chunk may begin anywhere in the object.
+        """
         if row.content_type is not None:
             return row.content_type
         name = row.key if row.member is None else row.member.name

@@ -44,8 +44,11 @@ class FailedRow:
 
 @dataclass
 class FailedRowRetry:
-    """``source``: that of all rows of the run. ``lost``: JSONL objects that have one failed row in place of all their
-    rows. The output has one place for them, so they are not inferred again."""
+    """Infers failed rows again. ``source`` reads all rows of the run.
+
+    ``lost`` has the JSONL objects that could not be read: one failed row stands for all their rows. The output has only
+    one place for these rows, so they are not inferred again.
+    """
 
     source: Source
     output: Store
@@ -60,7 +63,10 @@ class FailedRowRetry:
         self._lines: dict[int, bytes] = {}  # encoded lines only: a row may hold a large object
 
     async def groups(self, parts: Iterable[int]) -> AsyncGenerator[list[FailedRow], None]:
-        """The failed rows of ``parts``, in order, in groups of bounded size. Each group reads its objects anew."""
+        """Yields the failed rows of ``parts``, in order, in groups of bounded size.
+
+        Each group reads its objects anew.
+        """
         found: list[FailedRow] = []
         for number in parts:
             data = await self.source.retry.run(self.output.get, errors_name(number))
@@ -81,7 +87,7 @@ class FailedRowRetry:
         return True
 
     async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
-        """A row for each of ``failed``. If an object cannot be read, all its rows bear that failure."""
+        """Yields a row for each of ``failed``. If an object cannot be read, all its rows have that failure."""
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1
@@ -118,7 +124,10 @@ class FailedRowRetry:
         return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
-        """Takes results in the order of the rows; True if this result completed a part, which is then replaced."""
+        """Takes the next result, in the order of the rows.
+
+        Returns True if it completed a part, which is then replaced.
+        """
         number = result.row.index // self.part_rows
         self.tried += 1
         self._lines[result.row.index] = result.encode(self.run)
@@ -131,7 +140,10 @@ class FailedRowRetry:
         return True
 
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
-        """Another worker may have replaced this part meanwhile: the part is read anew, and its answers are kept."""
+        """Replaces a part.
+
+        If another worker has replaced it meanwhile, it is read anew, and that worker's answers stay.
+        """
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
             data, marks = await retry.run(self.output.look, name)
@@ -147,7 +159,7 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
-    """The part with ``lines``, by index, in place of failed rows. A row with an answer keeps it."""
+    """Returns the part with ``lines``, by index, in place of failed rows. A row that has an answer keeps it."""
     merged: dict[int, bytes] = {}
     answered: set[int] = set()
     for line in part.splitlines(keepends=True):
@@ -159,7 +171,7 @@ def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
 
 
 def _failed_row(line: bytes, number: int) -> FailedRow:
-    """Raises RunRefused."""
+    """Reads a failed row from its line. Raises RunRefused."""
     try:
         record = json.loads(line)
         chunk = record.get("chunk")

@@ -1,6 +1,6 @@
 """The vocabulary of the room: a row, its outcome, the callable that infers a batch of rows, and the errors.
 
-The ``code`` of an error stands in output rows and messages.
+The ``code`` of an error appears in output rows and messages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind(str, Enum):
 
     @property
     def many(self) -> bool:
-        """True if an object holds any number of rows, which is known only at its end."""
+        """True if the number of rows of an object is known only at its end."""
         return self.table or self in (Kind.ARCHIVE, Kind.PARQUET)
 
 
@@ -80,13 +80,13 @@ class MemberPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input: ``body`` of a JSONL line, or ``data``, an object of ``kind`` or a ``chunk`` of it; or a ``failure``
-    instead of both.
+    """One input: the ``body`` of a JSONL line; or ``data``, an object of ``kind`` or a ``chunk`` of one; or a
+    ``failure``.
 
-    ``index``: the position of the output row in the run, which joined chunks of an object share; ``line``: its first
-    line in the object or the ``member`` of it, from 1, or None for a whole one; ``whole``: the bytes of the whole
-    object, where that is no JSONL; ``content_type``: that of ``data``, where the key does not tell it;
-    ``sequence``: the id of the sequence whose next request the chunk is.
+    ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the row's
+    first line in the object or in its ``member``, from 1; None: the row is all of it. ``whole`` is the size of the
+    object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``, if the key does not name it.
+    ``sequence`` is the id of the sequence to which the chunk belongs.
     """
 
     index: int
@@ -109,8 +109,8 @@ class Row:
 class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
-    ``pieces``: an answer in pieces has their bodies here instead of a ``response``; each becomes an output line.
-    ``span``: start and end of the row's inference, by the monotonic clock; None: those of its batch.
+    ``pieces`` holds the bodies of an answer in pieces, instead of a ``response``; each becomes an output line. ``span``
+    is the start and the end of the row's inference on the monotonic clock; None: those of its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -123,7 +123,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The prefix of the ids of output rows, and the time that all of them bear, in seconds since the epoch."""
+    """The prefix of the ids of output rows, and the creation time in all of them, in seconds since the epoch."""
 
     id: str
     created: int
@@ -137,7 +137,7 @@ class Result:
     outcome: Outcome
 
     def record(self, run: RunIdentity) -> dict[str, Any]:
-        """The output row: a line of OpenAI's batches, with the row's place in the input."""
+        """Returns the output row: a line of OpenAI's batches, with the row's place in the input."""
         row, failure = self.row, self.outcome.failure
         name, place = _name(run, row), self._place()
         if failure is None:
@@ -147,7 +147,7 @@ class Result:
         return refused_line(name, row.custom_id, failure.status, failure.error, place)
 
     def encode(self, run: RunIdentity) -> bytes:
-        """The output row; one line for each of the pieces, where the outcome has some."""
+        """Returns the output row as bytes. An outcome in pieces has one line for each piece."""
         if self.outcome.pieces is None:
             return _encode(self.record(run))
         return b"".join(_encode(record) for record in self._piece_records(run, self.outcome.pieces))
@@ -178,7 +178,7 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 
 def refusal(error: RequestError) -> Failure:
-    """The failure of a row whose request raised ``error``."""
+    """Returns the failure of a row whose request raised ``error``."""
     status, described = describe(error)
     code = described["code"] or ("invalid_request" if status < 500 else "generation_failed")
     return Failure(code, error.message, status, described)
@@ -237,7 +237,7 @@ class StorageFull(CloudError, code="full"):
 
 
 class SequenceLost(CloudError, code="sequence_lost"):
-    """The state of an object's sequence is lost, or not known: the object begins anew."""
+    """The state of an object's sequence is lost or unknown, so the object begins anew."""
 
 
 class RunRefused(CloudError, code="refused"):

@@ -1,6 +1,6 @@
 """Runs one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
 
-Knows of the model only the callable, and a description by which it tells one run from another.
+The model is a callable here, and a description that tells one run from another.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ Written = Callable[[int, int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class CloudRun:
-    """``input`` None: ``manifest`` is a list of URLs. ``model``: a description of the model as plain JSON; another
-    description is another run. ``lane`` of ``lanes``, from 1: this worker writes the parts n with
-    n % lanes == lane - 1. ``max_failures``: rows that may fail before the run ends; None: all. ``retry_failed``: failed
-    rows of existing parts are inferred again, before missing parts. ``limit``: only the first rows of the input are
-    read, so many; None: all. ``created``: the time that the rows bear, in seconds since the epoch; None: the beginning
-    of the run.
+    """The description of one run: its input, its output, and how its rows are inferred.
+
+    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; another
+    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with
+    n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None: it never does. With
+    ``retry_failed`` the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many
+    rows of the input are read; None: all. ``created`` is the creation time in the output rows, in seconds since the
+    epoch; None: when the run began.
     """
 
     input: str | None = None
@@ -120,15 +122,15 @@ class CloudRun:
         return part % self.lanes == self.lane - 1
 
     def kind_of(self, key: str) -> Kind:
-        """The kind of an object, ARCHIVE where its members are read."""
+        """Returns the kind of an object; ARCHIVE if its members are read."""
         return Kind.ARCHIVE if self.tables.archives and is_archive(key) else kind_of(key, self.kind)
 
     def rows_of(self, listed: Listed) -> int:
-        """The output rows of an object that is no table and no archive."""
+        """Returns the number of output rows of an object that is neither a table nor an archive."""
         return 1 if listed.failure is not None else self.chunking.rows(listed.info.size)
 
     def config(self) -> dict[str, Any]:
-        """The run's configuration: another value is another run."""
+        """Returns the configuration of the run. A run with another configuration is another run."""
         return {
             "input": None if self.input is None else self.input.rstrip("/"),
             "glob": self.glob,
@@ -158,7 +160,7 @@ class RunPlan:
 async def plan(run: CloudRun) -> RunPlan:
     """Lists the input, or reads the list that is stored with the output. Writes nothing.
 
-    Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it. The
+    Raises CloudError: RunRefused if the output belongs to another run, InUse if another command writes to it. The
     caller awaits ``settle`` before its event loop ends.
     """
     place = await _open(run)
@@ -182,8 +184,10 @@ async def _refuse_parts(output: Store) -> None:
 
 
 async def _begin(planned: RunPlan, output: Store) -> RunPlan:
-    """Claims the output for the run and stores the list of objects. A list that another worker stored before is taken
-    instead."""
+    """Claims the output for the run and stores the list of objects.
+
+    If another worker has stored a list before, that list is used.
+    """
     run, objects = planned.run, planned.objects
     identity = await claim(output, run.config(), planned.identity.created, run.retry)
     try:
@@ -251,7 +255,7 @@ def _never() -> bool:
 async def results(
     planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0, stopped: Callable[[], bool] = _never
 ) -> AsyncGenerator[Result, None]:
-    """The results that are still missing, in order. Raises TooManyFailures after the failure that exceeds the limit.
+    """Yields the results that are still missing, in order. Raises TooManyFailures after one failure too many.
 
     ``failures``: the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """
@@ -311,7 +315,7 @@ async def stream(
 
     ``model``: a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
     """
-    from mlserver_torch_stream.cloud.backend import opened  # servers, which run batches, need no client of HTTP
+    from mlserver_torch_stream.cloud.backend import opened  # here: servers, which run batches, need no HTTP client
 
     if run.output is not None:
         raise RunRefused("--output: stream gives results to its caller; use write for an output")
@@ -334,8 +338,8 @@ async def write(
 ) -> int:
     """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
-    ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is told of each part, once it is
-    durable. Once ``stopped`` returns true, the rows that were read are written, and no others. Raises InUse where
+    ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is called for each part once it
+    is durable. Once ``stopped`` returns true, the rows that were read are written, and no others. Raises InUse if
     another command writes.
     """
     run = planned.run
@@ -372,7 +376,7 @@ async def _retry_failed(
     report: Callable[[str], None],
     lease: WriterLease,
 ) -> int:
-    """The number of rows that were inferred again. Raises TooManyFailures."""
+    """Infers failed rows again and returns their number. Raises TooManyFailures."""
     run, done = planned.run, planned.done
     retries = FailedRowRetry(_source(planned, metrics), output, run.part_rows, planned.identity)
     before = metrics.failed

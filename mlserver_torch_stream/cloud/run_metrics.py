@@ -12,7 +12,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 @dataclass
 class Distribution:
-    """Count, sum, least and greatest of whole numbers, as Beam's distributions."""
+    """The count, sum, minimum and maximum of whole numbers, as in a distribution of Beam."""
 
     count: int = 0
     sum: int = 0
@@ -40,7 +40,7 @@ class BusyTime:
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, began: float, ended: float) -> None:
-        """Fast where spans are added nearly in the order of their ends."""
+        """Adds a busy span. This is fast if spans are added nearly in the order of their ends."""
         first = last = bisect_left(self.spans, began, key=lambda span: span[1])
         while last < len(self.spans) and self.spans[last][0] <= ended:
             last += 1
@@ -50,7 +50,7 @@ class BusyTime:
         self.spans[first:last] = [(began, ended)]
 
     def share(self) -> float | None:
-        """None before any row was inferred."""
+        """Returns the share of busy time, from 0 to 1; None before any row was inferred."""
         whole = self.spans[-1][1] - self.spans[0][0] if self.spans else 0.0
         return sum(ended - began for began, ended in self.spans) / whole if whole > 0 else None
 
@@ -60,7 +60,7 @@ class RunMetrics:
     """The counters of one run."""
 
     rows: int = 0  # delivered
-    failed: int = 0  # of them
+    failed: int = 0  # delivered rows that failed
     input_bytes: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -69,7 +69,7 @@ class RunMetrics:
     num_inferences: int = 0
     failed_batches_counter: int = 0
     peak_undelivered: int = 0
-    peak_undelivered_bytes: int = 0  # of their input
+    peak_undelivered_bytes: int = 0  # bytes of their input
     inference_request_batch_size: Distribution = field(default_factory=Distribution)
     inference_request_batch_byte_size: Distribution = field(default_factory=Distribution)
     inference_batch_latency_micro_secs: Distribution = field(default_factory=Distribution)
@@ -81,7 +81,10 @@ class RunMetrics:
         self.failed_batches_counter += 1
 
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
-        """A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed."""
+        """Counts a batch that was inferred.
+
+        A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed.
+        """
         self.num_inferences += sum(outcome.failure is None or not outcome.failure.shared for outcome in outcomes)
         self.inference_request_batch_size.update(len(rows))
         self.inference_request_batch_byte_size.update(sum(row.size for row in rows))

@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
-A row of the stages is a whole object here, whose chunks are read while it is inferred. If the state of its sequence is
-lost, the object begins anew, with a new id; no other object does.
+Here a row of the stages is a whole object, whose chunks are read while it is inferred. If the state of its sequence is
+lost, only that object begins anew, with a new sequence id.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _TRIES = 3  # of an object
 
 @dataclass
 class ObjectSequences:
-    """The rows of the objects of ``source``, and the callable that infers them. ``infer`` gets one chunk at a time,
-    with the id of its sequence, and raises SequenceLost if the object has to begin anew. ``most``: the objects that are
-    inferred at a time, which share what ``source`` may fetch ahead. ``again``: held by an object that begins anew, so
-    that of the objects of a batch that failed each is in other batches then."""
+    """Has the rows of the objects of ``source``, and the callable that infers them.
+
+    ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
+    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that begins anew
+    holds ``again``: so each object of a failed batch gets into other batches than the rest.
+    """
 
     source: Source
     infer: Infer
@@ -38,7 +40,7 @@ class ObjectSequences:
         self._objects = {listed.info.key: listed for listed in self.source.objects}
 
     async def rows(self, cursor: Cursor = START, wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
-        """A row without data for each object after ``cursor`` whose index is ``wanted``."""
+        """Yields a row without data for each object after ``cursor`` whose index is ``wanted``."""
         for index, listed in enumerate(self.source.objects[self.source.first(cursor) :], cursor.index):
             if wanted(index):
                 key = listed.info.key
@@ -58,7 +60,7 @@ class ObjectSequences:
         return Outcome(failure=Failure(lost.code, f"{row.key}: at each of {_TRIES} tries: {lost.message}"))
 
     async def _sequence(self, row: Row) -> Outcome:
-        """The outcome of an object. Raises SequenceLost."""
+        """Returns the outcome of an object. Raises SequenceLost."""
         name, join = uuid.uuid4().hex, ChunkJoin()
         ahead = self.source.ahead
         share = PrefetchedRange(max(1, ahead.pieces // self.most), max(1, ahead.nbytes // self.most))

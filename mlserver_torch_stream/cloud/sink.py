@@ -27,12 +27,12 @@ class Done:
     """The parts that an output holds. ``complete``: a part is shorter than the others, so it is the input's last.
 
     ``sparse``: parts exist after a missing one, as several workers write them. ``rows``: the rows in all parts.
-    ``stale``: part -> its failed rows, for parts whose object of failed rows is missing or out of date.
+    ``stale`` has the failed rows of each part whose object of failed rows is missing or out of date.
     """
 
     parts: frozenset[int] = frozenset()
     cursor: Cursor = field(default_factory=Cursor)
-    failures: Mapping[int, int] = field(default_factory=dict)  # part -> number of its failed rows, if it has any
+    failures: Mapping[int, int] = field(default_factory=dict)  # number of failed rows of each part that has some
     complete: bool = False
     sparse: bool = False
     rows: int = 0
@@ -56,7 +56,7 @@ class PartSink:
         self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
-        """True if this result completed a part, which is then durable."""
+        """Writes a result. Returns True if it completed a part, which is then durable."""
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
@@ -83,7 +83,7 @@ class PartSink:
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
     """Writes an object that does not exist yet. After a lost answer the object may exist with the same bytes.
 
-    Raises ObjectExists where it exists with other bytes.
+    Raises ObjectExists if it exists with other bytes.
     """
     try:
         await retry.run(store.create, name, data)
@@ -95,8 +95,11 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
 
 
 async def find_done(store: Store, rows: int, retry: Retry) -> Done:
-    """The parts that exist, and where the run resumes. Reads the last parts, since a run may have died before it wrote
-    their failed rows, and all parts that have failed rows."""
+    """Returns the parts that exist, and where the run resumes.
+
+    Reads the last parts, because a run may have died before it wrote their failed rows, and all parts that have failed
+    rows.
+    """
     names = await retry.run(_names, store)
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
     if not parts:
@@ -117,6 +120,7 @@ async def find_done(store: Store, rows: int, retry: Retry) -> Done:
 
 
 async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
+    """Writes again the objects of failed rows that ``find_done`` found missing or out of date."""
     for number, failed in done.stale.items():
         await put_errors(store, number, failed, retry)
 
@@ -149,7 +153,7 @@ async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
 
 
 def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]:
-    """How many rows a part has, each of one line or of a line for each piece of its answer, and its last line."""
+    """Returns how many rows a part has, and its last line. A row has one line, or one for each piece of its answer."""
     try:
         records = [json.loads(line) for line in data.splitlines()]
         first = number * rows
@@ -163,10 +167,13 @@ def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]
 
 
 def failed_lines(part: bytes) -> bytes:
-    """The failed rows of a part, unchanged."""
+    """Returns the failed rows of a part, unchanged."""
     return b"".join(line for line in part.splitlines(keepends=True) if not is_answered(json.loads(line)))
 
 
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
-    """Writes an empty object where no row failed in the end, since not every writer may delete."""
+    """Writes the failed rows of a part.
+
+    If no row failed in the end, the object is empty: not every writer may delete.
+    """
     await retry.run(store.put, errors_name(number), failed)

@@ -23,7 +23,7 @@ from mlserver_torch_stream.cloud.rows import StoreUnavailable
 _AWS = re.compile(r"sns\.[a-z]{2,}(-[a-z]+)+-\d\.amazonaws\.com(\.cn)?")
 _CERTIFICATE_PATH = re.compile(r"/SimpleNotificationService-[0-9a-f]+\.pem")
 _MAX_AGE_S = 3600.0  # the longest time for which SNS tries to deliver a message
-_MAX_AHEAD_S = 300.0  # of a clock
+_MAX_AHEAD_S = 300.0  # how far SNS's clock may be ahead of ours
 _FETCH_S = 5.0
 _MAX_ANSWER_BYTES = 64 * 2**10
 _MAX_CERTIFICATES = 16
@@ -38,13 +38,16 @@ _SIGNED = {
 
 
 class MessageRejected(Exception):
-    """The message is not one that SNS has sent lately for a listed topic."""
+    """The message is not a recent message of SNS for a listed topic."""
 
 
 class SnsVerifier:
-    """``topics``: the ARNs of the topics whose messages are accepted. ``hosts``: the hosts, with a port where the URL
-    has one, from which certificates are fetched and at which subscriptions are confirmed, by https alone; ``tls``: the
-    authorities that these hosts are verified with."""
+    """Verifies the messages of SNS.
+
+    ``topics``: the ARNs of the topics whose messages are accepted. ``hosts``: the hosts, with a port where the URL has
+    one, from which certificates are fetched and at which subscriptions are confirmed, by https alone; ``tls``: the
+    authorities that these hosts are verified with.
+    """
 
     def __init__(
         self, topics: Collection[str], hosts: re.Pattern[str] = _AWS, tls: ssl.SSLContext | None = None
@@ -55,13 +58,15 @@ class SnsVerifier:
         self._certificates: dict[str, x509.Certificate] = {}
 
     async def read(self, envelope: Mapping[str, Any]) -> str | None:
-        """The text of a notification; None for another message, after a subscription is confirmed. Raises
-        MessageRejected, or StoreUnavailable where a certificate or a confirmation cannot be had now."""
+        """Returns the text of a notification; None for any other message. Confirms a subscription first.
+
+        Raises MessageRejected, or StoreUnavailable if a certificate or a confirmation cannot be fetched now.
+        """
         kind = envelope.get("Type")
         if str(envelope.get("TopicArn")) not in self._topics:
             raise MessageRejected("TopicArn: is not a topic of --sns-topic")
         if not isinstance(kind, str) or kind not in _SIGNED:
-            raise MessageRejected("Type: is not one of a message of SNS")
+            raise MessageRejected("Type: is not a type of SNS message")
         if any(not isinstance(value, str) for value in map(envelope.get, _SIGNED[kind]) if value is not None):
             raise MessageRejected("the fields of a message of SNS must be strings")
         _check_age(envelope)
@@ -88,7 +93,7 @@ class SnsVerifier:
             signature = base64.b64decode(envelope.get("Signature") or "", validate=True)
             key.verify(signature, signed.encode(), padding.PKCS1v15(), algorithm())
         except (InvalidSignature, ValueError, TypeError):
-            raise MessageRejected("Signature: does not fit the message") from None
+            raise MessageRejected("Signature: does not match the message") from None
 
     def _url(self, envelope: Mapping[str, Any], name: str) -> URL:
         try:

@@ -26,8 +26,8 @@ from mlserver_torch_stream.cloud.tables import RowReader, Tables
 from mlserver_torch_stream.gunzip import Damaged
 
 BLOCK_BYTES = 8 * 2**20  # larger objects are fetched in ranges of this size, several at a time
-_TAIL_BYTES = 128 * 2**10  # of a zip archive, in which most directories lie
-_LAST = float("inf")  # a line behind all lines
+_TAIL_BYTES = 128 * 2**10  # the end of a zip archive, which holds most directories
+_LAST = float("inf")  # a line after all lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where reading resumes: ``index`` is the next row's; it follows line ``line`` or chunk ``chunk`` of ``key``, or
-    all of ``key``. ``member``: the number of the member of ``key`` whose line ``line`` is, or that is read if that is
-    None."""
+    """Says where reading resumes: at the row ``index``, after line ``line`` or chunk ``chunk`` of ``key``, or after
+    ``key``.
+
+    ``member`` is the number of the member of ``key`` that has the line; if ``line`` is None, the whole member is read.
+    """
 
     index: int = 0
     key: str | None = None
@@ -52,7 +54,7 @@ class Cursor:
 
     @property
     def within(self) -> bool:
-        """Whether this is a place within an object, of which more rows may follow."""
+        """True if this place is within an object, of which more rows may follow."""
         return (self.line, self.chunk, self.member) != (None, None, None)
 
 
@@ -61,7 +63,7 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object. ``skipped``: they are not fetched, as none of their rows is wanted."""
+    """Bytes ``start`` to ``end`` of an object. ``skipped``: none of its rows is wanted, so it is not fetched."""
 
     ordinal: int
     listed: Listed
@@ -95,10 +97,13 @@ Wanted = Callable[[int], bool]
 
 @dataclass
 class Source:
-    """``objects``: in the order of the run. ``strict``: a table or an archive that cannot be read ends the run, because
-    the number of its rows is unknown then and other workers count on it. ``lines``: key -> the only lines of that
-    table, members and lines of that archive, or chunks of another object, that are rows; ranges after the last line or
-    chunk are not fetched. ``limit``: the first rows of all, after which nothing is read."""
+    """Reads the rows of ``objects``, in the order of the run.
+
+    ``strict``: a table or an archive that cannot be read ends the run, because the number of its rows is unknown then
+    and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an archive, or
+    chunks of another object are rows; ranges after the last of them are not fetched. ``limit``: nothing is read after
+    so many rows.
+    """
 
     store: ReadableStore
     objects: Sequence[Listed]
@@ -117,7 +122,7 @@ class Source:
         self._over: set[int] = set()  # ordinals of objects that are read to their end or given up
 
     def pieces(self, cursor: Cursor, wanted: Wanted) -> Iterator[ObjectRange]:
-        """The ranges to fetch. What is known to make unwanted rows only is not fetched."""
+        """Yields the ranges to fetch. A range that is known to hold only unwanted rows is not fetched."""
         index: int | None = cursor.index
         for ordinal in range(self.first(cursor), len(self.objects)):
             listed = self.objects[ordinal]
@@ -141,11 +146,14 @@ class Source:
             yield from self._blocks(ordinal, listed, kind)
 
     def kind_of(self, key: str) -> Kind:
-        """The kind of an object, ARCHIVE where its members are read."""
+        """Returns the kind of an object; ARCHIVE if its members are read."""
         return Kind.ARCHIVE if self.tables.archives and is_archive(key) else kind_of(key, self.kind)
 
     def first(self, cursor: Cursor) -> int:
-        """The first object with rows after the cursor. Raises RunRefused where its object is not in the run."""
+        """Returns the number of the first object with rows after the cursor.
+
+        Raises RunRefused if it is not in the run.
+        """
         if cursor.key is None:
             return 0
         for ordinal, listed in enumerate(self.objects):
@@ -169,7 +177,10 @@ class Source:
     def _chunk_ranges(
         self, ordinal: int, listed: Listed, kind: Kind, first: int, index: int | None, wanted: Wanted
     ) -> Iterator[ObjectRange]:
-        """The ranges from chunk ``first`` on. ``index``: that of its row, if it is known."""
+        """Yields the ranges from chunk ``first`` on.
+
+        ``index`` is the index of that chunk's row; None: it is not known.
+        """
         size = listed.info.size
         for piece in self._blocks(ordinal, listed, kind, first * (self.chunking.chunk_bytes or 0)):
             numbers = [chunk.index for chunk in self.chunking.chunks(piece.start, piece.end, size)]
@@ -179,7 +190,7 @@ class Source:
             yield replace(piece, skipped=skip)
 
     async def rows(self, cursor: Cursor = Cursor(), wanted: Wanted = lambda index: True) -> AsyncGenerator[Row, None]:
-        """The rows after ``cursor`` whose index is ``wanted``. The index counts all rows."""
+        """Yields the rows after ``cursor`` whose index is ``wanted``. The index counts all rows."""
         prefetch: Prefetch[ObjectRange] = Prefetch(self._fetch, self.ahead)
         index = cursor.index
         if self.limit is not None and index >= self.limit:
@@ -288,7 +299,7 @@ class Source:
         return data
 
     async def _directory(self, info: ObjectInfo) -> list[ZipInfo]:
-        """Raises Damaged, CloudError."""
+        """Returns the directory of a zip archive. Raises Damaged or CloudError."""
         start = max(0, info.size - _TAIL_BYTES)
         while True:
             if info.size - start > MAX_DIRECTORY_BYTES + _TAIL_BYTES:
@@ -305,14 +316,20 @@ class Source:
 
 
 def _order(place: tuple[int, int | None]) -> tuple[int, float]:
-    """The place of a row of an archive: its member, and its line, which is None for all of it and for its end."""
+    """Returns an archive row's place, to be compared: its member and line.
+
+    A line of None is the whole member or its end.
+    """
     return place[0], _LAST if place[1] is None else place[1]
 
 
 @dataclass
 class _Object:
-    """One object while it is read. ``wanted``: whether a line, a member and line, or a chunk is a row of this reading;
-    ``last``: the last such line, if it is known. ``broken``: why nothing of it can be read."""
+    """One object while it is read.
+
+    ``wanted`` says whether a line, a member and line, or a chunk is to be read; ``last``: the last such line, if it is
+    known. ``broken``: why nothing of the object can be read.
+    """
 
     ordinal: int
     key: str
@@ -328,7 +345,7 @@ class _Object:
 
     @property
     def over(self) -> bool:
-        """No further row of the object is wanted, or can be read."""
+        """True if no further row of the object is wanted or can be read."""
         if self.damaged or self.reader is None:
             return self.damaged
         if isinstance(self.reader, ArchiveReader):
@@ -336,7 +353,10 @@ class _Object:
         return self.last is not None and self.reader.number >= self.last
 
     def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
-        """``members``: how all members of an archive are read, if not by their names. Raises Damaged."""
+        """Begins to read. ``members``: how all members of an archive are read; None: as their names say.
+
+        Raises Damaged.
+        """
         if self.kind is Kind.ARCHIVE:
             whole = self.chunking.whole_bytes
             self.reader = ArchiveReader(self.key, members, self.tables, whole, self.wanted, divider)
@@ -347,7 +367,8 @@ class _Object:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
 
     def failed(self, index: int, piece: ObjectRange, failure: Failure) -> Iterator[Row]:
-        """The rows of an object that cannot be read from this range on: of each of its chunks, where they are rows."""
+        """Yields the failed rows of an object that cannot be read from this range on: one, or one for each chunk that
+        is a row."""
         size = piece.listed.info.size
         if self.kind.many or self.chunking.chunk_bytes is None:
             yield self.lost(index, failure)
@@ -360,7 +381,7 @@ class _Object:
     def rows(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         info, failure = piece.listed.info, piece.listed.failure
         if failure is None and not self.kind.many and self.tables.columns:
-            failure = Failure(RunRefused.code, f"{self.key}: is no table, and so has no --column; choose with --glob")
+            failure = Failure(RunRefused.code, f"{self.key}: is not a table, so it has no --column; choose with --glob")
         if failure is None and not self.kind.many and self.chunking.refuses(info.size):
             most = format_bytes(self.chunking.whole_bytes)
             failure = Failure(
@@ -399,7 +420,7 @@ class _Object:
         return self.key if chunk.joined else f"{self.key}#{chunk.index}"
 
     def _many(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
-        """The rows of a table, or of the members of an archive."""
+        """Yields the rows of a table, or of the members of an archive."""
         try:
             if self.broken is not None:
                 raise self.broken

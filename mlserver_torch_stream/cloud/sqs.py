@@ -1,6 +1,6 @@
 """Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
 
-boto3 finds the credentials: in the environment, in a profile, or of the machine's role.
+boto3 finds the credentials in the environment, in a profile or at the machine's role.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from mlserver_torch_stream.cloud.rows import CloudError, RunRefused
 from mlserver_torch_stream.cloud.watch import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
-_HELD_S = 60  # a message is hidden from other consumers for so long; prolonged while it is processed
+_HELD_S = 60  # for which a message is hidden from other consumers; prolonged while it is processed
 _MAX_MESSAGES = 10
 
 
 class Queue:
-    """Announces the new objects of ``place``. A message about other objects is passed to ``report`` and left in the
-    queue. Raises RunRefused for a URL of no queue, or where there are no credentials; blocks while it
-    looks for them."""
+    """Announces the new objects of ``place``.
+
+    A message about other objects is passed to ``report`` and left in the queue. Raises RunRefused if ``url`` is not the
+    URL of a queue, or if there are no credentials; blocks while boto3 looks for them.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Queue:
         self._held: dict[str, asyncio.Task[None]] = {}
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Never ends by itself. Raises CloudError."""
+        """Yields new objects, and never ends by itself. Raises CloudError."""
         asked = {"MaxNumberOfMessages": _MAX_MESSAGES, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
         while True:
             answer = await self._call("receive_message", asked)

@@ -38,7 +38,7 @@ class _OpenFile(Protocol):
 
 
 class ObjectUpload:
-    """``size``: the bytes that were written so far. Both methods raise CloudError.
+    """Writes one object in pieces. ``size``: the bytes written so far. Both methods raise CloudError.
 
     An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
     lifecycle rule for incomplete multipart uploads does.
@@ -63,12 +63,12 @@ class ObjectUpload:
 _GRACE_S = 0.05
 _MEMORY = "memory://"
 DATED = "modified:"  # marks a version without ETag
-_UNMATCHED = (DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
+_UNMATCHED = (DATED, "W/")  # versions compared here: a weak ETag never matches If-Match (RFC 9110)
 _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
-_BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
+_BEING_WRITTEN = re.compile(r"#[0-9]+$")  # how the library names a file that is not complete yet
 _LISTED_AT_ONCE = 1000
-_UNNAMED = "the library of stores has no way to name it"
+_UNNAMED = "the object-store library cannot name it"
 _UNNAMEABLE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f]")  # a key for which the library has no name
 _AS_KEY = {ord(each): quote(each) for each in "%?#"}
 _LOCK_LOOK_S = 0.01
@@ -78,8 +78,10 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One version of an object. ``etag`` pins it; where the store has no ETag, it is the time of the last change. It is
-    empty where there is ``trouble``: the reason why the object cannot be read."""
+    """One version of an object. ``etag`` pins it; if the store has no ETag, it is the time of the last change.
+
+    It is empty if there is ``trouble``, the reason why the object cannot be read.
+    """
 
     key: str
     size: int
@@ -129,9 +131,9 @@ class Store:
     def open(
         cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0, *, make: bool = True
     ) -> Store:
-        """``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
+        """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
 
-        ``make`` false: a missing folder is not made, but counts as an empty store.
+        Without ``make`` a missing folder is not made: it counts as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
@@ -162,17 +164,17 @@ class Store:
 
     @classmethod
     def memory(cls) -> Store:
-        """A store in this process's memory."""
+        """Returns a store in this process's memory."""
         import obstore.store
 
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """All objects, in a cloud store in the order of their keys; ``after``: only keys after this one.
+        """Yields all objects, in a cloud store in the order of their keys. ``after``: only keys after this one.
 
-        The library stops to list at an object that it cannot name, such as one with a newline or an empty level in its
-        name, and in a folder at links in a circle. The others are then listed without the library. Raises RunRefused
-        where that is not possible.
+        The library stops listing at an object that it cannot name, such as one with a newline or an empty level in its
+        key, and in a folder at a circle of links. The others are then listed without the library. Raises RunRefused if
+        that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -208,7 +210,7 @@ class Store:
                 yield info if info.trouble else await self._look_at(info)
 
     async def _look_at(self, info: ObjectInfo) -> ObjectInfo:
-        """The object as it is now, or with the trouble that it makes."""
+        """Returns the current version of an object, or the object with the reason why it cannot be read."""
         try:
             return await self.head(info.key)
         except RunRefused:
@@ -217,7 +219,7 @@ class Store:
             return replace(info, trouble=error.message)
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
-        """``unnamed``: what the library said of the key."""
+        """Lists a bucket of S3 without the library. ``unnamed``: what the library said of the key."""
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
         listing = S3Listing.find(self.url, self.options, self.stall_s)
@@ -241,11 +243,15 @@ class Store:
         return nullcontext()  # the library keeps the connections
 
     async def head(self, key: str) -> ObjectInfo:
+        """Returns the current version of an object."""
         meta = await self._call(key, lambda: self._library.head_async(self._backend, key))
         return ObjectInfo(key, meta["size"], self._version(meta))
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
+        """Yields bytes ``start`` to ``end`` (exclusive) of this version.
+
+        Raises ObjectChanged if the object has another one.
+        """
         options: Any = {} if info.etag.startswith(_UNMATCHED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):
             options["range"] = (start, end)
@@ -267,17 +273,17 @@ class Store:
         return bytes(await self._call(key, lambda: answer.bytes_async()))
 
     async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
-        """A whole small object, and the marks of this version of it, for ``replace``."""
+        """Returns a whole small object, and the marks of its version, which ``replace`` compares."""
         answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         meta = answer.meta
         marks = {name: str(meta[name]) for name in ("e_tag", "version") if meta.get(name)}
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """Replaces the version that bears ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
+        """Replaces the version with these ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
 
-        A folder has no conditional write. There the lock of the file that is replaced keeps other replacements out from
-        the comparison to the write, where the file system has such locks.
+        A folder has no conditional write. There a lock on the file keeps other replacements out between the comparison
+        and the write, if the file system has locks.
         """
         if not self._local:
             await self._put(key, data, dict(marks))
@@ -289,7 +295,10 @@ class Store:
 
     @asynccontextmanager
     async def _locked_file(self, key: str) -> AsyncGenerator[None, None]:
-        """Raises StoreUnavailable if another process keeps the lock. A file that replaces this one has another lock."""
+        """Holds the file's lock. Raises StoreUnavailable if another process keeps it.
+
+        A file that replaces this one has another lock.
+        """
         try:
             file = os.open(Path(self.url, key), os.O_RDONLY)
         except OSError as error:
@@ -309,6 +318,7 @@ class Store:
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
+        """Writes an object as a whole, over an existing one."""
         await self._put(key, data, "overwrite")
 
     async def _put(self, key: str, data: bytes, mode: Any) -> None:
@@ -321,7 +331,7 @@ class Store:
         return ObjectUpload(file, lambda call: self._call(key, call))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Raises ObjectMissing where a key is not there and the store tells of it."""
+        """Deletes objects. Raises ObjectMissing if a key is missing and the store reports that."""
         await self._call(next(iter(keys), ""), lambda: self._library.delete_async(self._backend, keys))
 
     async def _call(self, key: str, call: Callable[[], Any]) -> Any:
@@ -333,14 +343,14 @@ class Store:
             raise self._as_cloud_error(error, key) from error
 
     def _version(self, meta: Any) -> str:
-        """The version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
+        """Returns the version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
         etag = meta.get("e_tag")
         if not etag:
             return f"{DATED}{meta['last_modified'].isoformat()}"
         return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
 
     def _as_cloud_error(self, error: Exception, key: str) -> CloudError:
-        """The library's exception as a CloudError."""
+        """Returns the library's exception as a CloudError."""
         from obstore import exceptions
 
         if isinstance(error, CloudError):
@@ -370,7 +380,7 @@ class Store:
 
 
 async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
-    """A whole small object; None where it is missing."""
+    """Returns a whole small object; None if it is missing."""
     try:
         return await retry.run(store.get, key)
     except ObjectMissing:
@@ -378,7 +388,7 @@ async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
 
 
 def _take_lock(file: int) -> bool:
-    """False if another process has the lock. Some network file systems have no locks, and then this is true."""
+    """Returns False if another process has the lock. On network file systems without locks it returns True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -389,10 +399,10 @@ def _take_lock(file: int) -> bool:
 
 
 def _files(folder: Path) -> list[ObjectInfo]:
-    """The files below a folder, as the library lists them, without their versions: links are followed, and files that
-    are being written are left out.
+    """Returns the files below a folder as the library lists them, without their versions.
 
-    A folder that cannot be read, or that is above itself, is there with its trouble; the key of ``folder`` is empty.
+    Links are followed, and files that are being written are left out. A folder that cannot be read, or a link to a
+    folder above it, is in the list with its trouble; the key of ``folder`` itself is empty.
     """
     found: list[ObjectInfo] = []
 
@@ -422,7 +432,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:
-    """The CloudError of a library's exception that only its text tells apart."""
+    """Returns the CloudError of a library's exception whose kind only its text tells."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
             return StorageFull(f"{where}: no room left to write: {text}")
@@ -440,7 +450,7 @@ def _first_line(error: BaseException) -> str:
 def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
     import obstore.store
 
-    if scheme in _SCHEMES:  # a key, of which the library would decode %41, and drop what follows ? or #
+    if scheme in _SCHEMES:  # the rest is a key: the library would decode %41 and drop what follows ? or #
         url = url.translate(_AS_KEY)
     # ``within`` watches for silence and the caller retries: both keep the bytes that are received already.
     client: dict[str, Any] = {"timeout": "1h", "connect_timeout": "10s"}

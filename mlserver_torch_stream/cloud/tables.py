@@ -28,8 +28,11 @@ _JSON, _TEXT, _BYTES = "application/json", "text/plain; charset=utf-8", "applica
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``column``: a number from 1, or the name in the header or of the key in JSONL; ``name``: what its value is in the
-    row; None: the value is the whole row."""
+    """One chosen column.
+
+    ``column`` is a number from 1, a name in the header, or a key of JSONL. ``name`` is the field of the row that gets
+    the value; None: the value is the whole row.
+    """
 
     column: int | str
     name: str | None = None
@@ -45,9 +48,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """How tables and archives are read. ``columns``: those that make a row; none: the names in the header are the keys
-    of a row's body, as in JSONL. ``header``: the first record names the columns. ``quote``: a character, or empty for
-    tables in which no character quotes. ``data``: rows are for a handler or a tensor, which take bytes; else prompts.
+    """How tables and archives are read. ``columns`` are the columns that make a row; without them the names in the
+    header are the keys of a row's body, as in JSONL. ``header``: the first record names the columns. ``quote``: a
+    character, or empty for tables in which no character quotes. ``data``: rows are bytes for a handler or a tensor;
+    else they are prompts.
 
     ``archives``: archives are read member by member, and ``members``, a glob, chooses some; else an archive is a whole
     object.
@@ -94,7 +98,7 @@ class Tables:
         return self.header or not self.columns or any(isinstance(each.column, str) for each in self.columns)
 
     def config(self) -> dict[str, Any]:
-        """The part of a run's configuration that these settings are; empty for the default ones."""
+        """Returns these settings as a part of a run's configuration; empty if all have their defaults."""
         named = {
             "columns": [[each.column, each.name] for each in self.columns],
             "header": self.header,
@@ -123,7 +127,7 @@ class Record:
         self.size = 0
 
     def add(self, line: bytes) -> bool:
-        """True if the record ends with this line. Raises ValueError where a quote stands in a wrong place."""
+        """Adds a line. Returns True if the record ends with it. Raises ValueError if a quote is in a wrong place."""
         self.size += len(line) + 1
         text = line.removesuffix(b"\r")
         if not self._open and (not self._quote or self._quote not in text):
@@ -140,7 +144,7 @@ class Record:
                     return False
                 self._open, at = False, end
                 if at < len(text) and not text.startswith(self._delimiter, at):
-                    raise ValueError("a quoted field has text behind its last quote")
+                    raise ValueError("a quoted field has text after its last quote")
             end = text.find(self._delimiter, at)
             self._cell += text[at:] if end < 0 else text[at:end]
             self.fields.append(bytes(self._cell))
@@ -150,7 +154,7 @@ class Record:
             at, begins = end + 1, True
 
     def _quoted(self, text: bytes, at: int) -> int:
-        """Where the quoted field ends, behind its quote; -1 if it goes on in the next line."""
+        """Returns the position after the closing quote of a field; -1 if the field goes on in the next line."""
         while (end := text.find(self._quote, at)) >= 0:
             self._cell += text[at:end]
             if not text.startswith(self._quote, end + 1):
@@ -162,10 +166,10 @@ class Record:
 
 
 class RowReader:
-    """Reads the rows of one table: an object, or a member of an archive. ``wanted``: whether the record that begins in
-    a line is a row of this reading. ``number``: the line in which the last record began.
+    """Reads the rows of one table: an object, or a member of an archive.
 
-    The rows have the index 0. Methods raise Damaged where the compression or the encoding breaks.
+    ``wanted``: whether the record that begins in a line is to be read. ``number``: the line in which the last record
+    began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.
     """
 
     def __init__(
@@ -218,13 +222,16 @@ class RowReader:
         return self._chosen(number, values)
 
     def _utf8(self, data: bytes, last: bool) -> bytes:
-        """The text in UTF-8. A byte of no character becomes bytes that are no UTF-8, and are found in their line."""
+        """Returns the text in UTF-8.
+
+        A byte that is not a character becomes invalid UTF-8, which its line reports later.
+        """
         if self._text is None:
             return data
         try:
             return self._text.decode(data, last).encode(_UTF8, "surrogateescape")
         except UnicodeError as error:
-            raise TableBroken(f"is not {self._tables.encoding} behind line {self._lines.number}: {error}") from None
+            raise TableBroken(f"is not {self._tables.encoding} after line {self._lines.number}: {error}") from None
 
     def _line(self, number: int, line: bytes | None) -> Iterator[Row]:
         if number == 1 and line is not None:
@@ -307,7 +314,7 @@ class RowReader:
         return self._chosen(number, values)
 
     def _made(self, number: int, line: bytes | None) -> Row:
-        """A row whose body is the line, a JSON object."""
+        """Returns a row whose body is the line, a JSON object."""
         if self._tables.data:
             return self._data_row(number, line, _JSON)
         where = f"{self._where}:{number}"
@@ -315,7 +322,7 @@ class RowReader:
         return row if self._member is None else replace(row, member=self._member)
 
     def _chosen(self, number: int, values: Mapping[str | None, Any]) -> Row:
-        """A row of the chosen values, by their fields."""
+        """Returns a row of the chosen values, by their fields."""
         if not self._tables.data:
             prompt = values.get("prompt", values.get(None))
             if not isinstance(prompt, str):

@@ -111,7 +111,7 @@ def redirected(url: URL, location: str) -> URL:
 
 
 class UrlStore:
-    """Objects by their keys in ``urls``, each read from its own host or bucket. ``options``: of the library of stores,
+    """Objects by their keys in ``urls``, each read from its own host or bucket. ``options``: of the object-store library,
     for the buckets alone; these are of one kind then. ``stall_s``: the longest silence in seconds within one answer.
 
     Objects over HTTP are read while the store is ``connected``.

@@ -63,10 +63,12 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets
-    a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
-    rows bear, in seconds since the epoch; None: the time at which their object was begun. ``part_rows``: rows in one
-    part of an archive's result."""
+    """Infers new objects. At most ``objects`` are inferred at a time, each by the stages of a run with ``limits``.
+
+    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the
+    creation time in the output rows, in seconds since the epoch; None: when their object was begun. ``part_rows``: rows
+    in one part of an archive's result.
+    """
 
     store: Store
     output: Store
@@ -87,7 +89,7 @@ class Watcher:
     seen: int = 0
 
     def __post_init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of the results in the making
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of results being made
 
         self._again = asyncio.Lock()
 
@@ -99,7 +101,7 @@ class Watcher:
         return f"result-{digest(identity)[:40]}.jsonl"
 
     def archive_run(self, info: ObjectInfo) -> CloudRun:
-        """The run over the members of an archive, whose output is the archive's result."""
+        """Returns the run over the members of an archive. Its output is the archive's result."""
         run = CloudRun(
             f"{self.store.url}/{info.key}",
             self.model,
@@ -119,8 +121,10 @@ class Watcher:
         return replace(run, output=f"{self.output.url}/result-{name}")
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
-        """Runs until ``announcements`` end or ``most`` objects are done. Raises CloudError where results cannot be
-        written."""
+        """Runs until ``announcements`` end or ``most`` objects are done.
+
+        Raises CloudError if results cannot be written.
+        """
         running: set[asyncio.Task[None]] = set()
         next_object: asyncio.Task[Announced | None] | None = None
         ended = False
@@ -149,7 +153,7 @@ class Watcher:
         try:
             listed = await self._listed(announced.key)
         except ObjectMissing:  # deleted, perhaps after an earlier announcement of it
-            self.report(f"{announced.key}: has gone before it was read; nothing to do")
+            self.report(f"{announced.key}: was deleted before it was read; nothing to do")
             return await announced.done()
         name = self.result_name(listed.info)
         turn = self._turns.setdefault(name, asyncio.Lock())
@@ -163,7 +167,7 @@ class Watcher:
         await announced.done()
 
     async def _infer_archive(self, listed: Listed) -> None:
-        """Writes the parts that its result lacks. While another watcher writes them, waits for its end."""
+        """Writes the parts that an archive's result lacks, or waits while another watcher writes them."""
         run = self.archive_run(listed.info)
         assert run.output is not None
         name = run.output.removeprefix(f"{self.output.url}/")
@@ -183,7 +187,7 @@ class Watcher:
                 self.report(f"{listed.info.key}: {failed} of its rows failed; they are in {run.output}")
 
     async def _listed(self, key: str) -> Listed:
-        """The object's current version.
+        """Returns the object's current version.
 
         An object without permission to read gets a result that says so. The name of that result has no version, so that
         the object is inferred if it is announced again when it can be read.
@@ -194,7 +198,7 @@ class Watcher:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
-        """The results of all its rows; if they are larger than ``MAX_RESULT_BYTES``, one row that says so."""
+        """Returns the results of all rows of an object; if they exceed ``MAX_RESULT_BYTES``, one row that says so."""
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
@@ -238,7 +242,7 @@ async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | N
 
 
 def _ended(task: asyncio.Task[None]) -> bool:
-    """Raises the task's error."""
+    """Returns whether a task has ended. Raises its error."""
     if task.done():
         task.result()
         return True
@@ -250,8 +254,11 @@ _MAX_OPEN = 10_000
 
 
 class Poller:
-    """``every``: seconds between two polls. ``check`` runs before each poll and ends the polling with a CloudError. The
-    cursor is the last key that is done and before which all keys are done."""
+    """Finds new objects by listing. ``every``: seconds between two polls.
+
+    ``check`` runs before each poll and ends the polling with a CloudError. The cursor is the last key up to which all
+    keys are done.
+    """
 
     def __init__(
         self,
@@ -273,7 +280,7 @@ class Poller:
         self._saved: str | None = None
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Never ends by itself. Raises CloudError."""
+        """Yields new objects, and never ends by itself. Raises CloudError."""
         self._cursor = self._saved = await self._load()
         while True:
             self._check()
@@ -290,7 +297,7 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """The first new keys, at most as many as may be open; the next poll finds the rest."""
+        """Returns the first new keys, at most as many as may be open; the next poll finds the rest."""
         keys: list[str] = []
         most = _MAX_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):

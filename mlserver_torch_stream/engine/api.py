@@ -21,12 +21,12 @@ DEFAULT_PRIORITY = 100
 class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
 
-    The engine holds the object itself: it belongs to one submit. An ``open`` request waits for the rest of its prompt;
-    ``TokenStream.seal`` sets the whole, and then it is queued. The scheduler admits requests with a lower ``priority``
-    first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` after the submit, the
-    sequences end with the tokens that they have. Each answer is kept to the ``constraint``; the prompt is not.
-    ``answer`` says how their text is divided; None: it is text as a whole. ``prompt_text`` is put before each answer.
-    ``adapter`` names the LoRA adapter that the tokens are generated with.
+    The engine keeps the object itself, so submit it only once. An ``open`` request waits for the rest of its prompt;
+    ``TokenStream.seal`` sets the whole prompt, and then the request is queued. The scheduler admits requests with a
+    lower ``priority`` first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` seconds
+    after the submit, the sequences end with the tokens that they have. Each answer must match the ``constraint``; the
+    prompt need not. ``answer`` says how the answer is divided; None: all of it is text. ``prompt_text`` is put before
+    each answer. ``adapter`` names the LoRA adapter that the tokens are generated with.
     """
 
     prompt_ids: tuple[int, ...]
@@ -47,18 +47,18 @@ class EngineCounters:
     """Counts from the start of an engine on."""
 
     decode_steps: int = 0
-    mixed_steps: int = 0  # in which sequences decoded beside chunks of prompts
-    mixed_step_seconds: float = 0.0  # of those steps
+    mixed_steps: int = 0  # steps in which sequences decoded beside chunks of prompts
+    mixed_step_seconds: float = 0.0  # seconds of those steps
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
-    num_preemptions: int = 0  # sequences that gave their pages to older ones, to be computed again
+    num_preemptions: int = 0  # how often a sequence gave its pages to an older one, to be computed again
     draft_tokens: int = 0  # drafted by prompt lookup
     accepted_draft_tokens: int = 0  # drafts that equal the tokens that were then sampled
-    forced_tokens: int = 0  # that a constraint left no choice about, computed together with the token before them
-    cancelled_sequences: int = 0  # whose stream was closed
+    forced_tokens: int = 0  # tokens that a constraint forced, computed together with the token before them
+    cancelled_sequences: int = 0  # sequences whose stream was closed
     timed_out_sequences: int = 0
-    wasted_tokens: int = 0  # sequences decoded in a step that began after their stream was closed
+    wasted_tokens: int = 0  # tokens of steps that began after the sequence's stream was closed
 
 
 COUNTERS = tuple(each.name for each in fields(EngineCounters))
@@ -68,28 +68,28 @@ COUNTERS = tuple(each.name for each in fields(EngineCounters))
 class EngineStats(EngineCounters):
     """A snapshot of counters and gauges."""
 
-    running_sequences: int = 0  # that decode
+    running_sequences: int = 0  # sequences that decode
     waiting_requests: int = 0  # in the queue
     waiting_tokens: int = 0  # of the prompts of waiting requests
     prefilling_requests: int = 0
-    open_prompts: int = 0  # that are not whole yet: they hold no slot and no memory of the cache
+    open_prompts: int = 0  # prompts that are not whole yet: they hold no slot and no memory of the cache
     kv_cache_bytes: int = 0  # in pages of running and prefilling sequences
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # used by the prefix cache
 
     def counting_on(self, before: EngineStats) -> EngineStats:
-        """Returns these stats with the counters of ``before``, a batcher that this one has replaced, added."""
+        """Adds the counters of ``before``, which come from the batcher that this one has replaced."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
 class StreamObserver(Protocol):
-    """Sees how the reader of a stream takes it."""
+    """Observes how a stream's reader takes events."""
 
     def event(self, event: TokenEvent) -> None:
         """Called for every event that the reader takes, so it must be cheap."""
 
     def closed(self) -> None:
-        """The stream is closed: no event is read any more."""
+        """Called when the stream is closed: no event is read any more."""
 
 
 class TokenStream(Protocol):
@@ -103,19 +103,22 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvent: ...
 
     def observe(self, observer: StreamObserver) -> None:
-        """Calls ``observer`` from now on."""
+        """Calls ``observer`` for each event from now on."""
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
         """Announces further ids of the open request, which is the only one of its stream.
 
-        Raises InvalidInput once no prompt that begins with the ids so far can run.
+        Raises InvalidInput once no prompt with this beginning can run.
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
         """Gives an open request its whole prompt, which need not begin with the announced ids, and queues it."""
 
     def close(self) -> None:
-        """Cancels what still runs. Synchronous, idempotent, safe from any task: call it in a ``finally``."""
+        """Cancels the sequences that still run.
+
+        Synchronous, idempotent, safe from any task: call it in a ``finally``.
+        """
 
 
 class Engine(Protocol):
@@ -129,7 +132,8 @@ class Engine(Protocol):
         Raises InvalidInput (a prompt can never fit the context or the cache), QueueFull or NotServing.
         """
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Returns a snapshot of the engine's counters and gauges."""
 
     @property
     def load(self) -> int:
@@ -143,12 +147,12 @@ class Engine(Protocol):
     def trouble(self) -> str | None:
         """Why new requests should go to another engine; None if this one is fine.
 
-        The engine is dead, does not return from a step, or waits for a device that such an engine holds.
+        The engine is dead, its step does not return, or it waits for a device that an engine in such a step holds.
         """
 
     @property
     def overdue(self) -> str | None:
-        """Which step of the engine itself does not return; None if there is none."""
+        """Describes the engine's own step that does not return in time; None if there is no such step."""
 
     def drain(self, why: str) -> None:
         """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""
@@ -165,13 +169,16 @@ class AdapterSet(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Those that requests may name."""
+        """The names of the adapters that requests may use."""
 
     async def load(self, name: str, path: str) -> None:
-        """``path``: a folder or a hub id. Raises InvalidInput if vLLM cannot load it or the name is taken."""
+        """Loads an adapter from ``path``, a folder or a hub id.
+
+        Raises InvalidInput if it fails or the name is taken.
+        """
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for it, and returns when its streams have ended and its memory is free.
+        """Refuses further requests for an adapter, and returns when its streams have ended and its memory is free.
 
         Raises UnknownModel.
         """

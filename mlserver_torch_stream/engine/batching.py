@@ -47,7 +47,10 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """``make`` makes a new batcher, and ``batcher`` is the first one. ``description`` is for the load summary."""
+    """The batcher of a model: ``make`` makes a new one, ``batcher`` is the first one.
+
+    ``description`` is for the load summary.
+    """
 
     make: Callable[[], Batcher]
     batcher: Batcher
@@ -62,7 +65,7 @@ def choose_batcher(
     samplers: SamplerFactory,
     owner: object,
 ) -> BatcherChoice:
-    """``owner`` is that of ``cache_budget``. Raises LoadFailed."""
+    """Chooses the batcher of a loaded model. ``owner`` is passed to ``cache_budget``. Raises LoadFailed."""
     resolved, resources = load.resolved, load.resources
     problem = _why_serial(resolved, prepared, loaded)
     if problem is not None:
@@ -148,10 +151,10 @@ def _batch_serially(
 def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
-    """``chunk``: the most tokens of prompts in a step; None for a model that takes them whole."""
+    """Returns the scheduler's bounds. ``chunk``: the most prompt tokens in a step; None: prompts are taken whole."""
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
-    # A prefix is of no use to a model that takes whole prompts, or that keeps states.
+    # A cached prefix is of no use to a model that takes whole prompts or keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
     return SchedulerLimits(
         size.state_slots if spec.state_bytes else settings.max_num_seqs,
@@ -167,7 +170,7 @@ def _limits(
 
 
 def _try_to_reserve(forward: LoadedForward, cache: PagedCache, host: Host) -> None:
-    """Refuses a KV cache that the system does not map. Only this attempt needs ``cache``. Raises LoadFailed."""
+    """Allocates ``cache`` once to find out whether the system allows it. Raises LoadFailed if it does not."""
     try:
         forward.reserve(cache)
     except MemoryError as error:

@@ -1,6 +1,6 @@
 """Builds a running engine from settings, and shares it: loads the model, and starts the engine over its batcher.
 
-Its functions block for as long as loading takes: call them in a thread.
+The functions block for as long as loading takes: call them in a thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """An engine with its codec and the lease on its weights; vLLM holds the weights of its models itself.
+    """An engine with its codec and the lease on its weights. vLLM's models have no lease: vLLM holds their weights
+    itself.
 
     The replicas of a ``ReplicatedEngine`` are its ``parts``; the codec and the weights are those of the first replica.
     """
@@ -59,7 +60,7 @@ class RunningEngine:
     adapters: AdapterSet | None = None
 
     def stop(self, resources: ProcessResources) -> None:
-        """Blocks."""
+        """Shuts the engine down and gives its weights and memory back. Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
             resources.release(part.codec)
@@ -92,9 +93,9 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
-    A load that is cancelled raises WorkCancelled, and has freed what it took.
+    A cancelled load raises WorkCancelled after it has freed its memory.
 
-    Engines share weights that are loaded already. The same ``owner`` with the same settings gets the same engine.
+    Engines share weights that are already loaded. The same ``owner`` with the same settings gets the same engine.
     """
     load = ModelLoad(resolved, set_threads(resolved.settings, read_host()), resources)
     key = engine_key(resolved, owner, weights_key(resolved, load.threads))
@@ -114,10 +115,10 @@ def _load(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
             raise
         raise LoadFailed(f"cannot load {load.resolved.source.name}: its tokenizer is damaged: {error}") from error
     if running is None:
-        reclaim_memory(load.resources)  # the error is gone, and with it the frames that held a part of the model
+        reclaim_memory(load.resources)  # the error is gone, and so are the frames that held a part of the model
         raise WorkCancelled
     try:
-        gc.collect()  # frees what the load left in cycles
+        gc.collect()  # frees objects in reference cycles that the load left
         trim_heap()
     except BaseException:
         running.stop(load.resources)
@@ -126,7 +127,7 @@ def _load(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 
 
 def reclaim_memory(resources: ProcessResources = PROCESS) -> None:
-    """Frees what loads and engines leave after their end: modules in cycles, free blocks of the heap and of CUDA."""
+    """Frees the memory that ended loads and engines leave: modules in reference cycles, free heap and CUDA blocks."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -157,7 +158,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     files = locate_packed(resolved) or locate(resolved)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
-    trim_heap()  # reading a vocabulary frees 29 MB, between which later blocks would lie
+    trim_heap()  # reading a vocabulary frees 29 MB; later blocks would fragment it
 
     def make() -> PreparedModel:
         return prepare(files, load)
@@ -203,7 +204,7 @@ def _run_vllm(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
     """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
 
-    ``threads``: of torch's operations, a number that each thread has for itself.
+    ``threads``: for torch's operations; each thread has its own number.
     """
     done: Future[T] = Future()
     context = contextvars.copy_context()

@@ -1,12 +1,11 @@
 """Plans a model on a device: its size from config and files, the streams that fit, and their speed.
 
-The memory is what the engine takes; the speeds are limits that no engine
-reaches.
+The memory is what the engine allocates. The speeds are upper bounds that no engine reaches.
 
-Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 %
-more (85.5 for the 80 of an H100, 24.15 for the 24 of L4 and A10).
+Speeds are those without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80
+of an H100, 24.15 for the 24 of L4 and A10).
 
-Checked on 2026-11-22. Not all of the vendor's documents could be read themselves:
+Checked on 2026-11-22. For these devices the numbers do not come from the vendor's own page, or need a remark:
 
 - A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G of a cloud is another chip.
 - H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
@@ -15,10 +14,9 @@ Checked on 2026-11-22. Not all of the vendor's documents could be read themselve
 - B200: 2,250 at 1,000 W in table 3 of the Blackwell architecture's technical brief, which says 8 TB/s. Boards have
   180 GB; their driver reports 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
 
-Loads no weights.
+No weights are loaded.
 
-The model is made on torch's ``meta`` device, where tensors have shapes only, and takes three
-tokens there.
+The model is made on torch's ``meta`` device, where tensors have only shapes, and computes three tokens there.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ from mlserver_torch_stream.model_source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """``source`` is the vendor's document with these numbers."""
+    """The numbers of one device. ``source`` is the vendor's document that has them."""
 
     name: str
     memory: int  # bytes
     bandwidth: float  # bytes a second
-    flops: float | None  # of dense bf16 products, per second
+    flops: float | None  # operations a second, in dense bf16 products
     source: str
 
 
@@ -81,7 +79,7 @@ KNOWN = {
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Raises SettingsError, which names the known devices."""
+    """Returns a device by its name. Raises SettingsError, which names the known devices."""
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
         hint = did_you_mean_or_known(name.lower(), KNOWN, str)
@@ -95,7 +93,10 @@ _MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """``experts`` of the ``parameters`` are in mixtures, of which each token uses the part ``expert_share``."""
+    """The size of a model.
+
+    ``experts`` of its ``parameters`` belong to experts; a token uses the part ``expert_share``.
+    """
 
     kind: str
     dtype: str
@@ -103,7 +104,7 @@ class ModelSize:
     parameters: int
     experts: int
     expert_share: float
-    unread: int  # an embedding of which a step reads one row per token
+    unread: int  # parameters of an embedding, of which a step reads one row per token
     spec: CacheSpec
     max_model_len: int
     ranks: tuple[int, ...]  # the numbers of ranks that can share the model
@@ -115,7 +116,7 @@ class ModelSize:
     def read_per_step(self, sequences: int) -> float:
         """Returns the bytes of weights that a decode step reads.
 
-        Sequences use experts as if at random: a step of more sequences reads more of them.
+        Each sequence is assumed to use random experts, so a step of more sequences reads more experts.
         """
         used = 1 - (1 - self.expert_share) ** sequences if self.experts else 0.0
         return (self.parameters - self.unread - self.experts * (1 - used)) * self.element
@@ -129,7 +130,7 @@ class ModelSize:
 def read_size(
     source: ModelSource, dtype: str = "auto", revision: str | None = None, device_type: str = "cpu"
 ) -> ModelSize:
-    """``device_type`` decides how many tokens a page of the cache holds.
+    """Reads a model's size from its config and files. ``device_type`` decides how many tokens a page holds.
 
     Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes.
     """
@@ -170,7 +171,7 @@ def read_size(
 
 
 def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
-    """Runs three tokens that have shapes only, in the first way in which the model takes them."""
+    """Returns the cache's spec, from a forward of three tokens without values in the first way that the model takes."""
     problem: Exception | None = None
     try:
         layout = CacheLayout(model.config)
@@ -228,7 +229,7 @@ _CHUNK = EngineSettings.model_fields["chunked_prefill_size"].default  # new toke
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """One model over ``ranks`` devices. Speeds are in tokens per second; None if that of the device is not known."""
+    """One model over ``ranks`` devices. Speeds are in tokens per second; None if the device's speed is not known."""
 
     ranks: int
     weights: int  # bytes on each device
@@ -236,7 +237,7 @@ class CapacityPlan:
     streams: int
     alone: float  # one stream
     together: float  # all of them
-    prompts: float | None  # prefill
+    prompts: float | None  # of the prefill
 
     @property
     def fits(self) -> bool:
@@ -256,7 +257,10 @@ def plan_model(
 
 
 def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
-    """``context``: tokens that each stream reaches; ``cache_share`` is of the memory that the weights leave."""
+    """Plans a model on ``ranks`` devices.
+
+    ``context``: the tokens of each stream; ``cache_share``: the cache's share of the memory that the weights leave.
+    """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
     streams = _streams(size, ranks, cache, context)
@@ -272,7 +276,7 @@ def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cac
 
 
 def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
-    """Returns the most sequences of this length whose pages and states an engine has at a time."""
+    """Returns how many sequences of this length fit into the cache at a time."""
 
     def holds(count: int) -> bool:
         rooms = [(size.spec, cache * ranks)]

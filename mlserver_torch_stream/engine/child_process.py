@@ -1,7 +1,7 @@
 """Runs a function of a load in a process of its own, whose imports and memory end with it.
 
-transformers' modeling code takes 105 MB, which a server that computes with our kernels alone needs only to convert a
-GGUF file and to check a load that no earlier start has proved.
+transformers' modeling code takes 105 MB. A server that computes with our own kernels needs it only to convert a GGUF
+file, and to check a load that no earlier start has checked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _PR_SET_PDEATHSIG = 1
 def in_process(function: Callable[..., T], *args: object) -> T:
     """Calls ``function(*args)`` in another process. Returns its result, or raises its error. Blocks.
 
-    The function, its arguments and its result can be pickled. The package's log lines of that process are logged here.
-    An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the process
-    cannot be started or ends early, for example because it is killed. A load that is cancelled kills the process.
+    The function, its arguments and its result must be picklable. The package's log lines of that process are logged
+    here. An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the
+    process cannot be started or ends early, for example because it is killed. A load that is cancelled kills the
+    process.
     """
     process = _start()
     with cancellation().interrupted_by(process.kill), process:
@@ -55,7 +56,10 @@ class RemoteTraceback(Exception):
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Starts Python with this process's ``sys.path``. Its messages have a pipe of their own, here as ``stdout``."""
+    """Starts Python with this process's ``sys.path``.
+
+    Its messages have a pipe of their own, which is ``stdout`` of the returned object.
+    """
     if not sys.executable:
         raise LoadFailed("cannot start a process that loads the model: sys.executable names no interpreter")
     level = logging.getLogger(PACKAGE).getEffectiveLevel()
@@ -75,7 +79,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _send(process: subprocess.Popen[bytes], job: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended: its last message, or its exit status, says why
+    with contextlib.suppress(BrokenPipeError):  # the process has ended: its last message, or its exit status, says why
         os.write(process.stdin.fileno(), job)
 
 
@@ -88,7 +92,9 @@ def _last_message(process: subprocess.Popen[bytes]) -> tuple[Any, ...]:
             raise LoadFailed(f"the process that loads the model {_how_it_ended(process.wait())}") from None
         except Exception as error:
             process.kill()
-            raise LoadFailed(f"the process that loads the model sent something that is no message: {error}") from error
+            raise LoadFailed(
+                f"the process that loads the model sent something that is not a message: {error}"
+            ) from error
         if kind != LOG:
             return kind, *message
         name, level, text = message
@@ -108,7 +114,7 @@ def die_with(parent: int) -> None:
     """Ends this process when ``parent`` ends, for whatever reason.
 
     On Linux the kernel kills it, even if it hangs. The kernel does nothing if the parent has ended before this call,
-    and there is no such signal elsewhere. So a thread also reads stdin, a pipe that the parent holds open and never
+    and other systems have no such signal. So a thread also reads stdin, a pipe that the parent holds open and never
     writes to.
     """
     if sys.platform == "linux":

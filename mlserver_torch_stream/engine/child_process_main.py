@@ -42,11 +42,12 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    """``argv``: the pipe to the parent, the id of the parent, and the level of its log."""
+    """Runs the process. ``argv``: the pipe to the parent, the parent's process id, and the level of its log."""
     pipe, parent, level = argv
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
+    # The parent gets these signals too, and this process ends with it.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    os.dup2(2, 1)  # what libraries print is no output of the server
+    os.dup2(2, 1)  # what libraries print does not belong to the server's output
     channel = ParentChannel(int(pipe))
     logging.basicConfig(handlers=[channel], format="%(message)s")
     logging.getLogger(PACKAGE).setLevel(int(level))
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
             os._exit(1)
         gc.freeze()
         gc.enable()
-        die_with(int(parent))  # which reads stdin too
+        die_with(int(parent))  # it reads stdin from now on
         channel.send(RETURNED, function(*args))
     except Exception as error:
         trace = [] if isinstance(error, LoadFailed) else ["".join(traceback.format_exception(error))]

@@ -30,7 +30,7 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
         check_hub(location, options.get("revision"))
     try:
         if gguf_file is not None:
-            from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config  # whose gguf takes 5 MB
+            from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config  # here: gguf takes 5 MB
 
             return read_gguf_config(gguf_file)
         return AutoConfig.from_pretrained(location, **options)
@@ -41,27 +41,30 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 def check_hub(hub_id: str, revision: str | None) -> None:
     """Raises LoadFailed for a model that is not in the hub's cache where the hub cannot be reached.
 
-    huggingface_hub would try for half a minute, for each of several files. Behind a proxy only it can find out.
+    huggingface_hub would try for half a minute, for each of several files. Behind a proxy only huggingface_hub can find
+    out.
     """
-    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # whose httpx takes memory
+    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # here: its httpx takes memory
     from huggingface_hub.errors import HFValidationError
 
     try:
         if is_offline_mode() or getproxies() or try_to_load_from_cache(hub_id, "config.json", revision=revision):
             return
     except HFValidationError:
-        return  # no hub id: reading its config says what is wrong
+        return  # not a hub id: reading its config says what is wrong
     hub = urlsplit(constants.ENDPOINT)
     port = hub.port or {"http": 80}.get(hub.scheme, 443)
     try:
         socket.create_connection((hub.hostname or "", port), _CONNECT_S).close()
     except OSError as error:
-        where = f"it is no file or folder here and not in the hub's cache, and {constants.ENDPOINT} cannot be reached"
+        where = (
+            f"it is neither a file or folder here nor in the hub's cache, and {constants.ENDPOINT} cannot be reached"
+        )
         raise LoadFailed(f"cannot load {hub_id}: {where}: {error}") from error
 
 
 def plain_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns these fields as a config of no family, whose class would import transformers' modeling code."""
+    """Returns these fields as a plain config: the class of a model family would import transformers' modeling code."""
     config = PreTrainedConfig()
     vars(config).update(values)
     return config
@@ -99,7 +102,7 @@ def named_lengths(config: Any) -> set[int]:
 def layer_configs(config: Any) -> Sequence[Any]:
     """Returns the config of each layer where layers differ, as in Gemma 4, else the model's.
 
-    Where layers differ, transformers raises an error of its own for a field that the model's config does not answer.
+    Where layers differ, the model's config has no value for some fields, and transformers raises an error.
     """
     layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return layers
@@ -122,7 +125,7 @@ _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length"
 
 
 def max_model_len(model: Any, setting: int | None) -> int:
-    """Returns the most tokens of a sequence, prompt included; ``setting`` is the one of that name."""
+    """Returns the most tokens of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
     own = _own_limit(model)
     if own is None:
         return setting or UNLIMITED_CONTEXT
@@ -131,7 +134,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
     steady = steady_positions(model)
     if setting is None and steady is not None and steady < own:
         logger.warning(
-            "The model's positions are scaled anew beyond %d tokens: using %d of %d. With max_model_len set to more it "
+            "The model scales its positions anew beyond %d tokens: using %d of %d. With a larger max_model_len it "
             "runs one request at a time",
             *(steady, steady, own),
         )
@@ -146,20 +149,20 @@ def comparable_context(model: Any) -> int:
 
 
 def _own_limit(model: Any) -> int | None:
-    """Returns None if there is no limit. XLNet's config expresses that by a length of -1."""
+    """Returns the model's own limit; None if there is none, which XLNet's config expresses by a length of -1."""
     config = model.config.get_text_config(decoder=True)
     lengths = (getattr(config, key, None) for key in _LIMITS)
     return next((limit for limit in lengths if isinstance(limit, int) and limit > 0), None)
 
 
 def steady_positions(model: Any) -> int | None:
-    """Returns the length up to which a position's embedding depends on the position alone; None: there is no end.
+    """Returns the length up to which a position's embedding depends on the position alone; None if it always does.
 
     Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
     the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # of all layers, or by their type
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # for all layers, or by their type
     limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     return min(limits, default=None)

@@ -41,7 +41,8 @@ class EngineCore:
 
     ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
     the engine stays dead and its thread calls ``on_death``. ``fair_lock`` is None for an engine that shares its device
-    with no other. While a step does not return, the watchdog keeps the deadlines, and in the end gives the thread up.
+    with no other. While a step does not return, the watchdog enforces the deadlines, and in the end abandons the
+    thread.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class EngineCore:
         self._inbox = Inbox()
         self._open: dict[Mailbox, list[RequestState]] = {}
         self._cancelled = self._timed_out = 0  # sequences
-        self._stats_before = EngineStats()  # of the batchers that have died
+        self._stats_before = EngineStats()  # the sums of the batchers that have died
         self._draining: str | None = None  # the reason
         self._stopping = False
         self._death_lock = threading.Lock()
@@ -123,7 +124,7 @@ class EngineCore:
             RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
             for request in requests
         ]
-        self._open[mailbox] = accepted  # now: the watchdog must find it even if the thread never takes it in
+        self._open[mailbox] = accepted  # at once: the watchdog must find it even if the thread never takes it in
         self._watchdog.watch(accepted)
         if opens:
             mailbox.feed_prompt_to(self._prompt_feeder(requests[0]))
@@ -181,7 +182,7 @@ class EngineCore:
             self._watchdog.expect(end)
 
     def fail(self, error: BaseException, patience: float = math.inf) -> None:
-        """Makes the engine's thread die of ``error`` before its next step. From any thread.
+        """Makes the engine's thread die of ``error`` before its next step. Any thread may call it.
 
         If the current step does not return within ``patience`` seconds, the watchdog ends the streams.
         """
@@ -244,7 +245,7 @@ class EngineCore:
         if requests is not None:
             cancelled = sum(request.unfinished for request in requests)
             self._end(requests, FinishReason.ABORT, None)
-            self._cancelled += cancelled  # last: a sequence that counts as cancelled holds no slot
+            self._cancelled += cancelled  # only now: a sequence that counts as cancelled holds no slot
 
     def _time_out(self, end: EndRequest) -> None:
         self._timed_out += sum(request.unfinished for request in end.requests)  # before its reader sees the end
@@ -276,7 +277,7 @@ class EngineCore:
                 return
             except BaseException as error:
                 if self._dead is not None:
-                    return  # the watchdog has given this thread up
+                    return  # the watchdog has abandoned this thread
                 logger.exception("the engine's thread failed; every stream ends with an error")
                 if not self._revive(error):
                     return
@@ -358,7 +359,7 @@ class EngineCore:
             return busy
 
     def _yield_device(self) -> None:
-        """Lets other engines run a step on the device, between two forwards of this engine's step."""
+        """Lets other engines use the device between two forwards of this engine's step."""
         self._batcher.progress.rest()
         if self._fair_lock is not None:
             self._fair_lock.yield_turn()

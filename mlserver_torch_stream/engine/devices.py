@@ -16,7 +16,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     Allocates nothing, as a full device is not lost.
     """
     for device in devices:
-        if device.type == "cuda":  # not the whole device, on which other models compute
+        if device.type == "cuda":  # this stream, not the whole device: other models compute there
             torch.cuda.current_stream(device).synchronize()
         elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
@@ -31,14 +31,14 @@ def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype |
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of the host on a device, as ``from_host`` does; itself where it is there already."""
+    """Copies a host tensor to a device, as ``from_host`` does; returns the tensor itself if it is there already."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
-    """Returns the numbers of tensors of one device, which is waited for once."""
+    """Returns the numbers of tensors on one device, and waits for the device only once."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if tensors[0].device.type == "cuda":
         torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -71,12 +71,12 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
 
 
 def input_device(model: transformers.PreTrainedModel) -> torch.device:
-    """Returns the device of a model's token ids. Only the hook of an offloaded embedding knows it."""
+    """Returns the device of a model's token ids. For an offloaded embedding only its hook knows the device."""
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
 
 def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.device:
-    """Returns the device on which a module's weight is used; ``otherwise`` if it has none, or is not known."""
+    """Returns the device that uses a module's weight; ``otherwise`` if there is no weight or the device is unknown."""
     weight = getattr(module, "weight", None)
     if module is None or not isinstance(weight, torch.Tensor):
         return otherwise
@@ -94,7 +94,7 @@ def device_types(model: transformers.PreTrainedModel) -> set[str]:
 def plain_forward(model: transformers.PreTrainedModel) -> Callable[..., Any]:
     """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
 
-    Between GPUs that copy waits for all work that is queued on either of them, also for that of other batches.
+    Between GPUs that copy waits for all work queued on either GPU, including the work of other batches.
     """
     hook = getattr(model, "_hf_hook", None)
     fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimeout(RuntimeError):
-    """A step did not return in time. Its thread cannot be stopped, so the process has to end."""
+    """A step did not return in time. A thread cannot be stopped, so the process has to end."""
 
 
 class VllmLost(RuntimeError):
@@ -25,7 +25,7 @@ def in_short(error: BaseException) -> str:
 
     A ``StepTimeout`` and a ``VllmLost`` keep their full text.
     """
-    import torch  # here: the scheduler does without
+    import torch  # here: the scheduler works without torch
 
     if isinstance(error, StepTimeout | VllmLost):
         return str(error)
@@ -37,7 +37,7 @@ def in_short(error: BaseException) -> str:
 def log_failure(what: str, error: Exception) -> GenerationFailed:
     """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
-    A ``GenerationFailed``, such as that of a constraint, is for the client already: it is returned as it is.
+    A ``GenerationFailed``, such as that of a constraint, is returned as it is: its text is for the client already.
     """
     if isinstance(error, GenerationFailed):
         failure = error
@@ -60,11 +60,11 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 class Unsuitable(Exception):
-    """A model, a file or a machine does not have what something asks for; the message says in one line what."""
+    """A model, a file or a machine lacks what is needed; the message says in one line what is missing."""
 
 
 class UnsupportedLayout(Unsuitable):
-    """The model is no decoder of the Llama layout, which our own kernels run."""
+    """The model is not a decoder of the Llama layout, which our own kernels run."""
 
 
 def in_a_line(error: Exception) -> str:

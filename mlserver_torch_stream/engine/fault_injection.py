@@ -48,7 +48,7 @@ def read_faults(environ: Mapping[str, str]) -> tuple[InjectedFault, ...]:
 
 
 class FaultyForward:
-    """A forward with faults. A batch of prompts and of running sequences is a call of both phases.
+    """A forward with faults. A batch with prompts and running sequences counts as a call of both phases.
 
     ``raise`` raises an exception, ``oom`` torch's out-of-memory error, ``death`` ends the engine's thread. ``nan`` sets
     the logits of the phase's first row. ``slow`` sleeps for seconds.
@@ -82,5 +82,5 @@ class FaultyForward:
 
 
 def _phase(sequence: BatchSequence) -> str:
-    """A sequence that decodes has a single new token, and drafts whose logits are wanted too."""
+    """Returns the phase. A sequence that decodes has one new token, and perhaps drafts whose logits are wanted too."""
     return "decode" if sequence.start > 0 and sequence.count == max(1, sequence.wanted) else "prefill"

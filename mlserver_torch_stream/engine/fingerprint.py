@@ -1,6 +1,6 @@
 """Makes keys that tell loaded weights apart, and checksums that tell files apart.
 
-A file counts by name, size and time, because hashing forty gigabytes takes a minute.
+A file is identified by name, size and time, because hashing forty gigabytes takes a minute.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    Our own kernels are prepared for a number of threads. The serial engine has no kernels. Each engine has a cache of
-    its own, so that engines of any ``max_num_seqs`` share weights.
+    The key includes the number of threads, for which our own kernels are prepared, unless the engine is serial. It
+    leaves out ``max_num_seqs``: each engine has a cache of its own.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
@@ -52,7 +52,7 @@ def shaping_settings(resolved: ResolvedSettings) -> str:
 
 
 def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hashable:
-    """Returns name, size and time of each of a model's files, or of the files in another ``folder``."""
+    """Returns the name, size and time of each of a model's files, or of the files in another ``folder``."""
     if folder is not None:
         return _folder(str(folder))
     source = resolved.source
@@ -64,7 +64,7 @@ def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hasha
 
 
 def weights_folder(resolved: ResolvedSettings, location: str) -> Path:
-    """Returns the folder of a model's files: ``location`` itself, or that of the hub's cache. Raises LoadFailed."""
+    """Returns the folder of a model's files: ``location``, or its folder in the hub's cache. Raises LoadFailed."""
     if resolved.source.kind != "hub":
         return Path(location)
     return Path(_snapshot(resolved.source.location, resolved.settings.revision) or location)
@@ -85,8 +85,10 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """Returns the folder of the commit that a load would use now, which is named after the commit. Raises LoadFailed
-    where the hub cannot be reached."""
+    """Returns the folder of the commit that a load would use now, which is named after the commit.
+
+    Raises LoadFailed if the hub cannot be reached.
+    """
     check_hub(hub_id, revision)
     try:
         file = cached_file(hub_id, "config.json", revision=revision or "main")

@@ -1,7 +1,7 @@
 """Keeps small files in the cache folder, and reads back only those that are whole and that no other user can write.
 
-The name of a file ends with its checksum. Compiled kernels and records of proved loads are kept in this way: the server
-runs the first and believes the second.
+The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way: the
+server executes the kernels and trusts the records.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def foreign(path: Path) -> str | None:
     """Returns why other users may have written a file; None if only this user or root can. Raises OSError."""
     status, folder = path.lstat(), path.parent.stat()
     if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if status.st_uid not in (os.geteuid(), 0):
         return f"the user {status.st_uid} owns it"
     if status.st_mode & _OTHERS:

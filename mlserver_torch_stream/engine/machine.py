@@ -1,7 +1,6 @@
 """Reads how many cores and how much memory this process may use, and gives memory back to the system.
 
-Giving the heap's free blocks back frees 80 of the 841 MiB of a process that has loaded SmolLM2 (measured on
-2026-11-21).
+Trimming the heap returns 80 of the 841 MiB of a process that has loaded SmolLM2 (measured on 2026-11-21).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The share of the machine that this process has, and the origin of each number."""
+    """The cores and the memory that this process may use, and where each number comes from."""
 
     threads: int
     available_bytes: int
@@ -32,7 +31,7 @@ class Host:
 class _MemoryFiles:
     limit: str
     usage: str
-    reclaimable: str  # the key in memory.stat of file cache that the kernel drops when memory is short
+    reclaimable: str  # the key in memory.stat for file cache that the kernel drops when memory is short
 
 
 _RLIMITS = (("Max address space", "VmSize", "-v"), ("Max data size", "VmData", "-d"))
@@ -158,7 +157,7 @@ def trim_heap() -> None:
 
 
 def launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher such as torchrun has started this process as one rank of several."""
+    """Returns whether a launcher such as torchrun has started this process as one rank of several."""
     return "RANK" in environ and int(environ.get("WORLD_SIZE", "1")) > 1
 
 

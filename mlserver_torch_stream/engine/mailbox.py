@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Delivered:
-    """Summarises the events that were delivered of one sequence."""
+    """Summarises the events of one sequence that were delivered."""
 
     tokens: int = 0
     first_at: float | None = None
@@ -40,14 +40,14 @@ class Delivered:
 
 
 class Mailbox:
-    """A ``TokenStream``. All of it runs on the loop's thread; the engine's thread reads ``closed_at``."""
+    """A ``TokenStream``. All its methods run on the loop's thread; the engine's thread reads only ``closed_at``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
         """``on_close`` is called if the reader closes the mailbox before the end of all sequences."""
         self.loop = loop
         self.closed_at: float | None = None
         self._unfinished = sequences
-        self._pending: defaultdict[int, deque[TokenEvent]] = defaultdict(deque)  # by sequence; none is empty
+        self._pending: defaultdict[int, deque[TokenEvent]] = defaultdict(deque)  # by sequence; no queue in it is empty
         self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
         self._observer: StreamObserver | None = None
         self._arrival: asyncio.Future[None] | None = None
@@ -65,7 +65,10 @@ class Mailbox:
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
-        """Drops events after a sequence's last one: the watchdog may have ended it before the engine's thread does."""
+        """Adds an event.
+
+        Events after a sequence's last one are dropped: the watchdog may have ended the sequence first.
+        """
         delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:
             return
@@ -92,7 +95,7 @@ class Mailbox:
         waiting = self._pending.pop(next(iter(self._pending)))
         event = waiting.popleft()
         if waiting:
-            self._pending[event.index] = waiting  # now after the other sequences, so that all of them advance
+            self._pending[event.index] = waiting  # behind the other sequences, so that all of them advance
         if event.finish_reason is not None:
             self._unfinished -= 1
         if self._observer is not None:
@@ -125,15 +128,18 @@ class Mailbox:
 
 
 def call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    """Calls ``action`` on the loop's thread. From any thread; does nothing if the loop is closed."""
+    """Calls ``action`` on the loop's thread. Any thread may call this. Does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(action)
     except RuntimeError:  # there is no reader left
-        logger.debug("an event loop went away")
+        logger.debug("an event loop was closed before its action ran")
 
 
 class Inbox:
-    """Any thread may call ``post`` and ``close``; the engine's thread alone calls the rest."""
+    """Holds actions for the engine's thread.
+
+    Any thread may call ``post`` and ``close``; only the engine's thread the rest.
+    """
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -159,7 +165,7 @@ class Inbox:
         self._actions.get()()
 
     def take_in(self, *, last: bool) -> None:
-        """Runs all actions that are queued. ``last`` closes the inbox."""
+        """Runs all queued actions. ``last``: closes the inbox afterwards."""
         with self._close_lock if last else contextlib.nullcontext():
             self._closed = self._closed or last
             while not self._actions.empty():

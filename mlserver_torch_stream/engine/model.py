@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What all steps of a load need. ``threads``: those of torch and of our kernels."""
+    """What all steps of a load need. ``threads``: for torch and for our kernels."""
 
     resolved: ResolvedSettings
     threads: int
@@ -76,7 +76,10 @@ class ModelLoad:
         return KernelOptions(self.threads, self.resolved.cache_dir)
 
     def lock_on(self, device: torch.device) -> FairLock:
-        """Returns the lock of the engines that share a device. The engines of one model alone share its GPU."""
+        """Returns the lock of the engines that share a device.
+
+        A GPU's lock is shared by the engines of one model only.
+        """
         return self.resources.cpu_lock if device.type == "cpu" else FairLock()
 
 
@@ -87,7 +90,7 @@ class PreparedModel:
     weights: LoadedWeights
     findings: SelfCheckResult
     choice: ForwardChoice | None  # None: the model cannot be batched
-    device: torch.device  # of the token ids
+    device: torch.device  # where the token ids are
     fair_lock: FairLock | None  # None: the pipeline's stages have locks of their own
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
@@ -95,12 +98,12 @@ class PreparedModel:
 
     @property
     def has_threads(self) -> bool:
-        """Whether the forward computes on threads of its own."""
+        """True if the forward computes on threads of its own."""
         return self.choice is not None and self.choice.forward.has_threads
 
     @property
     def overlaps(self) -> bool:
-        """Whether a forward returns while its device computes: a single GPU holds and computes all of the model."""
+        """True if a forward returns while its device computes: a single GPU holds and computes all of the model."""
         return self.device.type == "cuda" and len(self.placement) == 1 and self.placement[0].brought_to is None
 
     def check_devices(self) -> None:
@@ -111,7 +114,7 @@ class PreparedModel:
 
 
 def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
-    """Raises LoadFailed."""
+    """Loads, checks and prepares the weights in these files. Raises LoadFailed."""
     resolved, settings = load.resolved, load.resolved.settings
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(files, load)
@@ -131,14 +134,14 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """Where a load's record belongs, and the ``files`` of its weights."""
+    """The key under which a load is recorded, and the ``files`` of its weights."""
 
     key: RecordKey
     files: Sequence[Path]
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
-    """Returns None for a load of which nothing can be recorded: our kernels do not run it, or it runs other code."""
+    """Returns None for a load that cannot be recorded: our kernels do not run the model, or it brings its own code."""
     settings = load.resolved.settings
     if not settings.fits_cpu_kernels or settings.trust_remote_code or settings.allow_pickle or files.gguf_file:
         return None
@@ -146,19 +149,19 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         folder = weights_folder(load.resolved, files.location)
         weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
         return _Recording(record_key(load.resolved, folder, weights, load.kernels), weights) if weights else None
-    except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports what ends it
+    except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None
 
 
 def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
-    """Builds the forward that an earlier load has proved, without transformers' model; None if there is no record."""
+    """Builds the forward that an earlier load has checked, without transformers' model; None if there is no record."""
     name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
     try:
         if isinstance(proved, ProvedLoad):
             decoder = recorded_decoder(proved, recording.files)
             forward = NativeForward(decoder, load.kernels, ROUNDED.get(load.resolved.settings.weights))
-            logger.info("%s was proved by an earlier start: its logits are not compared again", name)
+            logger.info("%s was checked by an earlier start: its logits are not compared again", name)
             return _on_kernels(forward, proved, load)
         anew = proved
     except (Unsuitable, OSError, SafetensorError) as error:
@@ -196,7 +199,7 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
         if recording is not None:
             write = _record_of(weights, findings, placement, recording, resolved)
         choice = choose_forward(expected, findings, settings, load.kernels)
-        if write is not None and choice.forward.has_threads:  # of our kernels, which have the whole forward
+        if write is not None and choice.forward.has_threads:  # our kernels, which run the whole forward
             write()
         if settings.pipeline == "auto" and not choice.forward.has_threads:
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)
@@ -212,7 +215,10 @@ def _record_of(
     recording: _Recording,
     resolved: ResolvedSettings,
 ) -> Callable[[], None] | None:
-    """Plans the decoder of a model whose own weights are still there. Returns what writes the record, else None."""
+    """Plans the decoder while the model's own weights are in memory.
+
+    Returns the function that writes the record, or None.
+    """
     model = weights.model
     try:
         parameters = dict(model.named_parameters())
@@ -244,6 +250,7 @@ def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
+    """Ends one use of a model's weights. The last use also stops the other ranks, if the model has several."""
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
         ranks.leader.stop()

@@ -1,6 +1,6 @@
 """``python -m …engine.rank_main RANK SIZE PORT PARENT``: runs a rank that rank 0 starts on its own machine.
 
-Its process ends when its parent ends.
+The process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from mlserver_torch_stream.engine.child_process import die_with
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs one rank until its leader stops it. ``argv``: rank, number of ranks, port, and the parent's process id.
+
+    Returns the exit status.
+    """
     rank, size, port, parent = (int(argument) for argument in argv)
-    die_with(parent)  # before the seconds that the import of torch takes
+    die_with(parent)  # before importing torch, which takes seconds
     from mlserver_torch_stream.engine.ranks import follow
     from mlserver_torch_stream.engine.tensor_parallel.rendezvous import find_local
 

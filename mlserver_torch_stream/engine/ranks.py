@@ -1,6 +1,6 @@
 """Loads and checks each rank's part of a model on all ranks at once: it succeeds on all of them or fails on all.
 
-Rank 0 prepares the model for an engine; every other rank follows it until it says stop. ``load_shard`` is the same on
+Rank 0 prepares the model for an engine; every other rank follows rank 0 until it sends a stop. ``load_shard`` runs on
 every rank.
 """
 
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``room``: the bytes that are free on the fullest of the ranks' devices, once all ranks have loaded.
+    """This rank's part of a model. ``room``: the free bytes on the fullest device of all ranks, once all have loaded.
 
-    ``forward`` runs this rank's part, as the findings say; the other ranks run theirs at the same time.
+    ``forward`` runs this part in the way of ``findings``; the other ranks run their parts at the same time.
     """
 
     weights: LoadedWeights
@@ -58,17 +58,22 @@ class Shard:
 
 
 def send_settings(resolved: ResolvedSettings, group: RankGroup) -> None:
+    """Sends the leader's settings and the place of the model to all other ranks."""
     source = resolved.source
     group.send([resolved.settings.model_dump(mode="json"), source.kind, source.location])
 
 
 def receive_settings(group: RankGroup) -> ResolvedSettings:
+    """Returns the settings and the place of the model that the leader sends."""
     settings, kind, location = group.receive()
     return ResolvedSettings(EngineSettings.model_validate(settings), ModelSource(kind, location), {})
 
 
 def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
-    """Raises LoadFailed, which names the rank, on all ranks if one of them fails."""
+    """Loads and checks this rank's part.
+
+    If one rank fails, all ranks raise LoadFailed, which names that rank.
+    """
     with torch.inference_mode():
         with group.all_or_none():
             files = locate(resolved)
@@ -93,7 +98,10 @@ def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
 def _choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, resolved: ResolvedSettings, group: RankGroup, room: int
 ) -> ModelForward:
-    """All ranks take the fast attention, or none: its checks run the model, which the ranks can only do together."""
+    """Chooses the attention.
+
+    All ranks take the fast one or none does: its checks run the model on all ranks together.
+    """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
     if not group.smallest(fast):
@@ -109,7 +117,7 @@ def _choose_forward(
 
 
 def _has_kernels(findings: SelfCheckResult, cache_dir: Path) -> bool:
-    """Raises LoadFailed as ``open_kernels`` does."""
+    """Returns whether this rank has attention kernels. Raises LoadFailed as ``open_kernels`` does."""
     if {device.type for device in findings.specs} != {"cpu"}:
         return True
     try:
@@ -137,7 +145,10 @@ class LaunchedModel:
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Blocks while all ranks load. Ends all ranks before it raises LoadFailed. ``module`` is that of ``form``."""
+    """Loads a model on all ranks, and blocks meanwhile. If it raises LoadFailed, it has ended all ranks.
+
+    ``module`` is passed to ``form``.
+    """
     settings = resolved.settings
     check_settings(settings)
     if files.gguf_file is not None:
@@ -161,13 +172,16 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
 
 
 def follow(find: Callable[[], RankGroup]) -> int:
-    """Joins the group that ``find`` returns and follows rank 0. Returns the exit status: 0 after rank 0's stop."""
+    """Joins the group that ``find`` returns and follows rank 0.
+
+    Returns the exit status, which is 0 after a stop of rank 0.
+    """
     logging.basicConfig(format="%(asctime)s [rank] %(levelname)s - %(message)s")
     transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         group = find()
-        # From here on rank 0 ends this rank: a signal to all ranks at once must not end the streams of rank 0.
+        # From here on only rank 0 ends this rank: a signal to all ranks must not break the streams of rank 0.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
         _serve(group)

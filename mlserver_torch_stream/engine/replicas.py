@@ -38,11 +38,11 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine`` that is alive while one of ``replicas`` is. Its stats are their sums."""
+    """An ``Engine`` over ``replicas``. It is alive while one of them is, and its stats are their sums."""
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
-        self._taken = [0] * len(self._replicas)  # submits of each: idle replicas get work in turn
+        self._taken = [0] * len(self._replicas)  # requests that each got: idle replicas get work in turn
         self.info = min(replicas, key=lambda replica: replica.info.max_model_len).info
 
     @property
@@ -51,7 +51,10 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """One that is fine serves for all; on CPUs none is while another holds the cores in a step that hangs."""
+        """None while one replica is fine.
+
+        On CPUs no replica is fine while another one's step hangs and holds the cores.
+        """
         return _of_all([replica.trouble for replica in self._replicas])
 
     @property
@@ -61,7 +64,8 @@ class ReplicatedEngine:
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
         """Submits the requests to one replica: the least loaded that is alive and accepts them.
 
-        The replicas' caches can differ in size, as other models can share their devices.
+        The next replica may accept what one refuses: their caches can differ in size, because other models use the
+        devices.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
@@ -75,7 +79,7 @@ class ReplicatedEngine:
         raise refusal or NotServing("the engine is not running")
 
     def _by_load(self) -> list[int]:
-        """Returns the replicas that are alive; if none is, all of them, as their errors say why."""
+        """Returns the living replicas; if all are dead, all of them, because their errors say why."""
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
         numbers = numbers or list(range(len(self._replicas)))
         return sorted(numbers, key=self._rank)
@@ -112,7 +116,7 @@ def _of_all(troubles: Sequence[str | None]) -> str | None:
 
 
 class Deaths:
-    """Reports the death of the last of ``count`` replicas; until then there is a replica that serves.
+    """Reports the death of the last of ``count`` replicas; before that another replica serves.
 
     It reports a thread that hangs in a step at once: only the end of the process ends the thread, and on CPUs the other
     replicas wait for its cores.
@@ -124,7 +128,7 @@ class Deaths:
         self._lock = Lock()
 
     def died(self, error: BaseException) -> None:
-        """From any thread."""
+        """Counts a death. Any thread may call it."""
         with self._lock:
             self._left -= 1
             left = self._left

@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
 
-    ``accept`` takes the id of a token, which is all that the next forward needs; ``write`` makes its text, beside that
-    forward where the device computes by itself. So a sequence ends twice: ``ended`` once it gets no further token, and
+    ``accept`` takes the id of a token, which is all that the next forward needs. ``write`` makes the token's text, on a
+    GPU while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further token, and
     ``finish_reason`` is set once its text is complete.
 
-    It does not keep its request alive: whatever holds a sequence longer than a call holds the request, too.
+    It does not keep its request alive: code that holds a sequence longer than one call must hold the request, too.
     """
 
     def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
-        self._request = weakref.ref(request)  # a cycle would keep both, and the token matcher, until a collection
+        # Weak: a reference cycle would keep both, and the token matcher, until a garbage collection.
+        self._request = weakref.ref(request)
         self._input = request.input
         self._end_ids = request.end_ids
         self.index = index
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None  # set once its text is complete
-        self.last_event_taken = False  # by ``take_events``
+        self.last_event_taken = False  # taken by ``take_events``
         self.sampler: RowSampler | None = None
         self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
-        self._unwritten: list[TokenLogprob | None] = []  # of the newest tokens, whose text is not made yet
+        self._unwritten: list[TokenLogprob | None] = []  # logprobs of the newest tokens, whose text is not made yet
         self._writer = AnswerWriter(index, request.params, request.input.answer, codec, stops)
         self._first_token_at: float | None = None
         self._max_tokens = 0  # known from the first token on
@@ -55,7 +56,7 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the sequence: as many are in the cache after the next decode step."""
+        """Tokens of the prompt and of the sequence: so many are in the cache after the next decode step."""
         return len(self._input.prompt_ids) + len(self.tokens)
 
     def token_ids(self, start: int, stop: int) -> Ids[int]:
@@ -75,7 +76,7 @@ class SequenceState:
 
     @property
     def ended(self) -> bool:
-        """Whether it gets no further token. The text of its newest tokens may not be made yet."""
+        """True if the sequence gets no further token. The text of its newest tokens may not be made yet."""
         return self._reason_by_ids is not None or self.finish_reason is not None
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -129,7 +130,7 @@ class SequenceState:
             self.finish(self._reason_by_ids)
 
     def _is_end(self, count: int) -> bool:
-        """Whether the token with this number, from 1, ends the answer by its id."""
+        """Returns whether the token with this number, from 1, ends the answer by its id."""
         return self.tokens[count - 1] in self._end_ids and count > self._input.sampling.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
@@ -146,15 +147,15 @@ class SequenceState:
         self.finish_reason = reason
         self._error = error
         if reason is FinishReason.ERROR:
-            return  # the failure may be in the text
+            return  # making the text may be what failed
         self._writer.flush(cut=reason in FAILURES)
         if reason is FinishReason.STOP and self._writer.called:
             self.finish_reason = FinishReason.TOOL_CALLS
 
     def take_events(self) -> Ids[TokenEvent]:
-        """Returns the events since the last call, and nothing after the last event.
+        """Returns the events since the last call; none after the sequence's last event.
 
-        While a character or a possible stop string is held back, it returns nothing either.
+        It also returns none while a character or a possible stop string is held back.
         """
         if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
             return ()
@@ -196,7 +197,7 @@ class RequestState:
         max_model_len: int,
         default_timeout: float | None = None,
     ) -> None:
-        """``max_model_len`` is the model's context, or less if the cache is small."""
+        """``max_model_len`` is the longest sequence: the model's context, or less if the cache is small."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
@@ -214,7 +215,7 @@ class RequestState:
 
     @property
     def prompt(self) -> Ids[int]:
-        """The ids of the prompt; of an open one none."""
+        """The ids of the prompt; empty while the request is open."""
         return self.input.prompt_ids
 
     @property
@@ -223,12 +224,12 @@ class RequestState:
 
     @property
     def unscored(self) -> bool:
-        """Whether scores of the prompt are asked for and not all known."""
+        """True if scores of the prompt are asked for and not all of them are known."""
         return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many of the prompt's tokens from ``start`` to ``end``, the last ones of these, have logits that
-        score the next token."""
+        """Returns how many of the last prompt tokens between ``start`` and ``end`` need logits, to score the token
+        after each."""
         return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
@@ -238,7 +239,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        """Whether all sequences have their ``finish_reason``."""
+        """True if all sequences have their ``finish_reason``."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
@@ -269,8 +270,8 @@ class RequestState:
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
         """Sends the reader the last events of the sequences, with the tokens delivered so far. From any thread.
 
-        The sequences stay as they are: they belong to the engine's thread, whose step does not return. One that has
-        ended already gets no further event.
+        The sequences stay as they are, because they belong to the engine's thread, whose step does not return. A
+        sequence that has ended already gets no further event.
         """
         call_on(self.mailbox.loop, partial(self._end_for_reader, reason, error))
 

@@ -18,10 +18,10 @@ V = TypeVar("V")
 
 
 class SharedPool(Generic[V]):
-    """Any thread may lease. A thread that asks for an object which another thread makes waits for it."""
+    """Any thread may lease. A thread waits if another thread is making the object that it asks for."""
 
     def __init__(self) -> None:
-        self.made = 0  # ever, failures left out
+        self.made = 0  # objects made so far, without failures
         self._lock = threading.Lock()
         self._shared: dict[Hashable, _Shared[V]] = {}
 
@@ -29,7 +29,8 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Leases the object of ``key``. All waiting threads get an error of ``make``; the next lease tries again.
+        """Leases the object of ``key``. If ``make`` raises, all waiting threads get the error; the next lease tries
+        again.
 
         If the work of the thread that makes it is cancelled, one of the waiting threads makes it.
         """
@@ -76,7 +77,10 @@ class Lease(Generic[V]):
         self._give_back: Callable[[], bool] | None = give_back
 
     def end(self) -> bool:
-        """Returns True, once, to the last user: the pool has forgotten the object. Ending twice is harmless."""
+        """Ends the lease. Returns True to the last user only: the pool has forgotten the object.
+
+        Ending twice is harmless.
+        """
         give_back, self._give_back = self._give_back, None
         return give_back is not None and give_back()
 
@@ -96,7 +100,7 @@ class ProcessResources:
         self.cpu_lock = FairLock()
         self.weights: SharedPool[Any] = SharedPool()
         self.engines: SharedPool[Any] = SharedPool()
-        self.checks: Counter[str] = Counter()  # of loads whose checks can be recorded, by why they ran
+        self.checks: Counter[str] = Counter()  # loads whose checks can be recorded, by the reason why the checks ran
         self.templates = TextProcesses()  # render the chat templates of all models
 
     def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:

@@ -15,11 +15,13 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 
 @contextmanager
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
-    """``what`` begins a sentence, such as ``Compiling the kernels``. A stage that raises logs no last line.
+    """Logs the stage that runs inside. ``what`` begins a sentence, such as ``Compiling the kernels``.
+
+    A stage that raises logs no last line.
 
     Raises WorkCancelled if the load is cancelled.
 
-    A thread of its own writes the lines, as most of a load is single calls of transformers and compilers.
+    A separate thread writes the lines, because most of a load is long calls of transformers and compilers.
     """
     raise_if_cancelled()
     began = time.monotonic()

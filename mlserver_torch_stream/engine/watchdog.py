@@ -1,7 +1,8 @@
-"""Records the work of engines' threads, lets those of one device step in turn, and keeps the deadlines of requests.
+"""Records the work of engines' threads, lets engines of one device step in turn, and enforces the deadlines of
+requests.
 
-While a thread is in a step that does not return, its watchdog asks it to end requests, then ends them itself, and in
-the end abandons the thread.
+While a step does not return, the watchdog asks the engine's thread to end requests, then ends them itself, and in the
+end abandons the thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Some work, with the number of tokens in its forward.
+    """A piece of work, with the number of tokens in its forward.
 
     ``str(what)`` describes the work; it is formatted only when somebody reports it.
     """
@@ -49,21 +50,23 @@ class StepProgress:
         self._in_flight: dict[Hashable, Work] = {}
 
     def at(self, what: object, tokens: int = 1) -> None:
-        """The engine's thread begins this work and has ended its previous work."""
+        """Records that the engine's thread begins this work and has ended its previous work."""
         self._current = Work(what, tokens, self._clock())
 
     def rest(self) -> None:
-        """The engine's thread is idle, or waits for forwards in other threads."""
+        """Records that the engine's thread is idle, or waits for forwards in other threads."""
         self._current = None
 
     def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
+        """Adds work that another thread or a device does under this key."""
         self._in_flight[key] = Work(what, tokens, self._clock())
 
     def completed(self, key: Hashable) -> None:
+        """Removes the work of this key."""
         self._in_flight.pop(key, None)
 
     def works(self) -> list[Work]:
-        """Returns all work that is not complete. From any thread."""
+        """Returns all work that is not complete. Any thread may call it."""
         current = self._current
         return [*list(self._in_flight.values()), *([current] if current is not None else [])]
 
@@ -85,7 +88,7 @@ class FairLock:
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
         """Holds the lock, and yields whether another thread had it.
 
-        In ``progress`` the engines that wait for the lock see how long the holder's step takes.
+        ``progress`` shows the engines that wait for the lock how long the holder's step takes.
         """
         with self as waited:
             self.progress = progress
@@ -134,7 +137,8 @@ class Deadlines:
         self._most = _FEW
 
     def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
-        """Adds a deadline, ``seconds`` after the submit. A ``while_waiting`` one counts from when the prompt is whole.
+        """Adds a deadline, ``seconds`` after the submit. With ``while_waiting`` the time counts from when the prompt is
+        whole.
 
         A ``while_waiting`` deadline holds only for a request that has not started by then.
         """
@@ -166,12 +170,12 @@ class Deadlines:
 
 # Seconds for the engine's thread to end a request itself, with the text that it holds back. Most steps are shorter.
 PATIENCE = 0.5
-_LEAST = 0.01  # seconds, at the least, between two decisions
+_LEAST = 0.01  # seconds: the shortest time between two decisions
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """Asks the engine's thread to end these requests; ``asked_at`` is the time of asking."""
+    """A request to the engine's thread to end these requests; ``asked_at`` is the time of asking."""
 
     requests: tuple[RequestState, ...]
     reason: FinishReason
@@ -181,7 +185,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """An error that ends the engine's thread, and the time at which the watchdog gives the thread up."""
+    """An error that is to end the engine's thread, and the time at which the watchdog abandons the thread."""
 
     error: BaseException
     until: float
@@ -189,10 +193,11 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The engine's thread shall end the requests of ``ask``. Those of ``unanswered`` it has not ended in time.
+    """What the watchdog does next. It asks the engine's thread to end the requests of ``ask``.
 
-    The watchdog ends these itself, and logs ``overdue`` work, once. ``lost`` is the error for which it gives the thread
-    up. The next decision is due in ``seconds``.
+    The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. It logs
+    ``overdue`` work once. ``lost`` is the error for which it abandons the thread. The next decision is due in
+    ``seconds``.
     """
 
     ask: Sequence[EndRequest]
@@ -203,7 +208,7 @@ class Decision:
 
 
 class WatchdogState:
-    """Decides what the watchdog does, from the calls of its methods and the ``now`` that they give."""
+    """Decides what the watchdog does. It reads no clock: each method is given the time ``now``."""
 
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
@@ -212,7 +217,7 @@ class WatchdogState:
         self._logged: list[tuple[float, int]] = []  # overdue work: a ``Work`` would keep the sequences of its step
 
     def watch(self, requests: Sequence[RequestState]) -> None:
-        """Adds the requests' timeouts, and for whole requests the settings' limit of the time in the queue."""
+        """Adds the timeouts of requests and, for requests whose prompt is whole, the limit of the queue time."""
         for request in requests:
             if not request.input.open:
                 self.watch_wait(request)
@@ -235,6 +240,7 @@ class WatchdogState:
         return [out_of_time(request, waited, now) for request, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
+        """Returns what the watchdog does at the time ``now``, while ``works`` is not complete."""
         ask = self.due(now)
         self._expected += ask
         unanswered = [end for end in self._expected if end.asked_at + PATIENCE <= now]
@@ -270,6 +276,7 @@ class WatchdogState:
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
+    """Returns the order to end a request with a timeout. ``waited``: it ran out of time in the queue."""
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
@@ -280,11 +287,13 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
+    """Returns True if a step has run for so long that the engine should no longer report that it is ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns half of the step limit, so that routers turn away before the process ends; or the request timeout."""
+    """Returns half of the step limit, so that routers avoid this server before the process ends; or the request
+    timeout."""
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
@@ -292,22 +301,28 @@ def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
 
 
 def not_back(work: Work, now: float) -> str:
+    """Returns the sentence for logs and errors that says which work has not returned, and for how many seconds."""
     return f"{work.what} has not come back for {now - work.since:.0f} s"
 
 
 class Watched(Protocol):
     """The part of an engine that its watchdog calls, on the watchdog's thread."""
 
-    def works(self) -> Sequence[Work]: ...
+    def works(self) -> Sequence[Work]:
+        """Returns the work of the engine's threads that is not complete."""
 
     @property
-    def pending_death(self) -> PendingDeath | None: ...
+    def pending_death(self) -> PendingDeath | None:
+        """The error that is to end the engine's thread before its next step; None if there is none."""
 
     def ask(self, end: EndRequest) -> None:
         """Asks the engine's thread to end these requests when its step returns."""
 
     def give_up(self, error: BaseException) -> bool:
-        """Gives the engine's thread up: nothing waits for it any more. False: its work was ended, and it goes on."""
+        """Abandons the engine's thread: nothing waits for it any more.
+
+        Returns False if its work was ended and it goes on.
+        """
 
 
 class Watchdog:
@@ -374,13 +389,13 @@ class Watchdog:
                 self._wakes_at = now + decision.seconds
             if self._do(decision):
                 return
-            del decision  # it holds requests, which may end before the next one
+            del decision  # it holds requests, which may end before the next decision
             with self._changed:
                 if not self._news:
                     self._changed.wait(self._wakes_at - time.monotonic())
 
     def _do(self, decision: Decision) -> bool:
-        """Returns whether the engine's thread was given up."""
+        """Returns whether the engine's thread was abandoned."""
         for work in decision.overdue:
             logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
         for end in decision.ask:

@@ -221,7 +221,7 @@ def test_keys_that_the_library_has_no_name_for_are_error_rows_in_their_places_an
     assert [row["key"] for row in found if row["error"]] == _UNNAMEABLE
     assert found[1]["error"] == {
         "code": "refused",
-        "message": "'a/../b.txt': the library of stores has no way to name it",
+        "message": "'a/../b.txt': the object-store library cannot name it",
     }
 
 
@@ -249,7 +249,7 @@ def test_a_place_in_a_bucket_is_taken_as_it_is_written(
 
 def test_a_place_that_the_library_would_change_is_refused() -> None:
     for place in ("a/../b", "a/./b", "a//b", "a\nb"):
-        with pytest.raises(RunRefused, match="has no way to name it"):
+        with pytest.raises(RunRefused, match="cannot name it"):
             Store.open(f"s3://bucket/{place}", {"region": "us-east-1"})
 
 

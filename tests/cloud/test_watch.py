@@ -131,7 +131,7 @@ def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     assert sorted(found) == ["denied.txt", "good.txt"] and server.asked == ["hello"]
     assert found["denied.txt"]["error"]["code"] == "denied" and found["good.txt"]["error"] is None
     err = capsys.readouterr().err
-    assert "in/denied.txt: no permission" in err and "gone.txt: has gone before it was read" in err
+    assert "in/denied.txt: no permission" in err and "gone.txt: was deleted before it was read" in err
     assert "2 rows, 1 failed" in err and _left(aws, queue) == 0
 
 

@@ -166,7 +166,7 @@ def test_more_weights_than_the_files_can_hold_are_refused_before_memory_is_taken
 def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(folder: Path, shard: str) -> None:
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / _INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
-    with pytest.raises(LoadFailed, match=rf"{_INDEX}: weight_map names '{shard}', which is no file of the folder"):
+    with pytest.raises(LoadFailed, match=rf"{_INDEX}: weight_map names '{shard}', which is not a file of the folder"):
         load(folder)
 
 

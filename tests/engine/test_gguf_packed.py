@@ -117,7 +117,7 @@ def test_settings_under_which_our_kernels_do_not_run_fail_the_load(tiny_file: Pa
 
 
 def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, kernel_cache: Path) -> None:
-    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* is no GGUF file"):
+    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* is not a GGUF file"):
         summary(tiny_model, kernel_cache)
 
 

@@ -73,7 +73,7 @@ def test_what_is_printed_at_the_start_of_python_does_not_disturb_the_messages(
 
 
 def test_a_process_that_sends_something_else_is_killed_and_fails_the_load() -> None:
-    with pytest.raises(LoadFailed, match=r"^the process that loads the model sent something that is no message"):
+    with pytest.raises(LoadFailed, match=r"^the process that loads the model sent something that is not a message"):
         in_process(send_no_message)
 
 

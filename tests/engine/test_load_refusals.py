@@ -70,7 +70,7 @@ def test_a_gguf_file_that_is_cut_off_is_named(tmp_path: Path, share: float) -> N
         ("config.json", '{\n"model_type": "llama",\n}', "config.json, line 3, column 1: a comma before"),
         ("tokenizer.json", _POINTER, "tokenizer.json is a Git LFS pointer"),
         ("model.gguf", _POINTER, "model.gguf is a Git LFS pointer"),
-        ("model.gguf", "<!doctype html>", "model.gguf is no GGUF file"),
+        ("model.gguf", "<!doctype html>", "model.gguf is not a GGUF file"),
         ("model.gguf", "", "model.gguf is empty"),
     ],
 )
@@ -115,7 +115,7 @@ def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, tmp_pat
             "'t5' (T5ForConditionalGeneration) is an encoder-decoder",
         ),
         pytest.param(BartConfig(), "'bart' is an encoder-decoder model", marks=pytest.mark.slow),
-        pytest.param(ViTConfig(), "ViT is no causal language model", marks=pytest.mark.slow),
+        pytest.param(ViTConfig(), "ViT is not a causal language model", marks=pytest.mark.slow),
     ],
     ids=["t5", "bart", "vit"],
 )

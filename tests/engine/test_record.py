@@ -76,7 +76,7 @@ def test_a_later_start_builds_no_model_and_has_the_same_bits(
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", None)
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         again, counts = loaded(model, cache, **extra)
-    assert not counts and "was proved by an earlier start" in caplog.text and "Checking" not in caplog.text
+    assert not counts and "was checked by an earlier start" in caplog.text and "Checking" not in caplog.text
     assert isinstance(again.weights.model, record.ModelOutline)
     assert torch.equal(logits(again), logits(proved))
     assert again.findings == proved.findings and again.placement == proved.placement

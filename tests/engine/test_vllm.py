@@ -416,7 +416,7 @@ def test_a_worker_that_says_nonsense_is_ended(wrong: dict[str, Any], start: Star
     built = start(**wrong)
     event = generated(built, greedy(5))[0]
     assert event.finish_reason is FinishReason.ERROR
-    assert "something that is no message" in str(event.error)
+    assert "something that is not a message" in str(event.error)
 
 
 def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> None:

@@ -1,6 +1,6 @@
 """Reads the input of a batch before any item is answered, and writes its output and error files.
 
-Files that are written twice, as after a crash, are the same.
+A file that is written a second time, for example after a crash, has the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """``problems``: why no item of it is answered; empty if they are."""
+    """The result of checking a batch's input. ``problems``: why no item is answered; empty if the input is valid."""
 
     items: int = 0
     models: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class InputSummary:
 
 
 async def check_input(items: AsyncGenerator[Row, None], is_loaded: Callable[[str], bool]) -> InputSummary:
-    """Stops at the first item that is one too many, and where the file cannot be read."""
+    """Checks the items of an input file. Stops at the first item beyond ``MAX_ITEMS``, or where the file is damaged."""
     count, models = 0, set[str]()
     seen = set[bytes]()
     problems: list[BatchProblem] = []
@@ -55,11 +55,11 @@ async def check_input(items: AsyncGenerator[Row, None], is_loaded: Callable[[str
             name = hashlib.blake2b(item.custom_id.encode("utf-8", "replace"), digest_size=16).digest()
             if name in seen and len(problems) < _MAX_PROBLEMS:
                 named = f"custom_id {item.custom_id[:100]!r}"
-                message = f"{named} stands on an earlier line too, so that answers could not be told apart"
+                message = f"{named} is on an earlier line too, so that answers could not be told apart"
                 problems.append(BatchProblem("duplicate_custom_id", message, "custom_id", item.line))
             seen.add(name)
             if count % _ITEMS_AT_A_TIME == 0:
-                await asyncio.sleep(0)  # a block is parsed without a wait; streams of the server run here
+                await asyncio.sleep(0)  # parsing a block awaits nothing: here other streams of the server run
     return InputSummary(count, tuple(sorted(models)), tuple(problems) if count else (_EMPTY,))
 
 
@@ -67,7 +67,7 @@ _Line = tuple[bytes, bool, str | None]  # the line, whether it has an answer, an
 
 
 class OutputFile:
-    """A file that is begun with its first line. ``file_id``: None while there is none. ``codes``: of its errors."""
+    """A file that begins with its first line. ``file_id`` is None before that. ``codes``: the codes of its errors."""
 
     def __init__(self, files: FileStore, file_id: str) -> None:
         self.items = 0
@@ -101,8 +101,10 @@ async def write_output_files(
     retry: Retry,
     missing: Callable[[int], AsyncGenerator[bytes, None]],
 ) -> tuple[OutputFile, OutputFile]:
-    """The files of the answers and of the errors. ``missing``: the output lines from a number on, which follow the
-    last part. Raises CloudError."""
+    """Writes and returns the file of the answers and the file of the errors. Raises CloudError.
+
+    ``missing`` yields the output lines from a given number on, which no part holds.
+    """
     answered = OutputFile(files, output_file_id(batch_id, "output"))
     failed = OutputFile(files, output_file_id(batch_id, "errors"))
     number = 0

@@ -32,7 +32,7 @@ class IdMaker:
 
 
 def output_file_id(batch_id: str, kind: str) -> str:
-    """The id of a file that a batch writes: the same whenever it is written."""
+    """Returns the id of a file that a batch writes. It is the same each time the file is written."""
     made = batch_id.removeprefix(BATCH)[:_TIME_DIGITS]
     rest = hashlib.sha256(f"{batch_id}/{kind}".encode()).hexdigest()[: ID_DIGITS - _TIME_DIGITS]
     return f"{FILE}{made}{rest}"
@@ -51,8 +51,11 @@ class BatchProblem:
 
 @dataclass(frozen=True, slots=True, config=_STORED)
 class BatchRecord:
-    """``models``: the models that items name and that were loaded when the input was validated. ``times``: status ->
-    when the batch got it. ``total``: the items of a valid input; 0 until it was validated."""
+    """A batch as it is stored.
+
+    ``models``: the models that its items name and that were loaded when the input was validated. ``times``: when the
+    batch got each status. ``total``: the number of items of a valid input; 0 before it is validated.
+    """
 
     id: str
     input_file_id: str
@@ -78,7 +81,7 @@ class BatchRecord:
         return self.status in ("failed", "completed", "expired", "cancelled")
 
     def moved(self, status: Status, **changes: Any) -> BatchRecord:
-        """The record with another status from now on."""
+        """Returns the record with a new status, which begins now."""
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:
@@ -86,14 +89,14 @@ class BatchRecord:
 
     @classmethod
     def loads(cls, data: bytes) -> BatchRecord:
-        """Raises RunRefused."""
+        """Reads a stored record. Raises RunRefused if it is damaged."""
         try:
             return _RECORD.validate_json(data)
         except ValidationError:
             raise RunRefused("the record of a batch was not written by this program") from None
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's object. Each status but ``validating`` has a time of its own there."""
+        """Returns OpenAI's object, in which each status but ``validating`` has its own time."""
         errors = [asdict(problem) for problem in self.problems]
         return {
             "id": self.id,

@@ -32,10 +32,10 @@ from mlserver_torch_stream.protocol.values import is_text, shown
 
 logger = logging.getLogger(__name__)
 
-_PAUSES = Retry(first=0.1, longest=5.0)  # before an item is tried again whose model cannot take it now
-_BLOCK_ITEMS = 512  # of the items of a stopped batch that are written at once
-PART_ITEMS = 16  # a kill costs the inference of less than a part, and of the items that are being answered
-# An item is a batch of the pipeline of its own, and waits for its model there; the window bounds how many.
+_PAUSES = Retry(first=0.1, longest=5.0)  # between tries of an item that its model cannot take now
+_BLOCK_ITEMS = 512  # items of a stopped batch that are written at a time
+PART_ITEMS = 16  # a killed process loses less than one part, and the items that are being answered
+# Each item is a batch of its own for the pipeline, and waits there for its model; the window bounds their number.
 _LIMITS = PipelineLimits(window=256, window_bytes=32 * 2**20, batch_rows=1, max_wait=0.0, batches=256)
 _AHEAD = PrefetchedRange(4, 16 * 2**20)
 
@@ -50,18 +50,21 @@ class BatchModels(Protocol):
         """Waits until no model is loading."""
 
     def has(self, name: str) -> bool:
-        """A model is loaded under this name."""
+        """Returns True if a model is loaded under this name."""
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """OpenAI's object for the body of an item. It waits until the item may run beside the requests of clients.
+        """Returns OpenAI's object for the body of an item. Waits until the item may run beside the requests of clients.
 
-        Raises RequestError: UnknownModel, and NotServing or QueueFull where the same item may be answered later.
+        Raises RequestError: UnknownModel; NotServing or QueueFull if the same item may be answered later.
         """
 
 
 class ItemInference:
-    """``expected``: models that were there when the batch was validated. An item waits for such a model where it is
-    missing, since it is loading again; an item that names another one fails."""
+    """Infers the items of a batch.
+
+    ``expected``: the models that were loaded when the batch was validated. If such a model is missing now, it is being
+    loaded again, and its items wait. An item that names any other missing model fails.
+    """
 
     def __init__(self, models: BatchModels, endpoint: str, expected: Collection[str]) -> None:
         self._models = models
@@ -107,7 +110,7 @@ class ItemInference:
             await asyncio.sleep(_PAUSES.pause(min(failed, 8), StoreUnavailable("")))
 
     def _model(self, body: Mapping[str, Any]) -> str:
-        """The model that the item names. Raises InvalidInput."""
+        """Returns the model that the item names. Raises InvalidInput."""
         prompt = OPENAI_SPELLINGS[self._endpoint].prompt
         if prompt not in body:
             raise InvalidInput("url", f"must be {self._endpoint}, as the batch says, which takes {prompt}")
@@ -120,7 +123,7 @@ class ItemInference:
 
 
 class BatchRun:
-    """One batch in this process."""
+    """Runs one batch in this process."""
 
     def __init__(self, record: BatchRecord, places: BatchPlaces, models: BatchModels) -> None:
         self.id = record.id
@@ -132,13 +135,16 @@ class BatchRun:
         self._change = partial(places.batches.change, record.id)
 
     def cancel(self) -> None:
-        """The record says ``cancelling``. Items without an answer fail, and the run ends."""
+        """Ends the run of a batch whose record says ``cancelling``. Items without an answer fail."""
         self.cancelled.set()
         if self._inference is not None:
             self._inference.stop(CANCELLED)
 
     async def run(self) -> None:
-        """Raises CloudError; delivered items are kept, and the run may be tried again."""
+        """Runs the batch to its end.
+
+        Raises CloudError; then delivered items are kept, and the run may be tried again.
+        """
         record = await self._places.batches.get(self.id)
         if record.status == "validating" or (record.status == "cancelling" and not record.total):
             record = await self._validate(record)
@@ -149,18 +155,19 @@ class BatchRun:
         await self._finish()
 
     async def fail(self, problem: BatchProblem) -> None:
+        """Ends the batch as failed, with this problem in its record."""
         await self._change(lambda batch: batch.moved("failed", problems=(problem,)))
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
         summary = InputSummary(problems=(BatchProblem("missing", "the input file is not there", "input_file_id"),))
         with suppress(ObjectMissing):
             source = await self._source(record)
-            # At a server's start a model that items name may not be there yet.
+            # When a server starts, a model that items name may not be loaded yet.
             await first_of(self._models.settled(), self.cancelled.wait())
             summary = await check_input(source.rows(), self._models.has)
 
         def validated(batch: BatchRecord) -> BatchRecord:
-            if batch.status == "cancelling":  # meanwhile: the error file of a valid input names its items
+            if batch.status == "cancelling":  # its error file names the items of a valid input
                 return batch.moved("cancelled") if summary.problems else replace(batch, total=summary.items)
             if batch.status != "validating":
                 return batch
@@ -201,7 +208,7 @@ class BatchRun:
 
     @asynccontextmanager
     async def _stoppable(self, record: BatchRecord) -> AsyncIterator[ItemInference]:
-        """The inference of the items, which the end of the completion window and ``cancel`` stop."""
+        """Yields the inference of the items. The end of the completion window, or ``cancel``, stops it."""
         inference = self._inference = ItemInference(self._models, record.endpoint, record.models)
         if self.cancelled.is_set():
             inference.stop(CANCELLED)
@@ -216,7 +223,7 @@ class BatchRun:
             self._inference = None
 
     async def _written(self, items: int, failed: int) -> None:
-        """Counts the items that are in parts. Another process may have cancelled the batch: this one learns it here."""
+        """Records how many items are in parts. If another process has cancelled the batch, this one learns it here."""
         record = await self._change(lambda batch: replace(batch, completed=items - failed, failed=failed))
         if record.status == "cancelling":
             self.cancel()
@@ -236,8 +243,10 @@ class BatchRun:
             await parts.delete([info.key async for info in parts.list()])
 
     async def _missing(self, record: BatchRecord, begin: int) -> AsyncGenerator[bytes, None]:
-        """The output lines from number ``begin`` on, which no part holds as the batch was stopped before: parts of 16
-        failed items would take minutes."""
+        """Yields the output lines from number ``begin`` on, which no part holds because the batch was stopped.
+
+        Writing these failed items as parts of 16 would take minutes.
+        """
         if begin >= record.total:
             return
         why = CANCELLED if record.status == "cancelling" else EXPIRED
@@ -254,8 +263,10 @@ class BatchRun:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
-    """Returns or raises what the first wait does, of those that end together the first of the arguments. The others
-    are cancelled."""
+    """Returns the result, or raises the error, of the coroutine that ends first, and cancels the others.
+
+    If several end together, the first of them in the arguments counts.
+    """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 MAX_UNFINISHED = 100  # batches that have not ended; further ones are refused
 _AT_ONCE = 4
 _PAUSES = Retry(first=1.0, longest=60.0)
-_IN_USE_S = 15.0  # before another look at a batch that another process runs, or ran until it died
+_IN_USE_S = 15.0  # between two looks at a batch that another process runs, or ran until it died
 
 
 class BatchRunner:
-    """All methods run on the event loop's thread, and raise RequestErrors and CloudErrors."""
+    """Runs the batches of one store.
+
+    All methods run on the event loop's thread, and raise RequestError or CloudError.
+    """
 
     def __init__(self, places: BatchPlaces, models: BatchModels, ids: IdMaker) -> None:
         self.places = places
@@ -40,7 +43,7 @@ class BatchRunner:
         self._open = False
 
     async def serve(self) -> None:
-        """Goes on with what an earlier process left, and runs batches until it is cancelled."""
+        """Resumes the batches that an earlier process left, and runs batches until it is cancelled."""
         self._open = True
         try:
             await self._resume()
@@ -72,7 +75,7 @@ class BatchRunner:
             raise InvalidInput("input_file_id", f"is a file of purpose {file['purpose']}, not {PURPOSE}")
 
     async def cancel(self, batch_id: str) -> BatchRecord:
-        """Raises NoSuchObject, or InvalidInput for a batch that has ended."""
+        """Cancels a batch. Raises NoSuchObject, or InvalidInput for a batch that has ended."""
         await self.places.batches.get(batch_id)
         record = await self.places.batches.change(batch_id, _cancelling)
         if record.status != "cancelling":
@@ -83,7 +86,10 @@ class BatchRunner:
         return record
 
     async def reader(self, file_id: str) -> str | None:
-        """A batch that has not ended and reads this file. Its record says so: its run ends a little later."""
+        """Returns the id of a batch that has not ended and reads this file; None if there is none.
+
+        The record says whether a batch has ended: its run ends a little later.
+        """
         for batch_id in [run.id for run in self._runs.values() if run.input_file_id == file_id]:
             if not (await self.places.batches.get(batch_id)).ended:
                 return batch_id
@@ -148,7 +154,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _turn(self, run: BatchRun) -> AsyncIterator[None]:
-        """One of the turns. A cancelled batch waits for none: no item of it is answered."""
+        """Waits for one of the turns, and holds it. A cancelled batch does not wait: none of its items is answered."""
         turn = asyncio.Event()
 
         async def take() -> None:

@@ -1,6 +1,6 @@
 """Keeps files and the records of batches in one folder or bucket, as JSON objects beside the contents of the files.
 
-The methods raise CloudErrors, and NoSuchObject for what is not there.
+The methods raise CloudError, and NoSuchObject for an object that is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _AT_ONCE = 32  # objects that are read at a time
-_KEYS = {"id", "bytes", "filename", "purpose"}  # of a file's object, beside what every one has
+_KEYS = {"id", "bytes", "filename", "purpose"}  # keys of a file's object whose values differ from file to file
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ class StoreFull(RequestError):
 
 @contextmanager
 def translating_store_errors() -> Iterator[None]:
-    """Raises a store's error as the error of a request. The log gets the details; the client does not."""
+    """Turns a store's error into a RequestError. The log gets the details; the client does not."""
     try:
         yield
     except StorageFull as error:
@@ -71,7 +71,10 @@ def translating_store_errors() -> Iterator[None]:
 
 
 class _Objects(Generic[T]):
-    """The JSON objects of one kind. ``loads`` raises RunRefused for a damaged one; ``shown`` gives OpenAI's object."""
+    """The JSON objects of one kind.
+
+    ``loads`` raises RunRefused for a damaged object; ``shown`` makes OpenAI's object.
+    """
 
     def __init__(
         self, store: Store, prefix: str, loads: Callable[[bytes], T], shown: Callable[[T], dict[str, Any]], retry: Retry
@@ -83,7 +86,7 @@ class _Objects(Generic[T]):
         self._retry = retry
 
     async def get(self, object_id: str) -> T:
-        """Raises NoSuchObject, also for a text that is not an id."""
+        """Returns the object with this id. Raises NoSuchObject, also for a text that is not an id."""
         if is_id(self._prefix, object_id):
             with suppress(ObjectMissing):
                 return self._loads(await self._retry.run(self._store.get, object_id + _SUFFIX))
@@ -93,13 +96,13 @@ class _Objects(Generic[T]):
         await self._retry.run(self._store.put, object_id + _SUFFIX, data)
 
     async def ids(self) -> list[str]:
-        """All ids, the oldest first."""
+        """Returns all ids, the oldest first."""
         return sorted(await self._retry.run(self._stored_ids))
 
     async def page(
         self, limit: int, after: str | None = None, order: str = "desc", purpose: str | None = None
     ) -> dict[str, Any]:
-        """OpenAI's object of a page. A damaged object is left out, so that the other objects are listed."""
+        """Returns one page as OpenAI's list object. Damaged objects are left out, so that the others are listed."""
         ids = await self.ids()
         if order == "desc":
             ids.reverse()
@@ -131,11 +134,15 @@ class _Objects(Generic[T]):
 
 
 def content_key(file_id: str) -> str:
+    """Returns the key under which the content of a file is stored."""
     return f"{file_id}.jsonl"
 
 
 class FileStore(_Objects[dict[str, Any]]):
-    """``contents``: what the files hold. A file exists once its object does, which is written last."""
+    """Stores files: their objects, and their bytes in ``contents``.
+
+    The object of a file is written last; the file exists from then on.
+    """
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
         super().__init__(objects, FILE, _load_file, dict, retry)
@@ -143,11 +150,11 @@ class FileStore(_Objects[dict[str, Any]]):
         self._ids = ids
 
     def begin(self, file_id: str | None = None, purpose: str = PURPOSE) -> FileUpload:
-        """A file that is written in pieces; without an id it is a new one."""
+        """Begins a file that is written in pieces. Without ``file_id`` it gets a new id."""
         return FileUpload(self, self._contents, file_id or self._ids.make(FILE), purpose)
 
     async def content(self, file: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The content in pieces."""
+        """Yields the content of a file in pieces."""
         try:
             info = await self._retry.run(self._contents.head, content_key(file["id"]))
             async for piece in self._contents.read(info, 0, info.size):
@@ -179,7 +186,7 @@ class FileUpload:
         return self._content.size
 
     async def end(self, filename: str) -> dict[str, Any]:
-        """The file's object. If it cannot be written, the content is dropped."""
+        """Ends the file and returns its object. If the object cannot be written, the content is deleted."""
         described = {
             "id": self.id,
             "object": "file",
@@ -216,8 +223,10 @@ class BatchStore(_Objects[BatchRecord]):
         self._changing = asyncio.Lock()
 
     async def change(self, batch_id: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
-        """Applies ``change`` to the record as it is by now, and returns the result. It holds only for the version that
-        it was made from, because another process may change the same record."""
+        """Applies ``change`` to the current record, stores the result and returns it.
+
+        If another process changes the record meanwhile, ``change`` is applied again, to the new version.
+        """
         key = batch_id + _SUFFIX
         async with self._changing:
             while True:
@@ -235,7 +244,10 @@ class BatchStore(_Objects[BatchRecord]):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlaces:
-    """``url``: of the folder or bucket. ``runs/<batch>`` holds the parts of a batch that has not ended."""
+    """The places of files and batches below ``url``, a folder or bucket.
+
+    ``runs/<batch>`` holds the parts of a batch that has not ended.
+    """
 
     url: str
     files: FileStore
@@ -244,7 +256,7 @@ class BatchPlaces:
 
     @classmethod
     def open(cls, url: str, ids: IdMaker) -> BatchPlaces:
-        """Raises BatchesOff, also where the library of stores is not installed."""
+        """Opens the stores. Raises BatchesOff, also if the object-store library is not installed."""
         if url.startswith(("http://", "https://")):
             raise BatchesOff("an HTTP server is for reading; files and batches need s3, gs, az or a folder")
         retry = Retry()
@@ -263,7 +275,10 @@ class BatchPlaces:
         return f"{self.url}/runs/{batch_id}"
 
     def open_run(self, batch_id: str) -> Store:
-        """Raises StoreUnavailable, never RunRefused: the store was opened before, so it may well be again."""
+        """Opens the store of a batch's parts.
+
+        Raises StoreUnavailable, never RunRefused: the store was opened before, so a later attempt may succeed.
+        """
         try:
             return Store.open(self.run(batch_id))
         except RunRefused as error:

@@ -1,7 +1,7 @@
 """Computes paged attention with torch's own operators, over copies of the keys and values that a sequence sees.
 
-It takes every device, option, size of pages and dtype, and waits for no device. Sequences with one new token are
-computed together, chunks of prompts one after the other.
+It works on every device, with every option, page size and dtype, and never waits for a device. Sequences with one new
+token are computed together, chunks of prompts one after the other.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.devices import from_host
 
 _SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths
-_QUERIES = 256  # of a chunk whose scores are held in float32 at a time
+_QUERIES = 256  # queries of a chunk whose scores are in float32 at a time
 
 Rows = list[tuple[torch.Tensor, torch.Tensor, int]]
-"""Sequences that see similar numbers of keys, their places among the tokens, and the largest of the numbers."""
+"""Sequences that see similar numbers of keys, their positions among the tokens, and the largest number of keys."""
 Chunks = list[tuple[int, int, int]]
 """A sequence, where its tokens begin and where they end."""
 
 
 class GatheredAttention(PagedAttention):
-    """Scores with a softcap or sinks are in float32. ``reason`` says why nothing faster attends."""
+    """Attention by torch's operators. Scores with a softcap or sinks are in float32.
+
+    ``reason`` says why no faster attention is used.
+    """
 
     def __init__(self, reason: str = "") -> None:
         self._reason = reason
@@ -48,7 +51,7 @@ class GatheredAttention(PagedAttention):
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
     """Returns the sequences with one new token, grouped by how many keys they see, and the other sequences.
 
-    A gather is as wide as its longest row: lengths within a power of two waste less than half of it.
+    A gather is as wide as its longest row. Lengths within a power of two waste less than half of the width.
     """
     key = ("parts", options.window, options.chunk)
     if key not in batch.memo:
@@ -77,7 +80,7 @@ def _attend_rows(
     sequences: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
-    """Attends ``[rows, heads, head_dim]``."""
+    """Returns the attention of sequences with one new token, ``[rows, heads, value_dim]``."""
     key = ("keys of rows", layer.group, options.window, options.chunk, id(sequences))
     if key not in batch.memo:
         last = batch.lengths[sequences].long() - 1
@@ -96,7 +99,7 @@ def _attend_rows(
 def _attend_chunk(
     query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions, sequence: int
 ) -> torch.Tensor:
-    """Attends the ``[tokens, heads, head_dim]`` of one sequence."""
+    """Returns the attention of one sequence's new tokens, ``[tokens, heads, value_dim]``."""
     key = ("keys of a chunk", layer.group, options.window, options.chunk, sequence)
     if key not in batch.memo:
         each = batch.batch.sequences[sequence]
@@ -117,7 +120,7 @@ def _attend_chunk(
 
 
 def _slots(table: torch.Tensor, batch: BatchTensors, places: torch.Tensor) -> torch.Tensor:
-    """Returns the slots of the positions ``places`` ``[rows, n]`` of sequences with this table."""
+    """Returns the slots of the positions ``places`` ``[rows, n]``, for sequences with the block table ``table``."""
     return table.gather(1, places // batch.page_size).long() * batch.page_size + places % batch.page_size
 
 
@@ -135,7 +138,7 @@ def _weigh(
 ) -> torch.Tensor:
     """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``.
 
-    The ``sinks`` are those of the options, ``[..., queries or 1, 1]``. Products have the dtype of the arguments.
+    ``sinks`` are the options' sinks, ``[..., queries or 1, 1]``. Products have the dtype of the arguments.
     """
     if _is_plain(options):
         output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)

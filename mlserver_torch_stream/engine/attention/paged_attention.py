@@ -17,15 +17,15 @@ from mlserver_torch_stream.engine.devices import sent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTensors:
-    """A batch on one device. ``sequences`` is the number of its sequences, ``tokens`` that of its packed tokens.
+    """A batch as tensors on one device, with the numbers of its ``sequences`` and of its packed ``tokens``.
 
-    An attention keeps in ``memo`` what it computes once for all layers of the batch.
+    ``memo`` is for values that an attention computes once for all layers of the batch.
     """
 
     batch: Batch
     page_size: int
     starts: torch.Tensor  # int32 [sequences]: tokens in the cache before the step
-    lengths: torch.Tensor  # int32 [sequences]: after it
+    lengths: torch.Tensor  # int32 [sequences]: tokens in the cache after the step
     cumulative: torch.Tensor  # int32 [sequences + 1]: where each sequence's tokens begin among the packed ones
     positions: torch.Tensor  # int64 [tokens]
     tables: tuple[torch.Tensor, ...]  # int32 [sequences, most pages] of each group; 0 where there is no page
@@ -80,7 +80,9 @@ def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.int6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
+    """The options of an attention call.
+
+    ``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
 
     ``sinks`` ``[heads]`` holds one more score in the softmax for each head.
     """
@@ -108,7 +110,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an attention of a model is called with."""
+    """The sizes, the dtype and the options of an attention call."""
 
     heads: int
     kv_heads: int
@@ -123,6 +125,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> AttentionShape:
+        """Returns the shape of a call: ``query`` ``[tokens, heads, key_dim]`` over the pages of ``layer``."""
         assert layer.keys is not None and layer.values is not None
         dims = (query.shape[1], layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         sight = (options.window, options.chunk, options.softcap)
@@ -132,25 +135,26 @@ class AttentionShape:
 class PagedAttention(Protocol):
     """Attends the packed queries ``[tokens, heads, head_dim]`` of a batch to the pages of one layer, causally.
 
-    The keys and values of the batch's tokens are in the pages already. All tensors are on one device. What the pages
-    hold beyond a sequence's tokens can be anything, NaN too. Returns ``[tokens, heads, value_dim]``. Several threads
-    may call it at once.
+    The keys and values of the batch's tokens are in the pages already. All tensors are on one device. Beyond a
+    sequence's tokens the pages can hold anything, even NaN. Returns ``[tokens, heads, value_dim]``. Several threads may
+    call it at once.
     """
 
-    page_multiple: ClassVar[int] = 1  # it needs pages of a multiple of so many tokens
+    page_multiple: ClassVar[int] = 1  # the page size must be a multiple of this many tokens
 
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Returns the attention's output, ``[tokens, heads, value_dim]``, in the dtype of ``query``."""
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Does what ``layer.write`` does."""
+        """Stores keys and values as ``layer.write`` does."""
         layer.write(key, value, slots)
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why it leaves such a layer to torch's operators; None if it attends itself."""
+        """Returns why it leaves such a layer to torch's operators; None if it computes the layer itself."""
         return None
 
     def describe(self) -> str:
-        """Returns its name for the summary of a load, with what a reader should know of it."""
+        """Returns its name, and remarks, for the summary of a load."""
         ...

@@ -1,6 +1,6 @@
 """Lets a model's attention run over pages: functions registered with transformers' interfaces.
 
-Outside a paged forward the registered functions are transformers' own, so that a model can be called as before.
+Outside a paged forward the registered functions call transformers' own, so that a model can be called as before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
-# Set for each thread: forwards of one model run in several threads at once, with a batch each.
+# Each thread has its own value: forwards of one model run in several threads at once, each with its own batch.
 _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=None)
 
 
@@ -65,7 +65,8 @@ def _text_config(model: transformers.PreTrainedModel) -> Any:
 
 
 def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
-    """Leaves a model's encoders of images and sound alone, which may have no such attention, as Gemma 4's of sound."""
+    """Sets the attention of the text model only: encoders of images and sound may not have it, such as Gemma 4's for
+    sound."""
     text = _text_config(model)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation(dict.fromkeys(["", *parts], name))
@@ -73,7 +74,7 @@ def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def paged(call: AttentionCall) -> Iterator[None]:
-    """Inside it, models of this thread call ``call`` for each attention, and make no masks."""
+    """While the context is open, models of this thread run ``call`` for each attention, and make no masks."""
     token = _call.set(call)
     try:
         yield
@@ -97,12 +98,15 @@ def _attend(
         )
         return result
     if attention_mask is not None or options.get("position_bias") is not None:
-        raise CannotPage("its code makes masks of its own")
+        raise CannotPage("its code makes its own masks")
     return call(module, query, key, value, **options), None
 
 
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    """Returns transformers' function. The eager one is in the file that defines the module. Raises CannotPage."""
+    """Returns transformers' own function. The eager function is in the file that defines the module.
+
+    Raises CannotPage.
+    """
     if implementation == SDPA:
         attend: Callable[..., Any] = transformers.AttentionInterface()[SDPA]
         return attend

@@ -1,4 +1,5 @@
-"""Attends to pages with torch's varlen attention, which is FlashAttention 2: one call for all sequences of a step.
+"""Computes paged attention with torch's varlen attention, which is FlashAttention 2: one call for all sequences of a
+step.
 
 The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
 """
@@ -30,9 +31,11 @@ def find_varlen() -> Callable[..., Any] | None:
 
 
 class VarlenAttention(PagedAttention):
-    """``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
+    """Paged attention by torch's varlen attention.
 
-    Torch's operators attend in the layers that it refuses.
+    ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
+
+    Layers that it refuses are computed by torch's operators.
     """
 
     page_multiple = 256  # of FlashAttention 2
@@ -74,12 +77,12 @@ class VarlenAttention(PagedAttention):
             max(each.count for each in batch.batch.sequences),
             max(each.length for each in batch.batch.sequences),
             scale=options.scale,
-            # (-1, 0) is causal. A window of torch's does not count the query's own key.
+            # (-1, 0) is causal. torch's window does not count the query's own key.
             window_size=(-1 if options.window is None else options.window - 1, 0),
             enable_gqa=query.shape[1] != keys.shape[2],
             seqused_k=batch.lengths,
             block_table=batch.tables[layer.group],
-            num_splits=1,  # more leave rows unwritten: https://github.com/pytorch/pytorch/issues/194167
+            num_splits=1,  # more splits leave rows unwritten: https://github.com/pytorch/pytorch/issues/194167
         )
         return output
 

@@ -33,11 +33,11 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache: of ``setting`` bytes on all devices together, or else of the free memory.
+    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together; None: of the free memory.
 
-    ``specs`` say what a token takes on each device. Of a host's memory the ``engines`` get equal parts, which
-    ``resources`` promise to ``owner``; the memory that other engines hold on a GPU is not free. ``most`` is the free
-    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are those of ``size_cache``.
+    ``specs`` describe the cache on each device. The ``engines`` share a host's memory equally, and ``resources``
+    reserves this engine's part for ``owner``; on a GPU the memory of other engines is not free. ``most`` is the free
+    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to ``size_cache``.
     """
     if setting is None:
         rooms = [
@@ -66,10 +66,10 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
-    """Returns how many bytes of a KV cache pages of ended sequences may keep, until other sequences need them.
+    """Returns how many bytes of a KV cache may be pages of ended sequences, until other sequences need the bytes.
 
-    A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at
-    a time under our kernels. Raises LoadFailed.
+    A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at a time
+    under our kernels. Raises LoadFailed.
     """
     if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

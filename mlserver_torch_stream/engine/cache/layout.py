@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.failures import Unsuitable
 
-# Layers with states and attention both. transformers has had the sliding ones since 5.20.
+# Layers with both states and attention. transformers has the sliding ones since 5.20.
 _HYBRID = tuple(
     getattr(cache_utils, name)
     for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
@@ -31,7 +31,7 @@ class UnsupportedCache(Unsuitable):
 
 
 class CacheLayout:
-    """Knows for each layer of the cache whether it has keys and values, of all tokens or of a window, and states."""
+    """The layout of a model's cache: which layers have keys and values, of all tokens or a window, or states."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         try:
@@ -55,7 +55,7 @@ class CacheLayout:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window or chunk of each attention layer in tokens; None: the layer sees all."""
+        """The window or chunk of each attention layer in tokens; None: the layer sees all tokens."""
         layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
@@ -67,7 +67,7 @@ class CacheLayout:
                 yield index, copy.deepcopy(layer) if plain else LinearAttentionLayer(layer.number_of_states)
 
     def spec(self, page_size: int) -> CacheSpec:
-        """Returns the groups of the attention layers, whose bytes only a forward can tell."""
+        """Returns the groups of the attention layers. Their bytes are known only after a forward."""
         groups: dict[tuple[int | None, int | None], list[int]] = {}
         for index, layer in enumerate(self._layers):
             if isinstance(layer, DynamicLayer):

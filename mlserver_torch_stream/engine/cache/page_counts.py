@@ -1,4 +1,4 @@
-"""Divides the bytes of a KV cache among its groups of layers and its states: so many pages, so many slots."""
+"""Divides the bytes of a KV cache into pages for its groups of layers and slots for states."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """``pages``: the number for each group of layers, on every device that has a layer of the group."""
+    """The size of a cache.
+
+    ``pages``: the number of pages of each group, on every device that has a layer of the group.
+    """
 
     pages: tuple[int, ...]
     state_slots: int
 
     def bytes_of(self, spec: CacheSpec) -> int:
+        """Returns the bytes of this many pages and state slots."""
         return spec.bytes_of(self.pages, self.state_slots)
 
     def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:
-        """Whether so many sequences of ``tokens`` have room at the same time, as they decode."""
+        """Returns whether this many ``sequences`` of ``tokens`` tokens can decode at the same time."""
         if spec.state_bytes and self.state_slots < sequences:
             return False
         needed = spec.most_pages(tokens, 1)
@@ -30,11 +34,12 @@ class CacheSize:
 
 
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
-    """Returns the size that fits all ``rooms``: the spec of a device, or of all together, and the bytes there.
+    """Returns the size that fits all ``rooms``, each the spec of a device, or of all devices together, and its bytes.
 
-    It holds one sequence of ``tokens`` if that is possible, then ``sequences`` that are as long as possible: a windowed
-    group needs no more pages than that, and with fewer a long sequence would not fit. The remaining bytes become pages
-    of all groups alike, for the prefix cache. Without room for a token there are no pages.
+    The size holds one sequence of ``tokens`` if that is possible, then ``sequences`` sequences that are as long as
+    possible. A windowed group needs no more pages than that; with fewer pages a long sequence would not fit. The
+    remaining bytes become pages of all groups alike, for the prefix cache. If not even one token fits, there are no
+    pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -59,10 +64,10 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 
 
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
-    """Returns how many pages of each group ``budget`` bytes can be.
+    """Returns how many pages each group may have within ``budget`` bytes of a host's memory.
 
-    A page takes no memory of a host before it is written (under our kernels, before a page in the same 2 MiB is), so
-    each group may take the whole budget; the scheduler bounds the sum of all groups.
+    A page takes no memory of a host before it is written (with our kernels, before any page in the same 2 MiB is). So
+    each group may have the whole budget; the scheduler bounds the sum of all groups.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 
@@ -72,5 +77,5 @@ def _with_pages(size: CacheSize, more: int) -> CacheSize:
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number from 1 to ``most`` that fits, as all below it do; 0: none does."""
+    """Returns the largest number from 1 to ``most`` that fits, or 0. All numbers below one that fits must fit too."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

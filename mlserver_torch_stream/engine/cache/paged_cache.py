@@ -18,9 +18,9 @@ from mlserver_torch_stream.engine.cache.states import StateSlots
 class LayerPages:
     """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    On a CPU a head's page is one piece of memory, which is not resident before it is written. On CUDA
-    (``tokens_first``) the heads of a token lie together, as torch's varlen attention reads them. After
-    ``PagedCache.reserve`` the pages are strided: between them lie pages of the group's other layers.
+    On a CPU a head's page is contiguous memory, which is not resident before it is written. On CUDA (``tokens_first``)
+    the heads of a token are contiguous, as torch's varlen attention reads them. After ``PagedCache.reserve`` the pages
+    are strided: pages of the group's other layers are between them.
     """
 
     group: int
@@ -28,7 +28,7 @@ class LayerPages:
     page_size: int
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    tokens_first: bool | None = None  # None: as the device asks for it
+    tokens_first: bool | None = None  # None: as suits the device
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once.
@@ -83,7 +83,8 @@ class LayerPages:
         return keys, values
 
     def read(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the keys and values of the positions ``first`` to ``stop - 1``, ``[kv_heads, n, dim]``."""
+        """Returns copies of the keys and values, each ``[kv_heads, n, dim]``, of the positions ``first`` to ``stop -
+        1``."""
         assert self.keys is not None and self.values is not None
         begin = first // self.page_size
         pages = torch.tensor(list(table[begin : -(-stop // self.page_size)]), device=self.keys.device)
@@ -92,6 +93,7 @@ class LayerPages:
         return keys, values
 
     def copy_page(self, source: int, target: int) -> None:
+        """Copies the keys and values of the page ``source`` to the page ``target``."""
         if self.keys is not None and self.values is not None:
             self.keys[target] = self.keys[source]
             self.values[target] = self.values[source]
@@ -107,7 +109,7 @@ class PagedCache:
     """Pages of each attention layer and the slots of each layer that keeps states, by the layer's index."""
 
     def __init__(self, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int) -> None:
-        """``pages`` are the numbers of pages of each group of ``layout.spec(page_size).groups``."""
+        """``pages`` has the number of pages of each group in ``layout.spec(page_size).groups``."""
         self.layout = layout
         self.page_size = page_size
         self.groups = layout.spec(page_size).groups
@@ -119,11 +121,11 @@ class PagedCache:
         self.states = StateSlots(layout, state_slots) if layout.has_states else None
 
     def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Allocates, for each group, one pool for all layers that have none: a page is one piece of memory for them.
+        """Allocates one pool for each group, in which a page is contiguous for all layers that have no memory yet.
 
-        So the pages in use fill the system's large pages: a large page needs one address translation, where pages of
-        4 KiB need 512. ``like``: ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least so many bytes.
-        Raises MemoryError.
+        Then the pages in use fill the system's large pages: one large page needs one address translation, while pages
+        of 4 KiB need 512. ``like``: ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least the given
+        number of bytes. Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
@@ -143,7 +145,7 @@ class PagedCache:
                     layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
 
     def prepare(self, batch: Batch) -> None:
-        """Makes the copies that a batch asks for. A forward calls it first."""
+        """Makes the page and state copies that a batch asks for. A forward calls this first."""
         for group, source, target in batch.copies:
             for layer in self.layers.values():
                 if layer.group == group:
@@ -154,7 +156,7 @@ class PagedCache:
 
     @property
     def specs(self) -> dict[torch.device, CacheSpec]:
-        """A spec for each device with the bytes that forwards have written there so far."""
+        """Returns a spec for each device. The bytes in it are known from the forwards that have written there."""
         held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
         states = {} if self.states is None else self.states.bytes_by_device()
         return {

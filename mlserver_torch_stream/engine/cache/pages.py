@@ -1,6 +1,6 @@
 """Describes a KV cache of pages and the batches that read and write them, and hands the pages out.
 
-Full pages are found by their tokens.
+Full pages can be found by their tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def page_size_of(kinds: Iterable[str]) -> int:
 class LayerGroup:
     """Layers that see the same tokens, and so share block tables.
 
-    A query sees its own key and the ``window - 1`` before it, or those from the beginning of its own ``chunk`` on
-    (Llama 4), or all. ``token_bytes`` are those of the keys and values of a token in all layers of the group.
+    A query sees its own key and the ``window - 1`` keys before it, or the keys from the beginning of its own ``chunk``
+    on (Llama 4), or all keys. ``token_bytes``: the bytes of a token's keys and values in all layers of the group.
     """
 
-    layers: tuple[int, ...]  # of transformers' cache
+    layers: tuple[int, ...]  # indices in transformers' cache
     window: int | None = None
     chunk: int | None = None
     token_bytes: int = 0
@@ -45,32 +45,38 @@ class LayerGroup:
 
     @property
     def span(self) -> int | None:
-        """The most keys that a query sees; None: all."""
+        """The most keys that a query sees; None: it sees all keys."""
         return self.window if self.chunk is None else self.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """``state_bytes``: the size of one sequence's states; 0: the model keeps none."""
+    """The sizes of a cache's pages and states.
+
+    ``state_bytes``: the size of one sequence's states; 0: the model keeps no states.
+    """
 
     page_size: int  # tokens
     groups: tuple[LayerGroup, ...]
     state_bytes: int = 0
 
     def pages(self, tokens: int) -> int:
+        """Returns how many pages hold ``tokens``."""
         return -(-tokens // self.page_size)
 
     def page_bytes(self, group: int) -> int:
+        """Returns the bytes of one page of a group, in all layers of the group."""
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the most pages of each group that a sequence of ``tokens`` holds, ``step`` new ones at a time."""
+        """Returns the most pages of each group that a sequence of ``tokens`` holds if it grows by ``step`` tokens at a
+        time."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
 
     def bytes_of(self, pages: Sequence[int], states: int) -> int:
-        """Returns the bytes of so many pages of each group, and of the states of so many sequences."""
+        """Returns the bytes of ``pages``, a number for each group, and of the states of ``states`` sequences."""
         return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
 
     def sequence_bytes(self, tokens: int, step: int = 1) -> int:
@@ -78,7 +84,7 @@ class CacheSpec:
         return self.bytes_of(self.most_pages(tokens, step), 1)
 
     def live_bytes(self, tokens: int) -> int:
-        """Returns the bytes that the next token of a sequence of ``tokens`` sees, states included."""
+        """Returns the bytes of keys, values and states that the next token of a sequence of ``tokens`` reads."""
         seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
         return sum(seen) + self.state_bytes
 
@@ -88,7 +94,7 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
     def __add__(self, other: CacheSpec) -> CacheSpec:
-        """Returns the spec of two devices together; their layers are of the same groups."""
+        """Returns the spec of two devices together. Both must have the same groups."""
         groups = (
             replace(group, token_bytes=group.token_bytes + same_group.token_bytes)
             for group, same_group in zip(self.groups, other.groups, strict=True)
@@ -97,7 +103,7 @@ class CacheSpec:
 
 
 def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
-    """Returns the spec of all devices together, of which there is at least one."""
+    """Returns the spec of all devices together; there must be at least one."""
     return reduce(add, specs)
 
 
@@ -128,7 +134,7 @@ class BatchSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one step. ``copies`` and ``state_copies`` are made before its forward, in their order.
+    """The sequences of one step. ``copies`` and ``state_copies`` are made in order, before the forward.
 
     A copy is (group, source page, target page); a copy of states is (source slot, target slot).
     """
@@ -143,7 +149,7 @@ class Batch:
 
     @property
     def ends(self) -> list[int]:
-        """The end of each sequence's tokens, counted in the packed tokens."""
+        """Where each sequence's tokens end among the packed tokens."""
         return list(accumulate(sequence.count for sequence in self.sequences))
 
     @property
@@ -157,7 +163,7 @@ class Batch:
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the digest of a page: of its tokens and, by its parent's digest, of all tokens before them."""
+    """Returns the digest of a page. It covers the page's tokens and, by the parent's digest, all tokens before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -167,16 +173,19 @@ def salt_digest(salt: str | None) -> bytes:
 
 
 class _GroupPages:
-    """The pages of one group. A page is free, held by sequences, or cached: without holder, found by digest."""
+    """The pages of one group.
+
+    A page is free, held by sequences, or cached: no sequence holds it, but its digest finds it.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self.fresh = 0  # the lowest page that was never taken: its memory is not touched yet
+        self.fresh = 0  # the lowest page that was never taken, whose memory is not touched yet
         self.free: list[int] = []  # a heap of pages below ``fresh``
         self.references: dict[int, int] = {}
         self.digests: dict[int, bytes] = {}
         self.found: dict[bytes, int] = {}
-        self.cached: OrderedDict[int, int] = OrderedDict()  # page -> when it was given back; the oldest first
+        self.cached: OrderedDict[int, int] = OrderedDict()  # page -> time of its return; the oldest first
 
     @property
     def spare(self) -> int:
@@ -197,34 +206,34 @@ class _GroupPages:
 
 
 class PagePool:
-    """The pages of all groups, within ``cache_bytes``. Cached ones take at most ``prefix_bytes`` of those.
+    """Hands out the pages of all groups, within ``cache_bytes``. Cached pages take at most ``prefix_bytes`` of them.
 
-    A free page is the lowest one, so that the touched memory stays small. The least recently used cached page is
+    The lowest free page is taken first, so that the touched memory stays small. The least recently used cached page is
     evicted when a page or its bytes are needed.
     """
 
     def __init__(
         self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
     ) -> None:
-        """Without ``finds`` no page is found by its tokens: the model cannot go on from pages alone."""
+        """``finds`` False: no page is found by its tokens, because the model cannot continue from pages alone."""
         self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
         self._cache_bytes = cache_bytes
         self._prefix_bytes = prefix_bytes
         self._time = 0
-        self.used_bytes = 0  # of the pages that sequences hold, and of what ``reserve`` counts
+        self.used_bytes = 0  # of pages that sequences hold, and what ``reserve`` adds
         self.cached_bytes = 0
 
     def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
-        """Whether so many pages of each group, and ``more_bytes`` beside them, are free or cached."""
+        """Returns whether ``needed`` pages of each group, and ``more_bytes`` besides, are free or cached."""
         more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
         return self.used_bytes + more_bytes <= self._cache_bytes and all(
             count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
         )
 
     def reserve(self, count: int) -> None:
-        """Counts bytes of something else than pages as used; a negative count gives them back."""
+        """Counts bytes that are not pages as used; a negative count gives them back."""
         self.used_bytes += count
         self._make_room(0)
 
@@ -242,6 +251,7 @@ class PagePool:
         return page
 
     def find(self, group: int, digest: bytes) -> int | None:
+        """Returns the page of a group with this digest; None if the pool has none."""
         return self._groups[group].found.get(digest)
 
     def share(self, group: int, page: int) -> None:
@@ -253,6 +263,7 @@ class PagePool:
         pool.references[page] = pool.references.get(page, 0) + 1
 
     def holders(self, group: int, page: int) -> int:
+        """Returns how many sequences hold a page."""
         return self._groups[group].references.get(page, 0)
 
     def name(self, group: int, page: int, digest: bytes) -> None:
@@ -263,13 +274,13 @@ class PagePool:
             pool.found[digest] = page
 
     def forget(self, group: int, page: int) -> None:
-        """Lets ``find`` return the page no more."""
+        """Makes ``find`` no longer return the page."""
         self._groups[group].forget(page)
         if page in self._groups[group].cached:
             self._free(group, page)
 
     def give_back(self, group: int, page: int) -> None:
-        """Counts one holder less. Without holders a page is cached if it can be found, and free otherwise."""
+        """Counts one holder fewer. Without holders a page is cached if it can be found, and free otherwise."""
         pool = self._groups[group]
         pool.references[page] -= 1
         if pool.references[page]:

@@ -27,7 +27,7 @@ class StateSlots:
         self._held: dict[int, LinearAttentionLayer] = {}
 
     def fresh(self) -> dict[int, LinearAttentionLayer]:
-        """Returns a layer without states for each index, for the first tokens of a sequence."""
+        """Returns an empty layer for each index, for the first tokens of a sequence."""
         return copy.deepcopy(self._empty)
 
     def take(self, slots: Sequence[int]) -> dict[int, LinearAttentionLayer]:
@@ -51,6 +51,7 @@ class StateSlots:
                 held[name].index_copy_(0, index_on(held[name].device), source[name])
 
     def copy(self, source: int, target: int) -> None:
+        """Copies all states of the slot ``source`` to the slot ``target``."""
         self.put([target], self.take([source]))
 
     @property
@@ -60,14 +61,14 @@ class StateSlots:
         return {(name, index) for layer in layers for name in _STATES for index in _set(getattr(layer, name))}
 
     def multiply(self, kind: tuple[str, int], slot: int, factor: float) -> None:
-        """Changes the states of one kind in a slot, which no sequence has."""
+        """Multiplies the states of one kind in a slot that no sequence uses."""
         name, index = kind
         for layer in self._held.values():
             if (state := getattr(layer, name).get(index)) is not None:
                 state[slot] *= factor
 
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
-        """Returns a layer with the states alone, as the given layer may hold keys too."""
+        """Returns a layer with only the states: the given layer may also hold keys."""
         own = copy.copy(self._empty[number])
         for name in vars(own):
             setattr(own, name, getattr(layer, name))
@@ -94,7 +95,7 @@ class StateSlots:
 
 
 def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
-    """Returns a function that gives these numbers as a tensor on a device, and copies them to each device once."""
+    """Returns a function that returns these numbers as a tensor on a device, and copies them there only once."""
     return cache(torch.tensor(list(slots), dtype=torch.long).to)
 
 

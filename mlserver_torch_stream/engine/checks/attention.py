@@ -1,4 +1,4 @@
-"""Decides at load what attends in transformers' forward: kernels that give the results of torch's operators, or these.
+"""Decides at load which attention transformers' forward uses: kernels that match torch's operators, or the operators.
 
 The kernels are our own on CPUs and varlen attention on CUDA.
 """
@@ -32,15 +32,16 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 
-# Of a query's and a head's output, against its size: two to four times the error that rounding makes of random values.
+# The largest error of one query's and head's output, relative to its size: two to four times the rounding error on
+# random values.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
 @dataclass(frozen=True)
 class SameAttention(Check[PagedAttention]):
-    """An attention has the results of torch's operators, on the shapes of the model's own attentions.
+    """Checks that an attention has the results of torch's operators on the shapes of the model's own attentions.
 
-    ``way`` is that in which the model takes batches.
+    ``way`` is how the model takes batches.
     """
 
     name: ClassVar[str] = "same attention"
@@ -68,7 +69,7 @@ class SameAttention(Check[PagedAttention]):
 def choose_attention(
     model: transformers.PreTrainedModel, findings: SelfCheckResult, cache_dir: Path
 ) -> Verdict[PagedAttention]:
-    """Returns the kernels of the devices that hold the pages: weights that are moved compute there, too.
+    """Returns the kernels for the devices that hold the pages; offloaded weights compute there, too.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -86,9 +87,9 @@ def choose_attention(
 def attention_kinds(
     model: transformers.PreTrainedModel, attention: PagedAttention, way: Way = Way.PACKED, page_size: int = 16
 ) -> dict[tuple[AttentionShape, torch.device], str | None]:
-    """Runs two tokens through the model. Returns the unlike shapes and devices of its attentions.
+    """Runs two tokens through the model. Returns the distinct shapes and devices of its attention calls.
 
-    The values say why ``attention`` refuses them. Raises CannotPage.
+    Each value says why ``attention`` refuses the call, or is None. Raises CannotPage.
     """
     kinds: dict[tuple[AttentionShape, torch.device], str | None] = {}
 
@@ -110,7 +111,7 @@ def attention_kinds(
 
 
 def _writes_alike(attention: PagedAttention, shape: AttentionShape, page_size: int, device: torch.device) -> bool:
-    """Returns whether an attention writes keys and values, which lie by heads in a model, to the slots of pages."""
+    """Returns whether an attention writes keys and values to the right slots. In a model they are ordered by head."""
     tokens, pages, heads = 3 * page_size, 4, shape.kv_heads
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
     layers = [LayerPages(0, pages, page_size) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Measures how far an attention over pages is from torch's own in float32, on random sequences and layers."""
+"""Measures the error of a paged attention against torch's own attention in float32, on random sequences and layers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def narrowed(shape: AttentionShape) -> AttentionShape:
 def farthest(
     attention: PagedAttention, shape: AttentionShape, page_size: int = 16, device: torch.device = _CPU
 ) -> float:
-    """Returns the largest difference of a query's and head's output from the exact one, as a part of its size.
+    """Returns the largest error of one query's and head's output, relative to the size of the exact output.
 
-    The sequences are short and long ones, with one new token, some or a chunk: all together, those with one new token,
-    and one alone. What no query sees is NaN, so that a read of it shows.
+    The sequences are short and long, with one new token, a few, or a chunk. They run all together, then those with one
+    new token, then one alone. Values that no query sees are NaN, so that reading them shows.
     """
     single = [(0, 1), (page_size - 1, 1), (612, 1)]
     batches = ([*single, (page_size, 2), (299, 7), (550, 70)], single, single[-1:])
@@ -73,7 +73,7 @@ def _error(
 
 
 def random_batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
-    """Returns sequences with these starts and new tokens, on pages in no order, and the number of the pages."""
+    """Returns sequences with these starts and numbers of new tokens, on shuffled pages, and the number of pages."""
     counts = [-(-(start + count) // page_size) for start, count in parts]
     order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
     tables = [tuple(next(order) for _ in range(count)) for count in counts]

@@ -1,7 +1,7 @@
 """Compares logits at far positions without computing a long sequence.
 
-The check fills transformers' own cache, and a few pages that a long block table names over and over, with the keys and
-values of a short sequence. The next tokens must get the same logits over both.
+The check fills two caches with the keys and values of a short sequence, repeated: transformers' own cache, and a few
+pages that a long block table names again and again. The next tokens must get the same logits over both.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from mlserver_torch_stream.engine.machine import read_host
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = 5  # of the short sequence, whose keys and values are repeated
-_MIDDLE = 2  # pages that a long table names over and over
+_COLUMNS = 5  # tokens of the short sequence, whose keys and values are repeated
+_MIDDLE = 2  # pages that a long table names again and again
 # transformers' own cache of one sequence may take half of the weights' bytes and of the free memory: each layer is
 # copied once when it gets the new tokens.
 _PART = 2
 
 
 def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
-    """Returns the lengths that the trial does not reach, within the context, whose caches are small enough to compare.
+    """Returns the lengths to compare: they exceed the trial's, are within the context, and their caches fit the memory.
 
-    ``room`` bytes are free for caches; None: as many as the devices have now. ``more``: short ones that are taken too.
+    ``room``: the bytes that are free for caches; None: as many as the devices have now. ``more``: shorter lengths that
+    are compared too.
     """
     model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)
@@ -52,8 +53,8 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
 def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
     """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
 
-    ``short`` is a short sequence of the trial's cache. It is in the batches too, and its keys and values fill the far
-    cache. Returns by how much logits differ and where; None if they do not.
+    ``short`` is a short sequence in the trial's cache. It is in the batches too, and its keys and values fill the far
+    cache. Returns how much the logits differ and where; None if they agree.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -81,7 +82,7 @@ def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int)
 
 
 class _FarCache:
-    """A few pages that make a sequence of ``first`` tokens and a short one, each with room for ``more``."""
+    """A few pages that hold a sequence of ``first`` tokens and a short one, each with room for ``more`` tokens."""
 
     def __init__(self, trial: Trial, short: TrialSequence, first: int, page_size: int, more: int) -> None:
         layout = trial.layout
@@ -105,7 +106,7 @@ class _FarCache:
                 self.cache.states.put([slot], trial.cache.states.take([short.slot]))
 
     def long_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
-        """Returns the part of the long sequence that has ``end`` tokens more afterwards."""
+        """Returns the part of a step that extends the long sequence to ``end`` new tokens."""
         start = self._first + end - len(tokens)
         tables = (self._passed(group, start) for group in self.cache.groups)
         return BatchSequence(tokens, start, tuple(tables), state_slot=self._slot(0))

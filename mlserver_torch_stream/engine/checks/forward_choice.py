@@ -1,6 +1,6 @@
 """Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
 
-Each faster part must give the model's logits; otherwise the next one is taken.
+A faster forward or attention must give the model's logits; otherwise the next one is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """The forward of a loaded model. ``no_kernels`` says why it is not our decoder, which is faster.
+    """The forward of a loaded model. ``no_kernels`` says why it is not our faster decoder.
 
     ``packed``: linear layers that oneDNN has laid out.
     """
@@ -47,7 +47,7 @@ class ForwardChoice:
 def choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
-    """``findings`` say that the model can be batched. Raises LoadFailed."""
+    """Chooses the forward of a model that can be batched, as ``findings`` say. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
     if settings.weights in ROUNDED:
         if quantised:
@@ -76,7 +76,8 @@ def with_attention(
 ) -> ModelForward:
     """Returns transformers' forward with the fastest attention that gives the model's logits.
 
-    ``room`` is that of ``SameLogits``. ``together``: whether this holds on all ranks, which choose at the same time.
+    ``room`` is passed to ``SameLogits``. ``together(true)`` returns whether a fact holds on all ranks, which choose at
+    the same time.
     """
     model, way = expected.model, findings.way
     if way is Way.MASKED_ROWS:
@@ -100,7 +101,7 @@ def with_attention(
 def take_kernels(
     expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str | None = None
 ) -> Verdict[NativeForward]:
-    """Returns our decoder and frees the model's own weights. ``weights``: a key of ``ROUNDED``, to which it rounds.
+    """Returns our decoder and frees the model's own weights. ``weights``: a key of ``ROUNDED``, the format to round to.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -110,7 +111,7 @@ def take_kernels(
 
     def make() -> NativeForward:
         forward = NativeForward(model, kernels, rounding)
-        if rounding is not None:  # the same rounding in transformers' forward lets the check be as strict as otherwise
+        if rounding is not None:  # with the same rounding in transformers' forward the check can be strict
             round_weights(read_decoder(model), rounding)
         return forward
 
@@ -144,7 +145,7 @@ def take_rounded(
 
 
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copies of. Their shapes stay, and a later use of them raises."""
+    """Frees the parameters that the kernels have copied. Their shapes stay; using their values raises."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""The harness of the checks at load: a candidate is taken if its check accepts it, otherwise the load knows why not."""
+"""The harness of the checks at load: a candidate is taken if its check accepts it, otherwise there is a reason."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ T = TypeVar("T")
 class Check(ABC, Generic[T]):
     """Proves one property of a candidate.
 
-    Its name and its inputs say which property: with the same files, code and machine, a check with the same inputs has
-    the same outcome. A subclass is a dataclass; its fields of plain values are its inputs.
+    The outcome depends on the check's name and inputs, the model's files, the code and the machine, and on nothing
+    else. A subclass is a dataclass; those of its fields that are plain values are its inputs.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def problem(self, candidate: T) -> str | None:
-        """Returns in one line what is wrong with the candidate; None if nothing is. May raise any error."""
+        """Returns in one line what is wrong with the candidate; None if it passes. May raise any error."""
 
     def inputs(self) -> dict[str, str | int | bool | None]:
-        """Returns what the outcome depends on besides the model's files, this package, its libraries and the machine.
+        """Returns the inputs: the outcome depends on them, the model's files, this package, its libraries and the
+        machine.
 
-        JSON can hold it.
+        The values can be written as JSON.
         """
         values = {each.name: getattr(self, each.name, ...) for each in fields(self)}  # type: ignore[arg-type]
         plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
@@ -46,7 +47,7 @@ class Check(ABC, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Generic[T]):
-    """The candidate that a check has accepted; None if it is not taken, for the ``reason``."""
+    """The candidate that a check has accepted; None if it was refused, and then ``reason`` says why."""
 
     candidate: T | None
     reason: str = ""
@@ -61,8 +62,8 @@ def accepted(
 ) -> Verdict[T]:
     """Makes a candidate and checks it. ``name`` ends the sentence "Checking …" of the log.
 
-    ``otherwise`` says in the log, at this level, what runs without the candidate; "": nothing is logged. An error of
-    the candidate is the reason, except LoadFailed, which is raised.
+    If the candidate is refused, the log says ``otherwise``, what runs instead, at this level; "": nothing is logged. An
+    error of the candidate becomes the reason, except LoadFailed, which is raised.
     """
     try:
         with stage(logger, f"Checking {name}"):

@@ -1,4 +1,4 @@
-"""Computes the logits of transformers' own forward, each once for all forwards, and compares others with them."""
+"""Computes the logits of transformers' own forward, once for all comparisons, and compares other logits with them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
-# The oldest positions, which a window loses where logits are compared, weigh four times as much as all later ones
-# together: then a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16,
-# root mean square).
+# The oldest positions weigh four times as much as all later ones together, because they are the ones that a window
+# drops. So a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root
+# mean square).
 _HEAVY = 3
 _WEIGHT = 4
 
 
 class ExpectedLogits:
-    """The logits of one model. Its weights must not change in between."""
+    """The logits of one model, whose weights must not change while the object is used."""
 
     def __init__(self, model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        """``dtype``: the type to which the compared forwards round; None: the model's type."""
+        """``dtype``: the dtype to which the compared forwards round; None: the model's dtype."""
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.dtype = dtype or rounding_dtype(model)
@@ -71,7 +71,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache. States know no positions and stay."""
+        """Returns transformers' own cache, filled. States do not depend on positions, so they stay."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)
@@ -93,7 +93,8 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and values ``[kv_heads, positions, head_dim]`` of these indices, the oldest values made heavy.
+    """Returns the keys and values ``[kv_heads, positions, head_dim]`` at the indices ``repeated``, with the oldest
+    values enlarged.
 
     They begin at position ``first`` of a sequence of ``length`` tokens; None: they are the whole sequence.
     """
@@ -109,11 +110,12 @@ def far_columns(
 # float32 rounding stays under 1e-4 and bfloat16 under 0.1 on every family of the test matrix.
 _TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
 _HALF_TOLERANCE = 0.35
-# Our own kernels round elsewhere than transformers does, and a model may be touchy: of SmolLM2 in bfloat16 single
-# logits are off the float32 ones by up to 0.09 of them with our kernels and by 0.53 with transformers (root mean
-# square over a vocabulary: 0.045 and 0.165). A mistake in a layer is off by 0.5 and more in the mean over the check.
+# Our own kernels round in other places than transformers does, and a model may be sensitive to that: for SmolLM2 in
+# bfloat16, single logits differ from the float32 ones by up to 0.09 standard deviations with our kernels and by 0.53
+# with transformers (root mean square over a vocabulary: 0.045 and 0.165). A mistake in a layer gives a mean error of
+# 0.5 and more over the check.
 _HALF_MEAN_TOLERANCE = 0.2
-# Activations that are rounded to int8 in blocks, against float32: of SmolLM2 in Q4_1, whose perplexity suffers by less
+# Activations that are rounded to int8 in blocks, against float32: for SmolLM2 in Q4_1, whose perplexity rises by less
 # than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). The
 # weights that the kernels read are compared with the file's as they are packed, and so a wrong scale needs no logits.
 _INT8_TOLERANCE = 1.0
@@ -128,9 +130,9 @@ _FEW = 4
 class Comparison:
     """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check.
 
-    ``dtype`` is that of the model's weights, which rounds, or int8 if activations are rounded to it; None: the logits
-    have it. ``same_operations``: whether both come from the same operations. If not, in half precision their mean
-    errors count, and how many are off.
+    ``dtype`` is the dtype that causes rounding: that of the weights, or int8 if activations are rounded to it; None:
+    that of the logits. ``same_operations``: both logits come from the same operations. If they do not, half precision
+    is judged by the mean error and by the number of logits beyond the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:
@@ -153,12 +155,12 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each error counts, not their mean."""
+        """True if each single error counts, not their mean."""
         return self._tolerance in _TOLERANCE.values()
 
     @property
     def difference(self) -> str | None:
-        """Says how far the logits are apart, if rounding does not explain it; otherwise None."""
+        """Says how much the logits differ, if rounding does not explain the difference; otherwise None."""
         error = self._error()
         return None if error is None else f"{error:.3g} standard deviations"
 

@@ -1,6 +1,6 @@
-"""Checks at load that forwards of a device map which run at the same time give the logits that each gives alone.
+"""Checks at load that forwards which run at the same time on a device map give the logits that each gives alone.
 
-It also finds out whether a forward waits for its devices midway, by counting the operations that do.
+It also finds out whether a forward waits for its devices midway, by counting the operations that wait.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ _MAX_WAITS = 1
 
 @dataclass(frozen=True)
 class Overlap(Check[Pipeline]):
-    """Forwards in different stages of a pipeline have the logits of single ones. ``forward`` is the model's."""
+    """Checks that forwards in different stages of a pipeline have the logits of single forwards.
+
+    ``forward``: the model's.
+    """
 
     name: ClassVar[str] = "overlap"
     model: transformers.PreTrainedModel
     forward: Forward
 
     def problem(self, candidate: Pipeline) -> str | None:
-        """Compares forwards that run at the same time with the same ones, one after the other in another cache."""
+        """Compares forwards that run at the same time with the same forwards, one by one in another cache."""
         count = _ROUNDS * candidate.depth
         alone = _Sequences(self.model, self.forward, count)
         overlapping = _Sequences(self.model, StagedForward(self.forward, candidate), count)
@@ -68,7 +71,7 @@ class Overlap(Check[Pipeline]):
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
     """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
 
-    ``forward`` is the model's, in the way that the check at load has found.
+    ``forward`` is the model's forward, in the way that the check at load has found.
     """
     stages = read_stages(model)
     if len(stages) < 2:
@@ -79,14 +82,14 @@ def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Fo
 
 
 def waits_midway(model: transformers.PreTrainedModel, forward: Forward) -> bool:
-    """Whether a decode step of sequences of unlike lengths waits for its devices before its end. True if unknown."""
+    """Returns whether a decode step of sequences of different lengths waits for its devices midway; True if unknown."""
     try:
         sequences = _Sequences(model, forward, 2)
         for number in range(2):
             forward(Batch((sequences.part(number, 0, _PROMPT + number),)), sequences.cache)
         step = Batch(tuple(sequences.part(number, _PROMPT + number, 1) for number in range(2)))
         return count_waits(lambda: forward(step, sequences.cache)) > _MAX_WAITS
-    except Exception as error:  # then threads run Python at the same time, which is slower at worst
+    except Exception as error:  # the answer is then True: at worst that is slower
         logger.info("cannot find out whether this model's forward waits for its devices: %s", error)
         return True
 
@@ -134,11 +137,12 @@ _WAITING = {
 }
 
 Saw = Callable[[Any, tuple[Any, ...], Any], None]
-"""Gets an operation, its arguments and its result."""
+"""A callable that gets an operation, its arguments and its result."""
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Sees the basic operations of composite ones, also in inference mode, where torch passes them on whole."""
+    """Passes on the basic operations inside composite ones, also in inference mode, where torch shows only the
+    composite."""
 
     def __init__(self, saw: Saw) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns the implementation of a composite operation: of torch's own, or of a package's in Python."""
+    """Returns the implementation of a composite operation of torch, or of a Python package."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if operation.namespace != "aten":
         device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
@@ -170,7 +174,7 @@ def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def count_waits(forward: Callable[[], object]) -> int:
-    """Counts the waits of one call, on this thread."""
+    """Returns how often one call, on this thread, waits for a device."""
     seen: list[bool] = []
     with _Operations(lambda *operation: seen.append(is_wait(*operation))):
         forward()
@@ -178,7 +182,7 @@ def count_waits(forward: Callable[[], object]) -> int:
 
 
 def is_wait(operation: Any, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an operation, as a ``TorchDispatchMode`` sees it, waits for its device."""
+    """Returns whether an operation, as a ``TorchDispatchMode`` sees it, waits for its device."""
     return (
         operation in _WAITING
         or _selects_by_mask(operation, args)
@@ -194,7 +198,7 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a product of experts waits: the host reads the rows of each, unless torch has a kernel that does."""
+    """Returns whether a product of experts waits: the host reads each expert's rows, unless torch has a kernel."""
     if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
         return False
     return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)

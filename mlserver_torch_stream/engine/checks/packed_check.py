@@ -23,7 +23,10 @@ from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 
 
 def check_packed(folder: Path, name: str, kernels: KernelOptions) -> tuple[NativeForward, ProvedLoad]:
-    """``folder`` is one of ``gguf_packed``, ``name`` the model's. Raises NotPacked or LoadFailed."""
+    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name.
+
+    Raises NotPacked or LoadFailed.
+    """
     packed = load_packed(folder)
     model, placement = packed.model, read_placement(packed.model)
     description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
@@ -32,7 +35,7 @@ def check_packed(folder: Path, name: str, kernels: KernelOptions) -> tuple[Nativ
         outline = outline_of(model)
     except (UnsupportedLayout, NotRecordable) as error:
         raise NotPacked(str(error)) from None
-    # What is checked is what a later start runs: the decoder as it is built from the plan and the file.
+    # The check runs the decoder that a later start runs: built from the plan and the file.
     decoder = build_decoder(plan.structure, plan.own, packed.tensors.__getitem__)
     forward, findings = verify_packed(model, decoder, kernels)
     weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
@@ -42,9 +45,7 @@ def check_packed(folder: Path, name: str, kernels: KernelOptions) -> tuple[Nativ
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
     """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
 
-    ``gguf_packed`` has loaded the model.
-
-    Raises NotPacked, or LoadFailed as ``NativeForward`` does.
+    ``model`` was loaded by ``gguf_packed``. Raises NotPacked, or LoadFailed as ``NativeForward`` does.
     """
 
     def make() -> NativeForward:

@@ -1,7 +1,7 @@
-"""Records in the cache folder what the checks of a load have proved, so that a later start need not prove it again.
+"""Records the results of a load's checks in the cache folder, so that a later start need not run the checks again.
 
 A record holds the plan of the decoder, the model's plain config and the findings. It is valid for the same files,
-settings, code and chip, and is kept as compiled kernels are.
+settings, code and chip, and is stored like compiled kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mlserver_torch_stream.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDS = 64  # in one cache folder; one takes 50 kB, of a model of 7B with its norms 1 MB
+MAX_RECORDS = 64  # in one cache folder; one takes 50 kB, or 1 MB for a 7B model with its norms
 _FOLDER = "records"
 _SUFFIX = ".record"
 _ENGINE = Path(__file__).parents[1]
@@ -56,13 +56,13 @@ _ENGINE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """Stands for transformers' model where our kernels have the whole forward: only its config is read, a plain one."""
+    """Stands in for transformers' model when our kernels run the whole forward: only its plain config is read."""
 
     config: PreTrainedConfig
 
 
 class Anew(Enum):
-    """Why a load is checked anew."""
+    """The reason why a load is checked anew."""
 
     NEW = "no load of it is recorded"
     WEIGHTS = "other weights"
@@ -73,12 +73,15 @@ class Anew(Enum):
 
 
 class NotRecordable(Unsuitable):
-    """What a load has proved cannot be written down; the message says why in one line."""
+    """The results of a load's checks cannot be recorded; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """Digests of what a proof depends on. ``place``: the model's location and the settings that shape its weights."""
+    """Digests of everything that the checks' results depend on.
+
+    ``place``: the model's location and the settings that shape its weights.
+    """
 
     place: str
     weights: str
@@ -92,7 +95,7 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """``dtype``: of dense weights in memory; None: blocks, as the files have them."""
+    """The results of a load's checks. ``dtype``: of dense weights in memory; None: blocks, as the files have them."""
 
     plan: DecoderPlan
     weights: LoadedWeights  # its model is a ``ModelOutline``
@@ -102,7 +105,10 @@ class ProvedLoad:
 
 
 def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], kernels: KernelOptions) -> RecordKey:
-    """``folder`` is the one that is loaded, ``files`` are its weights. Raises NoKernels, LoadFailed or OSError."""
+    """Returns the key of a load of ``folder`` with the weight files ``files``.
+
+    Raises NoKernels, LoadFailed or OSError.
+    """
     library, variant = open_kernels(kernels.cache_dir, checksum)
     source = resolved.source
     stamps = [file_stamps(resolved), file_stamps(resolved, folder), [(file.name, checksum(file)) for file in files]]
@@ -116,7 +122,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
 
 
 def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
-    """Returns what an earlier load has proved, or why this load is to be checked anew."""
+    """Returns the results of an earlier load's checks, or why this load is to be checked anew."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
     for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):
@@ -132,7 +138,7 @@ def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
 
 
 def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
-    """Keeps what a load has proved. A cache folder that cannot be written is one line in the log."""
+    """Stores the results of a load's checks. If the cache folder cannot be written, the log gets one line."""
     folder = cache_dir / _FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +152,7 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
 
 
 def outline_of(model: Any) -> ModelOutline:
-    """Returns the model's config as a record holds it. Raises NotRecordable if an engine would read another one."""
+    """Returns the model's config as a record holds it. Raises NotRecordable if an engine would read another config."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
         raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")
@@ -154,7 +160,7 @@ def outline_of(model: Any) -> ModelOutline:
 
 
 def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder over the mapped files: no weight is in memory until it is read. Raises NotRecordable."""
+    """Builds the decoder over the mapped files: a weight is in memory only once it is read. Raises NotRecordable."""
     try:
         tensor = mapped_tensors(files)
         decoder = build_decoder(
@@ -168,7 +174,7 @@ def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
 
 
 def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Returns the tensors of safetensors files by name, which are mapped."""
+    """Maps safetensors files, and returns their tensors by name."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
@@ -219,7 +225,7 @@ def _code() -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that JSON holds as they are, without those of which it does not say."""
+    """Returns only the values that JSON can hold unchanged."""
     plain = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):
@@ -237,7 +243,7 @@ def _encode(proved: ProvedLoad) -> str:
     findings, weights = proved.findings, proved.weights
     generation = weights.generation_config.to_dict()
     if GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict() != generation:
-        raise NotRecordable("its generation config is no JSON")
+        raise NotRecordable("its generation config is not JSON")
     return json.dumps(
         {
             "structure": proved.plan.structure,

@@ -1,7 +1,7 @@
 """Checks at load that a batch gets the logits that each sequence gets alone, at near and far positions.
 
-The near check (``Trial``) compares a batch over pages with each sequence alone, the far check (``compare_far``) tokens
-after a long cache.
+The near check (``Trial``) compares a batch over pages with each sequence alone. The far check (``compare_far``)
+compares tokens after a long cache.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.errors import LoadFailed
 
-SMALL_PAGE = 4  # so that a few tokens cross pages
+SMALL_PAGE = 4  # so small that a few tokens cross pages
 # Kernels work in blocks of up to 256 keys.
 _KERNEL_LENGTHS = (258,)
-# Of states, so that weak ones show too.
+# A factor for states, so large that weak states show too.
 _LARGE = -1000.0
 
 F = TypeVar("F", bound=Forward)
@@ -40,9 +40,9 @@ F = TypeVar("F", bound=Forward)
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
-    """``problem`` says why the model cannot be batched, None if it can; ``chunked`` whether prefill can be chunked.
+    """The result of the check. ``problem``: why the model cannot be batched; None: it can.
 
-    ``specs`` describe its cache, by device.
+    ``chunked``: whether prefill can be chunked. ``specs`` describe the cache on each device.
     """
 
     problem: str | None
@@ -59,10 +59,10 @@ class SelfCheckResult:
 
 @dataclass(eq=False)
 class SameLogits(Check[F]):
-    """The logits of a forward over pages are the model's.
+    """Checks that a forward over pages gives the model's logits.
 
-    ``small_page``: the size of the pages near the beginning; far pages have ``page_size`` tokens. ``room`` is that of
-    ``far_lengths``. ``dtype`` is that of ``ExpectedLogits``. ``trial`` is the newest one.
+    ``small_page``: the page size near the beginning; far pages have ``page_size`` tokens. ``room`` is passed to
+    ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
     """
 
     name: ClassVar[str] = "same logits"
@@ -84,7 +84,7 @@ class SameLogits(Check[F]):
         return None if differing is None else f"its logits differ from the model's by {differing}"
 
     def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
-        """Returns by how much logits differ and where. ``lengths`` are compared beside those that the config names."""
+        """Returns how much the logits differ and where. ``lengths`` are compared beside those that the config names."""
         layout = CacheLayout(self.expected.model.config)
         trial = self.trial = Trial(
             self.expected, layout, forward, self.small_page, self.chunked, same_operations=same_operations
@@ -96,18 +96,18 @@ class SameLogits(Check[F]):
         return difference
 
     def result(self) -> SelfCheckResult:
-        """Returns what an engine has to know of a forward that has passed."""
+        """Returns the findings about a forward that has passed, for the engine."""
         specs = {device: replace(spec, page_size=self.page_size) for device, spec in self.trial.cache.specs.items()}
         return SelfCheckResult(None, self.chunked, self.way, self.page_size, specs)
 
 
 class BatchedLogits(SameLogits[ModelForward]):
-    """A model gives a batch, in one way of taking it, the logits that it gives each sequence alone."""
+    """Checks that a model, in one way of taking a batch, gives it the logits that each sequence gets alone."""
 
     name = "batched logits"
 
     def problem(self, candidate: ModelForward) -> str | None:
-        """Raises LoadFailed if a device has no memory left or is lost, which says nothing of the model."""
+        """Raises LoadFailed if a device is out of memory or lost, which is not the model's fault."""
         try:
             differing = self._differing(candidate, same_operations=self.way is Way.MASKED_ROWS)
             if differing is not None:
@@ -124,9 +124,10 @@ def check_batching(
     expected: ExpectedLogits | None = None,
     page_size: int = CPU_PAGE_SIZE,
 ) -> SelfCheckResult:
-    """Returns the first way of taking a batch that gives the model's logits, in chunks or else with whole prompts.
+    """Returns the first way of taking a batch that gives the model's logits: with chunks of prompts, else with whole
+    prompts.
 
-    ``room`` is that of ``far_lengths``. Raises LoadFailed as ``BatchedLogits`` does.
+    ``room`` is passed to ``far_lengths``. Raises LoadFailed as ``BatchedLogits`` does.
     """
     try:
         CacheLayout(model.config)
@@ -146,8 +147,7 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error of the check above that has nothing to do with batching ends the load, and so does NaN, which differs
-    from itself.
+    So an error that has nothing to do with batching ends the load. NaN does, too, because NaN differs from itself.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(
@@ -172,10 +172,10 @@ def check_forward(
 
 
 def _moved(trial: Trial, forward: ModelForward) -> str | None:
-    """Says by how much logits change if the longest sequence of their batch is taken for the longest possible one.
+    """Returns how much the logits change if the batch's longest sequence claims to be the longest possible one.
 
-    Such a change is small where a model only scales its attention with positions, as Llama 4 does, and rounding in half
-    precision hides it from the comparison with each sequence alone. These two forwards compute the same but for it.
+    The change is small if a model only scales its attention with positions, as Llama 4 does. In half precision,
+    rounding hides it from the comparison with each sequence alone. These two forwards differ in nothing else.
     """
     batch = trial.last
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens
@@ -192,10 +192,10 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
 
 
 def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
-    """Says that a chunk gets the same logits whatever its states of one kind are; None if it does not.
+    """Says which states a chunk ignores: its logits stay the same whatever these states are. None if there are none.
 
-    Some models, such as Jamba, begin a recurrence anew with each call of more than one token, and rounding in half
-    precision can hide what is missing.
+    Some models, such as Jamba, restart a recurrence with each call of more than one token, and rounding in half
+    precision can hide that.
     """
     states = trial.cache.states
     if trial.comparison.is_exact or not trial.chunked or states is None:

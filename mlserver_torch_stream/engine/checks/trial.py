@@ -1,7 +1,7 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
 The sequences join in chunks and whole, leave, share a page, fork, and are verified as drafts are. Their pages are not
-neighbours, and a new page holds stale values.
+adjacent, and a new page holds stale values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 # Kernels work in blocks of 12 and 64 queries, and of 16 and 32 keys: one sequence crosses all of them.
 _LONGEST = 70
-_SHORTEST = 9  # in a context that is smaller
+_SHORTEST = 9  # where the context is smaller
 _LONGEST_CHUNK = 65
 _AFTER = 12  # tokens that each sequence can take after its prompt
 SPARE_SLOT = 7
@@ -30,6 +30,8 @@ _STALE = 1000.0  # finite: a kernel may multiply it with the probability 0 of a 
 
 @dataclass(slots=True)
 class TrialSequence:
+    """A sequence of a trial: its tokens, its page tables, and how many of its tokens are in the cache."""
+
     ids: list[int]  # the prompt and all tokens after it
     prompt: int
     slot: int
@@ -39,9 +41,10 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """``chunked``: prompts are cut, and sequences share pages; else each prompt is computed whole.
+    """Runs the sequences and compares their logits. ``chunked``: prompts are cut and sequences share pages; else each
+    prompt is computed whole.
 
-    ``same_operations`` is that of ``Comparison``.
+    ``same_operations`` is passed to ``Comparison``.
     """
 
     expected: ExpectedLogits
@@ -72,9 +75,9 @@ class Trial:
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
 
     def run(self) -> tuple[str | None, TrialSequence]:
-        """Returns by how much logits differ, None if they do not, and a short sequence that is in the cache.
+        """Returns how much the logits differ, or None, and a short sequence that is in the cache.
 
-        The first difference in full precision ends it.
+        In full precision the first difference ends the trial.
         """
         a, b, c = self._new(6), self._new(self.longest), self._new(3)
         d = e = None
@@ -93,9 +96,9 @@ class Trial:
         return self.comparison.difference or hidden, c
 
     def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> str | None:
-        """Returns how far the same step of a sequence is off after one of another; None where it is the same step.
+        """Returns how much a sequence's step changes after a step of another sequence; None if it does not change.
 
-        A state that a model hides in its modules can be too weak to show in logits of half precision otherwise.
+        This finds states that a model hides in its modules: in half precision they can be too weak to show otherwise.
         """
         first = self._tried(sequence)
         self._tried(other)
@@ -118,7 +121,7 @@ class Trial:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a sequence can go on from pages alone, by any number of tokens."""
+        """Returns whether a sequence can continue from pages alone, by any number of tokens."""
         return self.chunked and not self.layout.has_states
 
     def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
@@ -162,7 +165,7 @@ class Trial:
         for sequence, end, wanted in ends:
             for position in range(end - wanted, end):
                 self.comparison.add(self.expected.near(sequence.ids)[position], next(rows))
-            # Drafts are taken for rejected: they are computed again.
+            # Drafts count as rejected, so they are computed again.
             sequence.computed = end if wanted <= 1 else end - wanted + 1
 
     # --- sequences ---
@@ -179,7 +182,7 @@ class Trial:
         return TrialSequence(ids, prompt, self._slots if self.layout.has_states else -1, tables)
 
     def _sharing(self, other: TrialSequence) -> TrialSequence:
-        """Returns a sequence with the first page of another one, which that has filled already."""
+        """Returns a sequence that shares the first page of another sequence, which has filled that page already."""
         size = self.page_size
         ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]
@@ -188,7 +191,7 @@ class Trial:
         return shared
 
     def _forked(self, other: TrialSequence) -> TrialSequence:
-        """Returns a sequence that goes on from another one by other tokens. The page that it writes to is copied."""
+        """Returns a sequence that continues another one with other tokens. The page that it writes to is copied."""
         ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(_AFTER)]
         tables = [list(table) for table in other.tables]
         fork = self._added(ids, other.prompt, tables)
@@ -204,7 +207,7 @@ class Trial:
     # --- pages ---
 
     def _make_room(self, sequence: TrialSequence, end: int) -> None:
-        """Drops the pages that a window has passed, and takes those for the new tokens."""
+        """Drops the pages that a window has passed, and takes pages for the new tokens."""
         for group, table in enumerate(sequence.tables):
             passed = self.cache.groups[group].oldest_seen(sequence.computed) // self.page_size
             table[:passed] = [-1] * min(passed, len(table))

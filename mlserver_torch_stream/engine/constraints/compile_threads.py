@@ -1,11 +1,11 @@
 """Runs compilations, one to three at a time, on threads with deep stacks, which end with the process.
 
-The library calls itself for each part within a part, and for each reference: the longest source that is taken needs up
-to 64 MB of stack, and without them ends the process.
+The library recurses for each nested part and for each reference. The longest source that is accepted needs up to 64 MB
+of stack; with less the process would crash.
 
-The threads have the priority of all others. A thread of a lower priority gets the interpreter's lock when its call of
-the library returns, but on a busy machine no core to go on with, and all threads wait for the lock. Measured on
-2026-11-23 with a nice value of 10: streams stood still for 0.2 to 0.5 s, and a compilation took five times as long.
+The threads have normal priority. A thread of lower priority takes the interpreter's lock when its call of the library
+returns, but on a busy machine gets no core to run on, and all threads wait for the lock. Measured on 2026-11-23 with a
+nice value of 10: streams stood still for 0.2 to 0.5 s, and a compilation took five times as long.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 _MAX_THREADS = 2
 _SPARE_AFTER_S = 1.0  # most constraints take some milliseconds, the slowest that are not refused ten seconds
-_STACK_BYTES = 2**28  # of address space; memory is taken as it is needed
+_STACK_BYTES = 2**28  # of address space; only used pages take memory
 
 
 class Compilation(Future[_T]):
-    """The result of a compilation. ``begun`` is done when a thread begins with it."""
+    """The result of a compilation. ``begun`` is done once a thread has begun the compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +39,10 @@ def threads_for(cores: int) -> int:
 
 
 class CompileThreads(Generic[_T]):
-    """At most ``threads`` threads, and a spare one, which compiles while none of them has begun anything for a second.
+    """Runs at most ``threads`` threads, and a spare one, which compiles if none of the others has begun anything for a
+    second.
 
-    None is waited for when the process ends.
+    The end of the process waits for none of them.
     """
 
     def __init__(self, threads: int) -> None:
@@ -53,9 +54,9 @@ class CompileThreads(Generic[_T]):
         self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
-        """Begins ``work`` when a thread is free. A compilation that is cancelled before never begins.
+        """Begins ``work`` when a thread is free. A compilation that is cancelled before that never begins.
 
-        Raises RuntimeError if no thread runs and the system has no further one.
+        Raises RuntimeError if no thread runs and none can be started.
         """
         compilation: Compilation[_T] = Compilation()
         with self._lock:
@@ -108,7 +109,7 @@ class CompileThreads(Generic[_T]):
 
 
 def finish(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Runs the work, and gives the future what came of it."""
+    """Runs the work, and sets its result or its error in the future."""
     try:
         future.set_result(work())
     except BaseException as error:

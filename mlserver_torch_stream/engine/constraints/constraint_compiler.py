@@ -1,7 +1,7 @@
 """Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
 Compiling takes up to seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
-tokenizer of its own, which takes 17 MB for 49,000 tokens; here it calls the model's.
+tokenizer, which takes 17 MB for 49,000 tokens; here it calls the model's tokenizer instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TokenVocabulary:
-    """What ``llguidance.TokenizerWrapper`` asks of a tokenizer. It may be called from several threads."""
+    """The tokenizer that ``llguidance.TokenizerWrapper`` calls. Several threads may call it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -50,13 +50,14 @@ class TokenVocabulary:
 
 
 def _is_special(token: Any) -> bool:
-    """Whether text cannot contain it for llguidance: a ``</think>`` cannot, whether or not it is marked as special."""
+    """Returns whether llguidance must keep a token out of text, such as ``</think>``, marked as special or not."""
     content = str(token.content)
     return bool(token.special) or (content.startswith("<") and content.endswith(">"))
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for kinds unknown to llguidance.
+    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for a kind that llguidance does not
+    know.
 
     A tokenizer with a normalizer is copied: llguidance leaves the normalizers that add text out of its copy.
     """
@@ -77,8 +78,9 @@ logger = logging.getLogger(__name__)
 
 _INSTALL = "needs llguidance: pip install 'mlserver-torch-stream[structured]'"
 _KEPT = 32  # compiled constraints
-_MAX_CHARACTERS = 2**17  # of a constraint's source; to compile that many takes up to seconds
-# A matcher holds 1 to 2 kB for each state of its lexer, so some 40 MB at most. Schemas of 100 fields have some hundred.
+_MAX_CHARACTERS = 2**17  # of a constraint's source; compiling so many takes up to seconds
+# A matcher holds 1 to 2 kB for each state of its lexer, so about 40 MB at most. A schema of 100 fields has about a
+# hundred states.
 _MAX_LEXER_STATES = 20_000
 _MAX_GRAMMAR = 100_000  # symbols
 _MULTIPLE_OF = re.compile(r'"multipleOf":\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?![0-9])')
@@ -89,7 +91,7 @@ _Key = tuple[Constraint, ReasoningMarks | None]
 
 
 class ConstraintCompiler:
-    """Compiles for one tokenizer. Its methods may be called from several threads."""
+    """Compiles constraints for one tokenizer. Several threads may call its methods."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -103,7 +105,7 @@ class ConstraintCompiler:
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary. It blocks all threads for 0.3 to 1 s, so the load of a model calls it.
 
-        Returns a str, the reason, where this tokenizer has no structured output.
+        Returns the reason, a str, if structured output is not possible with this tokenizer.
         """
         with self._preparing:
             if self._prepared is None:
@@ -113,7 +115,7 @@ class ConstraintCompiler:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
+        """Begins to compile what an answer must match, after a reasoning with these marks if ``reasoning`` is given.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
@@ -129,7 +131,7 @@ class ConstraintCompiler:
         return known
 
     def _compiled_once(self, key: _Key) -> CompiledConstraint:
-        """Compiles a constraint, or waits for the thread that compiles it already."""
+        """Compiles a constraint, or waits for the thread that is already compiling it."""
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 return kept
@@ -162,7 +164,7 @@ class ConstraintCompiler:
             raise InvalidInput(constraint.field, _reason(str(error))) from None
         # Takes up to seconds, and releases the interpreter's lock.
         start = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        # Most constraints that are too complex fail as the library computes a mask of theirs.
+        # Most constraints that are too complex fail when the library computes their first mask.
         first_mask = _checked_mask(start, tokenizer.vocab_size, constraint.field)
         if forced := start.compute_ff_tokens():
             after_forced = start.deep_copy()
@@ -184,7 +186,7 @@ class ConstraintCompiler:
         return json.dumps({"grammars": grammars})
 
     def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
-        """Returns the text in pieces, with the id of each special token in its place."""
+        """Returns the text in pieces; each special token in it is replaced by its id."""
         pieces: list[str | int] = []
         for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
             if tokenizer.is_special_token(token_id):
@@ -211,7 +213,7 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
 
 
 def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
-    """Returns which tokens may come next. Raises InvalidInput if none may, or if that is too complex."""
+    """Returns which tokens may come next. Raises InvalidInput if none may, or if the constraint is too complex."""
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise InvalidInput(field, _reason(matcher.get_error()))

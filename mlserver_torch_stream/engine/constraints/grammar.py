@@ -12,8 +12,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from mlserver_torch_stream.types import Constraint, ConstraintKind
 
-# JSON as models write it: one space at most after a comma or a colon, and no other whitespace, which a model could
-# write without end. A schema whose keywords the library cannot keep to is refused.
+# JSON as models write it: at most one space after a comma or a colon. Other whitespace is not allowed, because a model
+# could write it without end. A schema with keywords that the library cannot enforce is refused.
 _JSON: Any = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -24,11 +24,11 @@ _JSON: Any = {
 }
 _ANSWER = "answer"
 _TEXT = "(?s:.*)"
-_MAX_GBNF_RULES = 1000  # the time to translate them grows with their square: 6,000 take half a minute
+_MAX_GBNF_RULES = 1000  # translating takes quadratic time: half a minute for 6,000 rules
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
-    """Returns one grammar of llguidance's JSON format. Raises ValueError if the source does not fit its kind."""
+    """Returns one grammar in llguidance's JSON format. Raises ValueError if the source does not fit its kind."""
     source = constraint.source
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return _only(LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON))
@@ -47,12 +47,12 @@ def after_reasoning(
 ) -> list[dict[str, Any]]:
     """Returns the grammars of any text up to and including the first ``end``, and of ``grammar`` after it.
 
-    ``end_id`` is the special token that ``end`` is; None if it is made of tokens of text. With ``begin``, pieces of
-    text and ids of special tokens, the text before ``grammar`` begins with them, or there is none.
+    ``end_id`` is the special token of ``end``; None if ``end`` is made of tokens of text. ``begin`` has pieces of text
+    and ids of special tokens: the text before ``grammar`` begins with them, or there is no such text.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
-    else:  # the same characters in other tokens do not end the reasoning, so they are not allowed
+    else:  # the same characters in other tokens would not end the reasoning, so they are not allowed
         spelled = re.escape(end).replace("/", r"\/")
         reasoning = f"reasoning: TEXT <[{end_id}]>\nTEXT: /{_TEXT}/ & ~/{_TEXT}{spelled}{_TEXT}/"
     before = "reasoning" if begin is None else f"({' '.join(map(_piece, begin))} reasoning)?"
@@ -83,5 +83,5 @@ def _lark(source: str) -> str:
         raise ValueError(f"must have at most {_MAX_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:
         return str(any_to_lark(source))
-    except Exception as error:  # its parser raises errors of several kinds
+    except Exception as error:  # the parser raises errors of several kinds
         raise ValueError(f"is neither a grammar in Lark's language nor in GBNF: {error}") from error

@@ -1,7 +1,7 @@
-"""Finds the bytes of each token of a tokenizer, which replies with log-probabilities show.
+"""Finds the bytes of each token of a tokenizer. Replies with log-probabilities show them.
 
-Where ``TokenBytes.join_to_text`` is set, the text of an answer is made of these bytes. Other tokenizers may drop a
-leading space or replace bytes when they decode several tokens.
+If ``TokenBytes.join_to_text`` is set, the text of an answer is made of these bytes. Other tokenizers may drop a leading
+space or replace bytes when they decode several tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 
 class TokenBytes:
-    """Looks each token up once. An id that has no token has no bytes.
+    """Looks up the bytes of tokens, each token once. An id without a token has no bytes.
 
-    ``byte_level``: the tokenizer writes bytes as GPT-2's does. ``join_to_text``: the tokenizer's only decoder is
+    ``byte_level``: the tokenizer writes bytes in GPT-2's alphabet. ``join_to_text``: the tokenizer's only decoder is
     ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.
     """
 
@@ -58,7 +58,7 @@ class TokenBytes:
 
 
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The kinds of decoder that a fast tokenizer goes through."""
+    """Returns the kinds of decoder that a fast tokenizer applies."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else backend.decoder
     if decoder is None:

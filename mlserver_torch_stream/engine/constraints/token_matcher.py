@@ -24,15 +24,15 @@ _MAX_REASON = 200  # characters
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Returns the bytes of a mask: whole words of 32 bits. The library's ``compute_bitmask`` may return more."""
+    """Returns the length of a mask in bytes, a multiple of 4. The library's ``compute_bitmask`` may return more."""
     return (vocab_size + 31) // 32 * 4
 
 
 class TokenMatcher:
     """Says which tokens the constraint allows after the accepted ones. All its methods run on the engine's thread.
 
-    ``forced`` are the tokens that must come next, in order; it is empty where there is a choice. The library's matcher
-    has consumed them already, so that the mask of the token after them can be computed before they are accepted.
+    ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
+    consumed them already, so that the mask of the token after them can be computed before they are accepted.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TokenMatcher:
         end_ids: Collection[int],
         field: str,
     ) -> None:
-        """``matcher`` has consumed ``forced``, and allows the tokens of ``first_mask`` now.
+        """``matcher`` has already consumed ``forced``; after that it allows the tokens of ``first_mask``.
 
         ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence. ``field`` is the
         request's parameter that gave the constraint.
@@ -62,7 +62,7 @@ class TokenMatcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow, so that the sequence ends."""
+        """True if no token can follow, so that the sequence ends."""
         return self._stopped and not self.forced
 
     def accept(self, token_id: int) -> None:
@@ -115,7 +115,10 @@ class TokenMatcher:
         return self._mask is None and self._computing is None and not self._stopped
 
     def _settle(self) -> None:
-        """Waits until no other thread uses the matcher. An error there comes again when ``mask`` computes the mask."""
+        """Waits until no other thread uses the matcher.
+
+        An error in that thread occurs again when ``mask`` computes the mask.
+        """
         if self._computing is not None:
             self._computing.exception()
             self._computing = None
@@ -156,7 +159,9 @@ def _allow(mask: TokenMask, token_id: int) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CompiledConstraint:
-    """``start`` is the library's matcher before the first token; only copies of it consume tokens.
+    """A constraint that is compiled for one tokenizer.
+
+    ``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
     Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
     and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is
@@ -172,7 +177,7 @@ class CompiledConstraint:
     grammar: str = ""
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of a sequence; a token of ``end_ids`` may end it where the constraint is met."""
+        """Returns the matcher of a sequence, which a token of ``end_ids`` may end where the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
         return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

@@ -17,9 +17,9 @@ from mlserver_torch_stream.engine.sampling.candidates import RowDraw
 class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
-    ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 where that is NaN or
-    infinite; None: not computed. It may be longer than ``tensor`` has rows. ``row_draw`` draws tokens on
-    the threads of the forward; None: torch draws them.
+    ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 if that logit is NaN
+    or infinite; None: not computed. It may have more entries than ``tensor`` has rows. ``row_draw`` draws tokens on the
+    threads of the forward; None: torch draws them.
     """
 
     tensor: torch.Tensor
@@ -27,7 +27,7 @@ class Logits:
     row_draw: RowDraw | None = None
 
     def is_finite(self, row: int) -> bool:
-        """Whether the largest logit of a row is neither NaN nor infinite."""
+        """Returns whether the largest logit of a row is neither NaN nor infinite."""
         return self.argmax[row] >= 0 if self.argmax is not None else bool(self.tensor[row].max().isfinite())
 
 
@@ -35,26 +35,28 @@ class Forward(Protocol):
     """Returns the logits of a batch. The next call may overwrite them.
 
     It makes the batch's copies, and writes the keys and values of the new tokens to their pages. If it raises, those
-    pages hold anything, and states are as before, so that the same tokens can be tried again.
+    pages can hold anything and the states are unchanged, so that the same tokens can be tried again.
     """
 
-    def __call__(self, batch: Batch, cache: PagedCache) -> Logits: ...
+    def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
+        """Computes the new tokens of ``batch`` over the pages of ``cache``."""
 
 
 class LoadedForward(Forward, Protocol):
     """The forward of a loaded model, with what an engine asks of it."""
 
-    has_threads: bool = False  # of its own: torch's would be in their way, and it enters no module of the model
+    # Whether it has its own threads, which torch's threads would slow. It then calls no module of the model.
+    has_threads: bool = False
 
     @property
     def packs(self) -> bool:
-        """Whether it computes all new tokens of a batch together, so that a few more of them cost little."""
+        """True if it computes all new tokens of a batch together, so that a few more tokens cost little."""
         return True
 
     def reserve(self, cache: PagedCache) -> None:
-        """Allocates what it can of a cache before the first batch. Raises MemoryError."""
+        """Allocates as much of a cache as it can before the first batch. Raises MemoryError."""
         return None
 
     def describe(self) -> str:
-        """Returns how it runs, for the summary of a load."""
+        """Returns a description of the forward for the summary of a load."""
         ...

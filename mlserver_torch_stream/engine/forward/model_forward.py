@@ -2,8 +2,8 @@
 
 A model takes a batch in one of three ways; ``checks.selfcheck`` tries them and keeps the first that gives the model's
 logits. Packed: all tokens in one row. Rows, for models with states: each sequence with one new token is a row, and each
-chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the same, over gathered
-keys and values.
+chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the same rows, over
+gathered keys and values.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ModelForward(LoadedForward):
         way: Way = Way.PACKED,
         attention: PagedAttention | None = None,
     ) -> None:
-        """Replaces the model's attention, or gives it back its own for rows with masks.
+        """Replaces the model's attention; for rows with masks, restores the model's own attention.
 
-        ``attention``: None takes torch's operators. Raises CannotPage.
+        ``attention``: None means torch's operators. Raises CannotPage.
         """
         if way is Way.MASKED_ROWS:
             give_attention_back(model)
@@ -79,9 +79,10 @@ class ModelForward(LoadedForward):
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
 
     def tried(self, batch: Batch, cache: PagedCache, more: int = 0) -> tuple[torch.Tensor, bool]:
-        """Returns the logits of sequences that fit one call, whose states stay as they are.
+        """Returns the logits of sequences that fit one call. Their states stay unchanged.
 
-        The cache names ``more`` tokens than it has. The second value says whether the model's code asks for a number.
+        The cache claims to have ``more`` tokens than it has. The second value says whether the model's code asks for
+        that number.
         """
         step = ModelStep(batch, cache, self.way, self.attention, moved=more)
         return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
@@ -105,7 +106,7 @@ class ModelForward(LoadedForward):
 
     def _call(self, ids: torch.Tensor, step: ModelStep, **more: Any) -> torch.Tensor:
         """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
-        if self._takes_mask and self.way is Way.PACKED:  # without one, GPT-2 waits for the ids to look for padding
+        if self._takes_mask and self.way is Way.PACKED:  # without a mask, GPT-2 waits for the ids to look for padding
             more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:
             more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)
@@ -116,9 +117,10 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Returns neighbours with one token as one batch, none of them fresh, and each other sequence alone.
+    """Returns neighbouring sequences with one new token, unless they are new, as one batch, and each other sequence
+    alone.
 
-    Their order stays: a sequence may read pages that one before it writes.
+    The order stays: a sequence may read pages that a sequence before it writes.
     """
     parts: list[Batch] = []
     for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):
@@ -139,9 +141,9 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
 def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
     """Copies the hidden states of a prompt's last token before the output embeddings take them.
 
-    They are a slice of the prompt's, ``[rows, 1, hidden]`` with its strides. On a CPU torch multiplies such a slice by
-    a copy of the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where the product takes 3 ms
-    (torch 2.13, two cores with AMX). ``contiguous`` looks past the stride of a single row.
+    They are a slice ``[rows, 1, hidden]`` of the prompt's hidden states, with the prompt's strides. On a CPU torch
+    multiplies such a slice by a copy of the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where
+    the product takes 3 ms (torch 2.13, two cores with AMX). ``contiguous`` looks past the stride of a single row.
     """
 
     def contiguous(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

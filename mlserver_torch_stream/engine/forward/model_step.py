@@ -1,4 +1,4 @@
-"""Gives one call of a transformers model its cache over pages, its attention and its masks."""
+"""Provides one call of a transformers model with its cache over pages, its attention and its masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCach
 from mlserver_torch_stream.engine.cache.pages import Batch
 
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Writes the keys and values of the new tokens, and returns the keys and values that a model's attention gets."""
+"""A callable that writes the keys and values of the new tokens, and returns those that the model's attention gets."""
 
 
 _MASKING = "transformers.masking_utils"  # by its name: importing it would import torch's compiler
@@ -34,10 +34,10 @@ Positions = Callable[[torch.device], torch.Tensor]
 
 
 class SeenTokens(int):
-    """The number of tokens in the cache before a packed row, of the sequence that has the most.
+    """The number of tokens in the cache before a packed row, for the sequence that has the most.
 
-    Some models, such as Llama 4, add it to the places of the row's tokens to get their positions. The sum is each
-    token's own position then.
+    Some models, such as Llama 4, add it to the indices of the row's tokens to get positions. That addition then gives
+    each token its own position.
     """
 
     positions: Positions
@@ -88,7 +88,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         return pair
 
     def gave(self, key: torch.Tensor) -> bool:
-        """Returns whether ``update`` returned this very tensor."""
+        """Returns whether ``update`` has returned this same tensor."""
         return self._newest_key() is key
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class HybridLayer(LinearAttentionLayer, PagesLayer):  # type: ignore[misc]
-    """A layer with states and attention both."""
+    """A layer with both states and attention."""
 
     is_compileable = False
 
@@ -123,13 +123,13 @@ class StepCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has no keys; masks are made for the first one that has some."""
+        """For each layer, whether it has no keys; masks are made for the first layer with keys."""
         return [not isinstance(each, PagesLayer) for each in self.layers]
 
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
-        """Returns the layer whose ``update`` returned this very tensor; None if there is none.
+        """Returns the layer whose ``update`` returned this same tensor; None if there is none.
 
-        Layers follow each other, so the search begins at the one found last and the one after it.
+        Layers are called in order, so the search begins with the layer found last and the layer after it.
         """
         count = len(self._pages)
         for step in range(count):
@@ -141,9 +141,10 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class MovedCache(StepCache):
-    """A cache that claims to hold more tokens than it does, except to the code that makes masks, and notes the callers.
+    """A cache that claims to hold more tokens than it does, except to the code that makes masks, and records the
+    callers.
 
-    So a model shows whether its logits depend on the longest sequence of a batch.
+    It shows whether a model's logits depend on the longest sequence of a batch.
     """
 
     def __init__(self, layers: Iterable[object], more: int) -> None:
@@ -178,11 +179,13 @@ def _asker() -> str | None:
 
 
 def has_latents(module: nn.Module) -> bool:
+    """Returns True if an attention layer caches latents that ``expand_kv`` turns into keys and values, as MLA does."""
     return hasattr(module, "expand_kv") and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple[LayerPages, BatchTensors]:
-    """Returns the batch's pages with keys and values of all heads, and the batch with tables of these pages alone."""
+    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables of only these
+    pages."""
     assert layer.keys is not None and layer.values is not None
     key = ("pages of latents", layer.group)
     if key not in batch.memo:
@@ -193,7 +196,7 @@ def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple
 
 
 def _renumbered(batch: BatchTensors, group: int) -> tuple[torch.Tensor, BatchTensors]:
-    """Returns the pages that a batch uses, and the batch with their places among these as its tables."""
+    """Returns the pages that a batch uses, and the batch with tables that number these pages from 0."""
     used, places = torch.unique(batch.tables[group], return_inverse=True)
     rows = places.tolist()
     sequences = tuple(
@@ -305,7 +308,7 @@ class ModelStep:
             raise CannotPage("an attention's keys are not those of a cache layer")
         group = self._pages.groups[layer.pages.group]
         rows, heads, tokens, dim = query.shape
-        device = layer.pages.keys.device  # another one than the query's where layers share keys
+        device = layer.pages.keys.device  # not always the query's device: layers may share keys
         pages, batch = layer.pages, self.on(device)
         if latent:
             pages, batch = expanded(module, pages, batch)
@@ -323,14 +326,17 @@ class ModelStep:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns how many positions a layer shows of each row, and the first one. Short rows are padded at left."""
+        """Returns how many positions of each row a layer shows, and the first of them.
+
+        Short rows are padded on the left.
+        """
         shown = self._longest
         if span is not None:
             shown = min(shown, span - 1 + max(each.count for each in self.batch.sequences))
         return shown, self._longest - shown
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
-        """Returns ``[rows, positions]``, 0 where a row is padded at its left; None if no row is."""
+        """Returns ``[rows, positions]``, 0 where a row is padded on the left; None if no row is padded."""
         if all(each.length == self._longest for each in self.batch.sequences):
             return None
         lengths = self.on(device).lengths
@@ -349,7 +355,7 @@ class ModelStep:
         return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
     def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots of the positions that a group shows, ``[rows, positions]``, and where they are padded."""
+        """Returns the slots of the positions that a group shows, ``[rows, positions]``, and which are padding."""
         shown, _ = self._columns(self._pages.groups[group].span)
         oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
         first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back
@@ -365,4 +371,4 @@ def _narrower(window: int | None, other: int | None) -> int | None:
 
 
 class _NoLayer:
-    """Stands for a layer of transformers' cache that holds nothing."""
+    """Stands in for a layer of transformers' cache that holds nothing."""

@@ -1,9 +1,9 @@
 """Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-It serves models that our own kernels do not know: at 16 rows a layer of a small model takes a third of the time of
-``F.linear``, which lays the weights out anew in each call (benchmarks/LOG.md). The operators are torch's private ones,
-so every layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed.
-A layer knows no positions, so near ones suffice for that.
+It is for models that our own kernels do not know. At 16 rows a layer of a small model takes a third of the time of
+``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are torch's private ones, so
+every layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed. A
+linear layer does not depend on positions, so near positions suffice for that check.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 # Rows that the layout is made for; measured good from 1 to 512.
 _ROWS = 16
 _CHECKED_ROWS = (1, 5, 40)
-# Two orders of summing bfloat16 products in float32 differ in the last bits of the result, which has 8.
+# Two orders of summing bfloat16 products in float32 can differ by rounding: the result is bfloat16, which keeps 8 bits.
 _LAYER_TOLERANCE = 0.02
-# Of the logits, in their standard deviations, root mean square: as for our own kernels.
+# The largest root-mean-square error of the logits, in standard deviations: the same as for our own kernels.
 _MODEL_TOLERANCE = 0.2
 
 
@@ -48,7 +48,7 @@ def pack_linears(model: transformers.PreTrainedModel) -> int:
             packed.take(layer)
         packed.release(model)
         error = ((_logits(model) - expected).pow(2).mean().sqrt() / expected.std()).item()
-    except Exception as problem:  # private operators, and a model's code that may look at its weights
+    except Exception as problem:  # private operators, or a model's code that reads its weights
         return _refused(packed, in_a_line(problem))
     if not error <= _MODEL_TOLERANCE:
         return _refused(packed, f"logits differ by {error:.3g} standard deviations")
@@ -65,7 +65,7 @@ def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
     if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves their weights about
         return
     for module in model.modules():
-        # Neither subclasses (quantised, sharded) nor layers whose forward was replaced.
+        # No subclasses (quantised, sharded), and no layers whose forward was replaced.
         if type(module) is nn.Linear and type(module.weight) is nn.Parameter and "forward" not in vars(module):
             weight = module.weight
             if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and type(weight.data) is Tensor:
@@ -87,12 +87,12 @@ class _Packed:
             inputs = torch.linspace(-1, 1, rows * layer.in_features).view(1, rows, -1).to(layer.weight.dtype)
             expected, got = F.linear(inputs, layer.weight, layer.bias).float(), forward(inputs).float()
             if not (got - expected).abs().max() <= _LAYER_TOLERANCE * expected.abs().max():
-                raise ArithmeticError(f"a layer of {layer.out_features} x {layer.in_features} computes something else")
+                raise ArithmeticError(f"a layer of {layer.out_features} x {layer.in_features} gives other results")
         self._taken.append((layer, weight))
         layer.forward = forward
 
     def release(self, model: nn.Module) -> None:
-        """Frees the weights that no other module uses, as a tied embedding does. Their shapes stay."""
+        """Frees the weights that no other module uses, such as a tied embedding. Their shapes stay."""
         owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
         for layer, packed in self._taken:
             if owners[id(layer.weight)] == 1:

@@ -1,4 +1,4 @@
-"""Refuses a checkpoint whose files contradict each other, before anything is built, and weights that are wrong after.
+"""Refuses a checkpoint whose files contradict each other before the model is built, and wrong weights afterwards.
 
 Model files are not trusted.
 """
@@ -35,12 +35,12 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _SIZES = (*_LAYERS, *_WIDTHS, "vocab_size", "num_attention_heads", "n_head", "num_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # with which a key of JSON can be written
+_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # an escape with which a JSON key can spell ASCII letters
 _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
 def check_folder(folder: Path) -> Tensors:
-    """Checks the JSON files and the headers of a folder. Returns its tensors; none for pickles.
+    """Checks the JSON files and the headers of a folder. Returns its tensors, which are none for pickles.
 
     Raises LoadFailed, which names the file and the field.
     """
@@ -66,7 +66,7 @@ def check_layers(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses a config whose vocabulary or experts take more than the bytes of the checkpoint. Raises LoadFailed."""
+    """Refuses a config whose vocabulary or experts need more bytes than the checkpoint has. Raises LoadFailed."""
     bits = sum(tensor.bits for tensor in tensors.values())
     for fields in _levels(config):
         width = next((fields[name] for name in _WIDTHS if type(fields.get(name)) is int), 1)
@@ -75,7 +75,7 @@ def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
-    """Compares a model without memory with the tensors of its checkpoint. Raises LoadFailed."""
+    """Compares a model on the meta device with the tensors of its checkpoint. Raises LoadFailed."""
     parameters = dict(model.named_parameters())
     bits = sum(tensor.bits for tensor in tensors.values())
     wanted = sum(parameter.numel() for parameter in parameters.values())
@@ -96,8 +96,8 @@ def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
 def check_loaded(model: nn.Module, info: Mapping[str, Collection[Any]], quantised: bool) -> None:
     """Checks transformers' report of a load, its ``output_loading_info``. Raises LoadFailed.
 
-    Tensors that the model does not take are refused if the others mean nothing without them, such as scales and biases;
-    other tensors are named in one warning.
+    Tensors that the model does not use are refused if the others are wrong without them, such as scales and biases. Any
+    other unused tensors are named in one warning.
     """
     if missing := sorted(info["missing_keys"]):
         raise LoadFailed(f"the checkpoint lacks the weights {_first_names(missing)}")
@@ -120,7 +120,7 @@ def check_finite(model: nn.Module) -> None:
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             raise_if_cancelled()
-            # A rank of several holds a part of a weight. Quantised weights are other kinds of tensors.
+            # One of several ranks holds only a part of a weight. Quantised weights are other kinds of tensors.
             weight = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             dense = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
             if not dense or weight.dtype.itemsize == 1 or weight.is_meta or not weight.numel():
@@ -130,9 +130,9 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_charsmap(file: Path) -> None:
-    """Refuses a tokenizer.json whose charsmap names more bytes than it has: tokenizers would ask the system for them.
+    """Refuses a tokenizer.json whose charsmap declares more bytes than it has. Raises LoadFailed.
 
-    A request for memory that fails ends the process. Raises LoadFailed.
+    The tokenizers library would allocate that many bytes, and a failed allocation ends the process.
     """
     text = file.read_bytes() if file.is_file() else b""
     if b"precompiled_charsmap" not in text and _ESCAPED_ASCII.search(text) is None:
@@ -140,7 +140,7 @@ def check_charsmap(file: Path) -> None:
     try:
         level: list[Any] = [json.loads(text)]
     except (ValueError, RecursionError):
-        return  # the tokenizer's reader says where
+        return  # the tokenizer's reader reports the error
     while level:
         level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
         level = [value for value in level if isinstance(value, dict | list)]
@@ -159,7 +159,7 @@ def _holds_its_trie(charsmap: str) -> bool:
 
 
 def _levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Returns the config, and within it that of the language model, if it has one of its own."""
+    """Yields the config and, if it contains one, the config of its language model."""
     yield config
     if isinstance(nested := config.get("text_config"), Mapping):
         yield nested
@@ -211,7 +211,7 @@ def _check_quantisation(fields: Mapping[str, Any]) -> None:
 
 
 def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses weights that the config calls quantised and that are dense, or dense and that are quantised."""
+    """Refuses dense weights that the config calls quantised, and quantised weights that it calls dense."""
     own = next((fields["quantization_config"] for fields in _levels(config) if fields.get("quantization_config")), None)
     if own is None:
         packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)
@@ -241,7 +241,7 @@ def _named_files(folder: Path, config: Mapping[str, Any]) -> Sequence[Path]:
     for name in (named,) if named else (_WEIGHTS, _INDEX):
         if (folder / name).is_file():
             return _shards(folder / name) if name.endswith(".json") else [folder / name]
-    for index in sorted(folder.glob("*.index.json")):  # of pickles
+    for index in sorted(folder.glob("*.index.json")):  # indexes of pickles
         _shards(index)
     return []
 
@@ -253,7 +253,7 @@ def _shards(index: Path) -> list[Path]:
     files = sorted(set(names.values()))
     for name in files:
         if not _stays_inside(name):
-            raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which is no file of the folder")
+            raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which is not a file of the folder")
         if not (index.parent / name).is_file():
             raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which is absent")
     return [index.parent / name for name in files]
@@ -273,7 +273,7 @@ def _header(file: Path) -> Tensors:
 
 
 def _is_needed(name: str, modules: Mapping[str, nn.Module], quantised: bool) -> bool:
-    """Whether the weights that the model takes mean something else without this tensor."""
+    """Returns whether the weights that the model uses are wrong without this tensor."""
     path, _, leaf = name.rpartition(".")
     module = modules.get(path)
     scaled = _SCALE.search(leaf) is not None

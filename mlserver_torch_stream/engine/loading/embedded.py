@@ -15,7 +15,7 @@ class EmbeddedModel:
     """A GGUF file inside an installed package."""
 
     package: str
-    requirement: str  # as pip takes it
+    requirement: str  # a requirement for pip
     file: str
 
 

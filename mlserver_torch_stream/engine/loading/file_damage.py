@@ -1,7 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-No weights are read, and no file at all for a load that succeeds. A header that contradicts itself or the file's size is
-an error that names the file.
+No weights are read. The search for damage runs only after a load has failed. A header that contradicts itself or the
+file's size is an error that names the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.settings_file import read_json
 
-# Of one file: 100,000 tensors of the usual names, as a mixture of experts in four bits has. Reading JSON holds the
-# interpreter's lock, so that no stream goes on.
+# The largest header of one file: 100,000 tensors with the usual names, as a mixture of experts in four bits has.
+# Parsing JSON holds the interpreter's lock, and all streams wait meanwhile.
 MAX_HEADER_BYTES = 2**24
 FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _BITS = {**FLOATS, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
@@ -53,7 +53,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
         if length > size - 8:
             raise LoadFailed(
-                f"{file} is cut off, or is no safetensors file: it has {size:,} bytes, and its header {length:,}"
+                f"{file} is cut off, or is not a safetensors file: it has {size:,} bytes, and its header {length:,}"
             )
         if length > MAX_HEADER_BYTES:
             raise LoadFailed(f"{file} has a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
@@ -64,7 +64,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switches Python's garbage collector off: with a header of 130,000 tensors it held all threads for 0.6 s."""
+    """Switches Python's garbage collector off inside: with a header of 130,000 tensors it stopped all threads for 0.6
+    s."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -81,9 +82,9 @@ def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
     except KeyError:
         pass
     except (ValueError, RecursionError, TypeError) as error:
-        raise LoadFailed(f"{file} is no safetensors file: its header cannot be read") from error
+        raise LoadFailed(f"{file} is not a safetensors file: its header cannot be read") from error
     if not isinstance(header, dict):
-        raise LoadFailed(f"{file} is no safetensors file: its header cannot be read")
+        raise LoadFailed(f"{file} is not a safetensors file: its header cannot be read")
     ends = [_end(file, name, entry) for name, entry in header.items()]
     whole = 8 + len(text) + max(ends, default=0)
     if size != whole:
@@ -94,12 +95,12 @@ def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
 def _end(file: Path, name: str, entry: Any) -> int:
     """Returns where the tensor's bytes end. Raises LoadFailed if its entry contradicts itself."""
     if not isinstance(entry, Mapping):
-        raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is no object")
+        raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is not an object")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise LoadFailed(f"{file}: tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not (_are_sizes(shape) and _are_sizes(place) and len(place) == 2):
-        raise LoadFailed(f"{file} is damaged: the shape or place of {name!r} in its header is no list of sizes")
+        raise LoadFailed(f"{file} is damaged: the shape or place of {name!r} in its header is not a list of sizes")
     if 8 * (place[1] - place[0]) != StoredTensor(dtype, tuple(shape)).bits:
         raise LoadFailed(f"{file} is damaged: {name!r} of shape {shape} has {place[1] - place[0]:,} bytes as {dtype}")
     return place[1]
@@ -119,7 +120,7 @@ def find_damage(place: Path) -> str | None:
 
 
 def damage_of(file: Path) -> str | None:
-    """Describes the damage of a file; None for a whole file, or one of another kind."""
+    """Describes the damage of a file; None if it is whole, or of an unknown kind."""
     check = _CHECKS.get(file.suffix)
     if check is None:
         return None
@@ -146,12 +147,12 @@ def _safetensors_damage(file: Path) -> str | None:
 def _gguf_damage(file: Path) -> str | None:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
-            return f"{file} is no GGUF file: it does not begin with 'GGUF'"
+            return f"{file} is not a GGUF file: it does not begin with 'GGUF'"
     import gguf
 
     try:
         gguf.GGUFReader(str(file))
-    except Exception:  # the reader has no error of its own for a file that ends too early
+    except Exception:  # the reader raises various errors for a file that ends too early
         return f"{file} is cut off or damaged: its {file.stat().st_size:,} bytes do not hold what its header names"
     return None
 

@@ -1,6 +1,6 @@
 """Reads a model's ``generation_config.json``: defaults of requests, rules of generation, fields without effect.
 
-It names the fields that it does not know.
+Fields that would have no effect are reported by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _RENAMED = {
     "min_new_tokens": "min_tokens",
 }
 _RULES = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
-# Fields that change no token here. Requests have ``max_tokens`` and ``n`` for ``max_length`` and
-# ``num_return_sequences``; without an encoder ``generate`` ignores its two fields as well; one beam has no penalty.
+# Fields that change no token here. Requests have ``max_tokens`` and ``n`` instead of ``max_length`` and
+# ``num_return_sequences``; ``generate`` itself ignores two fields if there is no encoder; one beam has no penalty.
 _HARMLESS = frozenset(
     (
         *("do_sample", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
@@ -53,7 +53,7 @@ def generation_defaults(config: Any) -> dict[str, Any]:
     """Returns the defaults of the model's own generation config, under the names of request parameters.
 
     transformers' defaults for absent fields (top-k 50, …) are not the model's. Without ``do_sample`` the model asks for
-    greedy decoding, so the other sampling fields have no effect.
+    greedy decoding, and the other sampling fields have no effect.
     """
     fields = _set_fields(config)
     defaults: dict[str, Any] = {}
@@ -64,6 +64,7 @@ def generation_defaults(config: Any) -> dict[str, Any]:
 
 
 def generation_rules(config: Any) -> GenerationRules:
+    """Returns the tokens that a model's ``generation_config.json`` suppresses, forbids or forces."""
     fields = _set_fields(config)
     return GenerationRules(
         suppressed=_ids(fields.get("suppress_tokens")),
@@ -75,7 +76,7 @@ def generation_rules(config: Any) -> GenerationRules:
 
 
 def not_honoured(config: Any) -> list[str]:
-    """Returns the fields, with their values, that change the tokens of ``generate`` and have no effect here."""
+    """Returns the fields, with their values, that would change the tokens of ``generate`` but have no effect here."""
     known = {*_SAMPLED, *_RENAMED, *_RULES, *_HARMLESS}
     declared = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - known
     fields = _set_fields(config)

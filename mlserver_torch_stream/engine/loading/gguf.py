@@ -34,10 +34,10 @@ from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # of our folders; a new one orphans the old
+FORMAT = 3  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
-UNUSED_SECONDS = 30 * 24 * 3600.0  # until a conversion is deleted: a new version of transformers makes its own
-_READER_LOCK = threading.Lock()  # the patched name in ``gguf`` is that of the whole process
+UNUSED_SECONDS = 30 * 24 * 3600.0  # after which a conversion is deleted: each version of transformers makes its own
+_READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # of a folder's other files
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 
@@ -55,7 +55,7 @@ def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: b
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
     """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
 
-    ``packed``: its weights stay blocks, as ``gguf_packed`` writes them, which raises NotPacked.
+    ``packed``: the weights stay blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
 
     Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
     """
@@ -67,7 +67,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
         with _alone(target):
             if not _is_whole(target):
                 if target.exists():
-                    logger.warning("%s is damaged, and removed", target)
+                    logger.warning("%s is damaged and will be removed", target)
                     shutil.rmtree(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
                 _convert(gguf_file, target, dtype, packed)
@@ -111,7 +111,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
 
 
 def _check_layers(gguf_file: Path) -> None:
-    """Refuses a file that names more layers than it has tensors: the model is built before a weight is looked for."""
+    """Refuses a file that names more layers than it has tensors: the model is built before any weight is looked up."""
     metadata, tensors = read_gguf_metadata(str(gguf_file))
     for key, count in metadata.items():
         if key.endswith(".block_count") and isinstance(count, int) and count > len(tensors):
@@ -135,7 +135,8 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
 
 @contextmanager
 def _headers_parsed_once() -> Iterator[None]:
-    """Inside it, gguf makes its reader once per file: transformers makes one for tokenizer, config and weights each.
+    """While the context is open, gguf parses each file once. transformers parses it for tokenizer, config and weights
+    each.
 
     Measured on 2026-11-22 with the embedded model, whose header lists 49,000 tokens: each of five parses took 3.3 s of
     Python.
@@ -152,13 +153,13 @@ def _headers_parsed_once() -> Iterator[None]:
 
 
 def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
-    # Here, as gguf takes 5 MB and later loads do without.
+    # Imported here: gguf takes 5 MB, and later loads do not need it.
     from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config
 
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         with _headers_parsed_once():
-            read_gguf_config(gguf_file)  # a file that is not taken is refused before minutes of reading
+            read_gguf_config(gguf_file)  # an unsupported file is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
                 tokenizer = load_gguf_tokenizer(gguf_file)
             with stage(logger, f"Reading the weights of {name}"):
@@ -178,7 +179,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Writes the checksums once the disk has the files: after a power cut a file can be empty."""
+    """Writes the checksums after the files are on the disk: after a power cut a file can be empty."""
     sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
     (folder / _SEAL).write_text(json.dumps(sums), encoding="utf-8")
     for path in folder.iterdir():
@@ -210,7 +211,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time. A lock beside a folder marks it as a conversion."""
+    """Removes conversions that no load has used for a long time. A lock file beside a folder marks a conversion."""
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
         if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
@@ -219,7 +220,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Removes the quantisation from the config: the weights are dense now, and load as any others."""
+    """Removes the quantisation from the config: the weights are dense now, and load like any others."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -227,7 +228,7 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target`` and removes it at the end, and such folders of killed processes at once."""
+    """Makes a folder beside ``target`` and removes it at the end. Removes such folders of killed processes at once."""
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

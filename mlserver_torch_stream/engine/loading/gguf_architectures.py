@@ -1,7 +1,7 @@
-"""Says for each architecture of GGUF files that is taken: transformers' config, and the names of the tensors.
+"""Maps each supported GGUF architecture to transformers' config and to the names of the tensors.
 
-The config takes every key that it needs from the file, which refuses the others. What llama.cpp knows by itself, such
-as the scale of Gemma's largest model, is known here too.
+The config takes each key that it needs from the file; any other key is refused. Constants that llama.cpp has in its
+code, such as the scale of Gemma's largest model, are here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.loading.gguf_file import GgufFile
 from mlserver_torch_stream.engine.loading.gguf_rope import rope_parameters
 from mlserver_torch_stream.errors import LoadFailed
 
-_SOFTMAX = 1  # of the key expert_gating_func
+_SOFTMAX = 1  # a value of the key expert_gating_func
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -52,10 +52,11 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """``config`` returns the fields of transformers' config, with ``model_type``. ``modules``: of a layer, by leaf.
+    """One architecture. ``config`` returns the fields of transformers' config. ``modules``: a layer's modules by tensor
+    leaf.
 
-    ``permuted``: the leaves whose rows the converter has reordered within each head. ``norm_offset``: what it has added
-    to the weights of norms.
+    ``permuted``: the leaves whose rows the converter has reordered within each head. ``norm_offset``: the number that
+    the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -64,7 +65,7 @@ class Architecture:
     norm_offset: float = 0.0
 
     def parameters(self, layers: int) -> dict[str, str]:
-        """Returns transformers' names of the parameters by the tensors of the file, whether it has them or not.
+        """Returns transformers' parameter name for each tensor name, also for tensors that the file may lack.
 
         Tensors of one parameter are joined, in this order.
         """
@@ -78,7 +79,7 @@ class Architecture:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Raises LoadFailed for an architecture that is not taken."""
+    """Returns the architecture of a file. Raises LoadFailed if it is not supported."""
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -102,7 +103,7 @@ def _llama(file: GgufFile) -> dict[str, Any]:
 
 
 def _smollm3(file: GgufFile) -> dict[str, Any]:
-    """The file does not say which layers have no positions: each fourth."""
+    """The file does not say which layers have no positions: it is every fourth."""
     return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
 
 
@@ -184,7 +185,7 @@ def _phi3(file: GgufFile) -> dict[str, Any]:
 
 
 def _decoder(file: GgufFile, model_type: str, partial: bool = False) -> dict[str, Any]:
-    """Returns the fields that all of them have."""
+    """Returns the fields that all architectures share."""
     hidden, heads = file.need("embedding_length", int), file.need("attention.head_count", int)
     context = file.need("context_length", int)
     if min(hidden, heads, context) < 1:
@@ -217,7 +218,7 @@ def _one_or_all(tokens: Mapping[int, None]) -> int | list[int] | None:
 
 
 def _layers(file: GgufFile) -> int:
-    """Returns the number of layers, if it is that of the tensors."""
+    """Returns the number of layers. Raises LoadFailed if the tensors have another number."""
     count = file.need("block_count", int)
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if blocks != set(map(str, range(len(blocks)))) or count != len(blocks):
@@ -226,7 +227,7 @@ def _layers(file: GgufFile) -> int:
 
 
 def _has_bias(file: GgufFile, modules: Mapping[str, str]) -> bool:
-    """Whether a module of any layer has a bias. A bias that the file lacks is zero."""
+    """Returns whether one of these modules has a bias in any layer. A bias that the file lacks is zero."""
     return any(f".{leaf}.bias" in name for name in file.tensors for leaf in modules)
 
 
@@ -245,14 +246,20 @@ def _refuse_single_experts(file: GgufFile) -> None:
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
-    """``largest``: the layers of the family's 27B model, which alone scales queries by another size than the head's."""
+    """Returns the size by which queries are scaled.
+
+    ``largest``: the layers of the family's 27B model, the only one that does not use the head's size.
+    """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]
     return whole if config["num_hidden_layers"] == largest else head
 
 
 def _layer_types(file: GgufFile, count: int, every: int) -> list[str]:
-    """``every``: each so many layers one attends to all tokens, unless the file says otherwise."""
+    """Returns the types of the layers.
+
+    Unless the file says otherwise, every ``every``-th layer attends to all tokens.
+    """
     slides = file.flags("attention.sliding_window_pattern")
     if slides is None:
         every = file.take("attention.sliding_window_pattern", int) or every

@@ -1,7 +1,7 @@
-"""Reads a GGUF file's metadata and tensors, and keeps account of those that a model takes.
+"""Reads a GGUF file's metadata and tensors, and records which of them a model uses.
 
-Whatever nobody has taken is refused by name: a key or a tensor that is dropped changes answers. Imported when a file is
-read: the package gguf takes 5 MB.
+A key or a tensor that nothing uses is refused by name, because dropping it would change answers. The module is imported
+only when a file is read: the package gguf takes 5 MB.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T", bool, int, float, str)
 
 # Keys of an architecture that change no result, whatever their value.
 _HARMLESS = frozenset(("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"))
-# Values with which a key means what its absence means.
+# Values of keys that mean the same as the key's absence.
 _NEUTRAL = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -33,10 +33,10 @@ _NEUTRAL = {
 
 
 class GgufFile:
-    """The header of a GGUF file. ``key`` is a key of its architecture, without the prefix."""
+    """The header of a GGUF file. In its methods ``key`` is a key of the architecture, without its prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LoadFailed for a file that holds no whole model, and gguf's own errors for a damaged header."""
+        """Raises LoadFailed for a file without a whole model, and gguf's own errors for a damaged header."""
         reader = gguf.GGUFReader(str(path))
         self._fields = reader.fields
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
@@ -46,14 +46,15 @@ class GgufFile:
         self._keys_left = self._keys - _HARMLESS
         self._tensors_left = set(self.tensors)
         if (kind := self._text("general.type", "model")) != "model":
-            raise LoadFailed(f"general.type is {kind!r}: the file holds no model, but a part for one")
+            raise LoadFailed(f"general.type is {kind!r}: the file holds not a model, but a part of one")
         if (parts := self._contents("split.count") or 1) != 1:
             raise LoadFailed(
                 f"split.count is {parts}: merge the {parts} parts into one file (llama-gguf-split --merge)"
             )
 
     def take(self, key: str, kind: type[T]) -> T | None:
-        """Returns the value of a key; None if it is absent. A list of equal values, one for each layer, is one value.
+        """Returns the value of a key; None if it is absent. A list of equal values, one for each layer, counts as one
+        value.
 
         Raises LoadFailed if the value is of another type, negative, infinite or NaN.
         """
@@ -112,12 +113,12 @@ class GgufFile:
         return shape_of(self.tensors[name])
 
     def mark_taken(self, names: Iterable[str], tensors: Iterable[str]) -> None:
-        """``names``: whole keys, with their prefix."""
+        """Marks keys and tensors as used. ``names``: whole keys, with their prefix."""
         self._keys_left -= {name.removeprefix(f"{self.architecture}.") for name in names}
         self._tensors_left -= set(tensors)
 
     def check_all_taken(self) -> None:
-        """Raises LoadFailed that names the first key or tensor that nobody has taken."""
+        """Raises LoadFailed, which names the first key or tensor that nothing has used."""
         left = (key for key in sorted(self._keys_left) if key not in _NEUTRAL or self._value(key) != _NEUTRAL[key])
         if (key := next(left, None)) is not None:
             raise self.refused(key, f"is {str(self._value(key))[:80]}, which is not supported here")

@@ -1,6 +1,6 @@
-"""Reads a GGUF file as a config of transformers and the weights of its model, none of them missing or left over.
+"""Reads a GGUF file as a config of transformers and the weights of its model. None may be missing or left over.
 
-No weight is read before all of them have a place.
+No weight is read before each tensor has its place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """One parameter of the model: tensors of the file to be joined, or zeros if there are none.
+    """One parameter of the model: tensors of the file that are joined, or zeros if there are none.
 
-    ``order``: which of the file's rows each row is; None: as the file has them. ``offset`` is subtracted.
+    ``order``: the file's row for each row; None: the file's order. ``offset`` is subtracted.
     """
 
     parts: tuple[gguf.ReaderTensor, ...]
@@ -50,7 +50,7 @@ class GgufWeights:
         return torch.from_numpy(value).reshape(self.shape)
 
     def blocks(self) -> Tensor | None:
-        """Returns the rows of a matrix as the file's bytes; None if they are not those of one tensor."""
+        """Returns the rows of a matrix as the file's bytes; None if the matrix does not come from a single tensor."""
         if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
             return None
         data = self.parts[0].data
@@ -59,7 +59,7 @@ class GgufWeights:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """``model_class`` is transformers'. ``weights``: by the names of its parameters."""
+    """A model in a GGUF file. ``model_class`` is transformers' class. ``weights`` are by parameter name."""
 
     config: Any
     model_class: type
@@ -67,7 +67,10 @@ class GgufModel:
 
 
 def read_gguf_model(path: Path) -> GgufModel:
-    """Raises LoadFailed that names the key or the tensor which is missing, unknown or of another shape."""
+    """Reads a file.
+
+    Raises LoadFailed, which names the key or the tensor that is missing, unknown or of another shape.
+    """
     file = GgufFile(path)
     architecture = architecture_of(file)
     config = _config(file, architecture)
@@ -88,7 +91,7 @@ def read_gguf_model(path: Path) -> GgufModel:
 
 
 def read_gguf_config(path: Path) -> Any:
-    """Returns the config of transformers. Raises LoadFailed."""
+    """Returns a file's config as transformers has it. Raises LoadFailed."""
     file = GgufFile(path)
     if file.architecture in GGUF_ARCHS:
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -96,9 +99,9 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def loads_by_transformers(path: Path) -> bool:
-    """Whether the file's architecture is one for which transformers has a loader that loses no tensor.
+    """Returns whether transformers' own loader reads the file's architecture without losing a tensor.
 
-    For such a file it raises LoadFailed that names the key which transformers would ignore.
+    Raises LoadFailed if that loader would ignore a key of the file; the error names the key.
     """
     file = GgufFile(path)
     if file.architecture not in GGUF_ARCHS:
@@ -118,7 +121,7 @@ def loads_by_transformers(path: Path) -> bool:
 
 
 class _RecordedKeys(dict[str, Any]):
-    """A file's metadata, and the keys that were asked for."""
+    """A file's metadata, which records the keys that are read."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(metadata)
@@ -140,7 +143,7 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
 def _weights(
     file: GgufFile, architecture: Architecture, config: Any, shape: tuple[int, ...], tensors: Sequence[str]
 ) -> GgufWeights:
-    """``tensors``: the names of the file's tensors for one parameter of this shape. An absent bias is zero."""
+    """Returns one parameter of this shape from the file's ``tensors``. An absent bias is zero."""
     if all(name.endswith(".bias") and name not in file.tensors for name in tensors):
         return GgufWeights((), shape)
     parts = []
@@ -167,6 +170,9 @@ def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> N
 
 
 def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:
-    """The file has the two dimensions that are rotated together side by side, transformers half a head apart."""
+    """Returns the order of rows.
+
+    Dimensions that are rotated together are adjacent in the file, and half a head apart in transformers.
+    """
     order: np.ndarray[Any, Any] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return order

@@ -39,9 +39,9 @@ class NotPacked(Unsuitable):
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """``model`` computes in float32, slowly. ``kinds``: how many tensors are of each format.
+    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds``: how many tensors have each format.
 
-    ``dequantised`` names the tensors whose format the kernels do not have, with that format. ``tensors``: the file's.
+    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors``: the file's tensors.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class PackedModel:
 
 
 def load_packed(folder: Path) -> PackedModel:
-    """Raises NotPacked or LoadFailed."""
+    """Loads a folder that ``write_packed`` has written. Raises NotPacked or LoadFailed."""
     config = AutoConfig.from_pretrained(folder)
     model = empty_model(config)
     tensors, metadata = read_tensors(folder)
@@ -74,7 +74,7 @@ def load_packed(folder: Path) -> PackedModel:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Returns the tensors of the file by name, blocks as bytes, and its metadata."""
+    """Returns the file's tensors by name, with blocks as bytes, and its metadata."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
@@ -95,7 +95,7 @@ def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:
         return
     rows = PackedRows(kind, tensor)
     if leaf != "weight" or rows.shape != module.weight.shape:
-        raise NotPacked(f"{name} is no projection of the model")
+        raise NotPacked(f"{name} is not a projection of the model")
     if isinstance(module, nn.Embedding):
         model.set_submodule(path, PackedEmbedding(rows, embedding_scale(module)))
     elif type(module) is nn.Linear:
@@ -115,11 +115,11 @@ def _tie(model: Any) -> None:
 
 
 def write_packed(gguf_file: Path, folder: Path) -> None:
-    """Writes the config, and the weights as the blocks that they are, to the folder that ``load_packed`` loads.
+    """Writes the config, and the weights as unchanged blocks, to a folder for ``load_packed``.
 
     Raises NotPacked, or LoadFailed as ``read_gguf_model`` does.
     """
-    # Here, as gguf takes 5 MB and later loads do without.
+    # Imported here: gguf takes 5 MB, and later loads do not need it.
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
     if loads_by_transformers(gguf_file):

@@ -1,6 +1,6 @@
 """Reads the rotary positions of a GGUF file: the base, the scaling, and the factors of single frequencies.
 
-What transformers' rotary modules cannot express is refused by name.
+A value that transformers' rotary modules cannot express is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from mlserver_torch_stream.engine.loading.gguf_file import GgufFile
 from mlserver_torch_stream.errors import LoadFailed
 
-_YARN = {  # the keys of yarn, and transformers' names of their values
+_YARN = {  # the keys of yarn, and transformers' names for them
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
@@ -20,7 +20,7 @@ _YARN = {  # the keys of yarn, and transformers' names of their values
 def rope_parameters(file: GgufFile, head_dim: int, context: int, partial: bool = False) -> dict[str, Any]:
     """Returns transformers' ``rope_parameters``. Raises LoadFailed.
 
-    ``context``: the most positions. ``partial``: whether the model can rotate a part of ``head_dim`` only.
+    ``context``: the most positions. ``partial``: whether the model can rotate only a part of ``head_dim``.
     """
     rotated = _rotated(file, head_dim, partial)
     base = {"rope_theta": file.take("rope.freq_base", float) or 10000.0}
@@ -45,7 +45,10 @@ def _rotated(file: GgufFile, head_dim: int, partial: bool) -> int:
 
 
 def _scaling(file: GgufFile) -> dict[str, Any]:
-    """llama.cpp takes a factor without a type for linear scaling, and ignores the factor of the type none."""
+    """Returns the scaling.
+
+    As in llama.cpp, a factor without a type means linear scaling, and type none ignores the factor.
+    """
     kind = file.take("rope.scaling.type", str) or "linear"
     old = file.take("rope.scale_linear", float)
     factor = file.take("rope.scaling.factor", float) or old or 1.0
@@ -61,15 +64,15 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     if kind not in ("linear", "none", "longrope"):
         raise file.refused("rope.scaling.type", f"is {kind!r}, which is not supported here")
     if kind == "linear" and factor != 1.0:
-        file.take("rope.scaling.original_context_length", int)  # the length before: no result depends on it
+        file.take("rope.scaling.original_context_length", int)  # the original length, on which no result depends
         return {"rope_type": "linear", "factor": factor}
     return {"rope_type": "longrope" if kind == "longrope" else "default"}
 
 
 def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
-    """Returns the divisors of the frequencies: of short and of long sequences, or the same for both (``rope_freqs``).
+    """Returns the divisors of the frequencies: for short and for long sequences, or one set for both (``rope_freqs``).
 
-    The latter are what Llama 3.1's scaling comes to, whose own numbers the file does not have.
+    One set for both is how a file stores Llama 3.1's scaling, without that scaling's own parameters.
     """
     original = file.take("rope.scaling.original_context_length", int)
     attention = file.take("rope.scaling.attn_factor", float)
@@ -87,7 +90,7 @@ def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
         if len(factors) > 1:
             raise LoadFailed("the tensor rope_freqs.weight beside rope_factors_short.weight is not supported here")
         short = long = factors["rope_freqs"]
-        original = context  # beyond it the long factors are taken, which are the same
+        original = context  # beyond it the long factors apply, which are the same
     if short is None or long is None or original is None:
         lacking = "the key rope.scaling.original_context_length" if original is None else "its counterpart"
         raise LoadFailed(f"the file has the tensor {min(factors)}.weight without {lacking}")

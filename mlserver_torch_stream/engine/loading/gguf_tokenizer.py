@@ -24,19 +24,19 @@ _SPECIAL_TOKENS = {
 # transformers' reader, or with each digit alone before that.
 _AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "a.x-4.0", "mellum")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# A piece that is a token as a whole is that token, whatever the merges make of it; the file need not ask for a bos.
+# A piece that is a whole token becomes that token, whatever the merges give; the file need not ask for a bos.
 _WHOLE_PIECES = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
-_OWN_SPACES = ("gemma", "gemma2", "gemma3", "phi3")  # whose spaces transformers' reader knows
+_OWN_SPACES = ("gemma", "gemma2", "gemma3", "phi3")  # architectures whose spaces transformers' reader handles
 
-_NOT_BY_AUTO = ("smollm3",)  # whose config AutoTokenizer cannot read; their tokenizer is that of the file alone
+_NOT_BY_AUTO = ("smollm3",)  # AutoTokenizer cannot read their config; the tokenizer comes from the file alone
 
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
-    """Raises LoadFailed for a way to cut text that is not known.
+    """Loads the tokenizer. Raises LoadFailed for an unknown way to split text.
 
-    transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text; the file's own ids are right.
+    The special tokens are set from the file's ids: transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text.
     """
     metadata, _ = read_gguf_metadata(str(gguf_file))
     cut = _way_to_cut(metadata)
@@ -60,7 +60,7 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the value of ``pre`` of a byte-level vocabulary; None for others, which are not cut."""
+    """Returns the value of ``pre`` for a byte-level vocabulary; None for others, which are not split."""
     if metadata.get(f"{_KEY}model") != "gpt2":
         return None
     cut = metadata.get(f"{_KEY}pre")
@@ -72,6 +72,6 @@ def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _adds_no_space(metadata: Mapping[str, Any]) -> bool:
-    """Whether a SentencePiece vocabulary is one without a space before the text."""
+    """Returns whether a SentencePiece vocabulary adds no space before the text."""
     own = metadata.get(f"{_KEY}model") == "llama" and metadata.get("general.architecture") not in _OWN_SPACES
     return own and metadata.get(f"{_KEY}add_space_prefix") is False

@@ -56,18 +56,19 @@ from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
-# Of the free memory of a GPU; the rest is for the KV cache and activations. A larger share is better than weights on
-# the CPU, which every step moves to the GPU.
+# The weights' shares of a GPU's free memory; the rest is for the KV cache and activations. A larger share is better
+# than weights on the CPU, which every step moves to the GPU.
 GPU_WEIGHT_SHARES = (0.7, 0.9)
 _LEAST = GPU_WEIGHT_SHARES[0]
-# The part of a GPU that stays empty, since a layer is on one GPU as a whole.
+# The part of a GPU that stays empty, because a layer is never split over GPUs.
 _LOST_PER_GPU = 0.03
 
 
 def weight_share(weights: int | None, free: Sequence[int]) -> float:
-    """Returns the smallest share of these GPUs' ``free`` bytes that holds ``weights``, else the largest one.
+    """Returns the smallest share of these GPUs' ``free`` bytes that holds ``weights`` bytes, else the largest share.
 
-    The weights that it does not hold go to the CPU. None: their bytes are not known, and the smallest share is taken.
+    Weights beyond the share go to the CPU. If ``weights`` is None, their size is not known, and the smallest share is
+    taken.
     """
     if weights is None:
         logger.info("weights may take %.0f %% of the GPUs: their size is not known before they are read", 100 * _LEAST)
@@ -85,10 +86,10 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 
 
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
-    """Returns the bytes of a model's weights in memory; None if its files do not tell.
+    """Returns the bytes of a model's weights in memory; None if its files do not say.
 
-    A folder's safetensors say this of quantised weights too. Without them, the config says how many weights there are.
-    ``options`` are those of ``from_pretrained`` for reading the config.
+    A folder's safetensors files say it for quantised weights too. Without them the number of weights follows from the
+    config, which is read with the ``options`` of ``from_pretrained``.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)
@@ -103,13 +104,13 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
                 config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
             )
         return int(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
-    except Exception as error:  # a config or a model's code can raise any error, which the load will report
+    except Exception as error:  # a config or a model's code can raise any error; the load reports it
         logger.info("the size of the weights is not known: %s", " ".join(str(error).split())[:200])
         return None
 
 
 def _stored_bytes(file: Path, asked: torch.dtype | None) -> int:
-    """Returns the bytes of a safetensors file's tensors, in the dtype that is asked for."""
+    """Returns the bytes of a safetensors file's tensors in the dtype ``asked``."""
     return sum(_bytes_of(tensor, asked) for tensor in read_header(file).values())
 
 
@@ -123,7 +124,7 @@ _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 
 
-# Building a model and giving it its weights call these hooks for each module and parameter, in the thread of the load.
+# torch calls these hooks for each module and parameter while a model is built and filled, in the thread of the load.
 nn.modules.module.register_module_module_registration_hook(lambda *_: raise_if_cancelled())
 nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_if_cancelled())
 
@@ -132,7 +133,7 @@ nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_i
 class LoadedModel:
     """A model ready to generate, with its tokenizer and the defaults of its files.
 
-    ``default_sampling`` has names of request parameters; the settings override ``generation_config.json``.
+    ``default_sampling`` is keyed by request parameter; the settings override ``generation_config.json``.
     """
 
     model: Any
@@ -147,7 +148,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that models with the same files and devices share. An engine can replace the model's own config later.
+    """Weights that are shared by models with the same files and devices. An engine may replace the model's config
+    later.
 
     ``vocab_size``: the rows of the embedding.
     """
@@ -159,9 +161,9 @@ class LoadedWeights:
 
 
 def import_model_code() -> None:
-    """Imports transformers' modeling code, which brings torch's compiler and sympy, and takes 105 MB and seconds.
+    """Imports transformers' modeling code, which imports torch's compiler and sympy, and takes 105 MB and some seconds.
 
-    The objects of the import are never freed: the garbage collector does not walk them afterwards.
+    The imported objects are never freed, so the garbage collector is told to skip them from then on.
     """
     name = "transformers.modeling_utils"
     if name in sys.modules:
@@ -178,7 +180,7 @@ def import_model_code() -> None:
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
-    """Raises LoadFailed."""
+    """Loads the weights in these files onto their devices, and checks them. Raises LoadFailed."""
     settings, name = resolved.settings, resolved.source.name
     placing = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in placing.items() if value is not None)
@@ -193,7 +195,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
 
 
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
-    """Raises LoadFailed."""
+    """Loads and checks the tokenizer that the settings or the files name. Raises LoadFailed."""
     settings = resolved.settings
 
     def load() -> Any:
@@ -201,8 +203,8 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         check_charsmap(place / "tokenizer.json")
         known: dict[str, Any] = {}
-        converted = resolved.source.kind in ("embedded", "gguf")  # into files that name the tokenizer's class
-        if converted and settings.tokenizer is None:  # a config of the model's family would import its modeling code
+        converted = resolved.source.kind in ("embedded", "gguf")  # the converted files name the tokenizer's class
+        if converted and settings.tokenizer is None:  # reading the model's config would import its modeling code
             fields, _ = PreTrainedConfig.get_config_dict(files.location)
             known["config"] = plain_config({**fields, "_name_or_path": files.location})
         try:
@@ -242,14 +244,17 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
 
 
 def set_threads(settings: EngineSettings, host: Host) -> int:
-    """Sets and returns torch's threads: the settings', else the container's share of the host's cores."""
+    """Sets and returns the number of torch's threads: the setting, or else the container's share of the cores."""
     threads = settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))
     torch.set_num_threads(threads)
     return threads
 
 
 def describe(name: str, model: Any, weights: str | None = None) -> str:
-    """Describes a loaded model: its name, size and devices. ``weights`` describes its weights; None: by their dtype."""
+    """Describes a loaded model: its name, size and devices.
+
+    ``weights`` describes the weights; None: their dtype does.
+    """
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     dtype = str(model.dtype).removeprefix("torch.")
@@ -288,7 +293,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         options["use_safetensors"] = True
     config = AutoConfig.from_pretrained(place, **code)
     refuse_other_kinds(config)
-    # Else transformers asks a service of the hub to convert pickles, and loads the weights that the service proposes.
+    # Otherwise transformers would ask a service of the hub to convert pickles, and load what that service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
     if asked is not None:
@@ -313,7 +318,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    """Raises LoadFailed for a folder whose weights are pickles, which can hold code. A hub id is no folder."""
+    """Raises LoadFailed for a folder whose weights are pickles, which can hold code. A hub id is not checked here."""
     suffixes = {path.suffix: path.name for path in sorted(folder.glob("*"))}
     pickle = next((suffixes[suffix] for suffix in _PICKLES if suffix in suffixes), None)
     if pickle is not None and ".safetensors" not in suffixes:
@@ -321,7 +326,7 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
-    """Returns the kind of device that will compute with the weights, and the dtype."""
+    """Returns the kind of device that will compute with the weights, and their dtype."""
     device_map = settings.device_map
     places = device_map.values() if isinstance(device_map, dict) else (device_map,)
     gpu = torch.cuda.is_available() and not all(place in ("cpu", "disk") for place in places)
@@ -331,9 +336,10 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
-    """Returns the placement of the weights: the settings', else the first GPU, then the next ones, then the CPU.
+    """Returns the placement of the weights: that of the settings, or else the first GPU, then the next GPUs, then the
+    CPU.
 
-    ``weights`` reads their bytes.
+    ``weights()`` returns the bytes of the weights, or None.
     """
     options: dict[str, Any] = {}
     if settings.tensor_parallel_size > 1:

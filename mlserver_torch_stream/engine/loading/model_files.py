@@ -1,7 +1,7 @@
-"""Finds the files of a model, and refuses models that are no causal language models.
+"""Finds the files of a model, and refuses models that are not causal language models.
 
-Finding the files may convert them and blocks, so it is called in a thread. Some families of encoders have a class for
-causal language models too, whose output would be without sense for the weights of an encoder.
+Finding the files blocks and may convert them, so call it in a thread. Some families of encoders also have a class for
+causal language models, whose output would make no sense with the weights of an encoder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVED = "this server runs causal language models, such as Llama, Qwen or GPT-2"
 
 
 def refuse_other_kinds(config: Any) -> None:
-    """Raises LoadFailed."""
+    """Raises LoadFailed for the config of an encoder or of an encoder-decoder model."""
     if getattr(config, "is_encoder_decoder", False):
         raise LoadFailed(f"{_name(config)} is an encoder-decoder model; {SERVED}")
     if getattr(config, "is_decoder", None) is False and not _has_causal_weights(config):
@@ -38,7 +38,10 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Whether the config names the class that would be loaded, or none. Decoders, too, can say ``is_decoder`` False."""
+    """Returns whether the config names the class that would be loaded, or none.
+
+    Even decoders can have ``is_decoder`` False.
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
         return True  # transformers decides
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in config.architectures
@@ -57,7 +60,7 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed``: the folder holds a GGUF file's blocks. ``tensors``: those of a folder's safetensors files.
+    ``packed``: the folder holds a GGUF file's blocks. ``tensors``: the tensors of a folder's safetensors files.
     """
 
     location: str
@@ -67,7 +70,7 @@ class ModelFiles:
 
     @property
     def place(self) -> Path:
-        """The file or folder on this machine; a path without files for a hub id."""
+        """The file or folder on this machine; for a hub id, a path that does not exist."""
         return self.gguf_file or Path(self.location)
 
 
@@ -92,7 +95,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
     if settings.weights != "packed":
         return None
     if source.kind not in ("embedded", "gguf"):
-        raise no_packed_weights(f"{source.name} is no GGUF file")
+        raise no_packed_weights(f"{source.name} is not a GGUF file")
     if not _on_our_kernels(settings):
         raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
@@ -107,12 +110,15 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
 
 
 def no_packed_weights(why: str) -> LoadFailed:
-    """The error of a model whose weights were to stay packed."""
+    """Returns the error for a model whose weights should stay packed and cannot."""
     return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
 
 
 def _on_our_kernels(settings: EngineSettings) -> bool:
-    """Whether these settings let our own kernels run on the CPU, the only ones that read packed weights here."""
+    """Returns whether these settings let our own kernels run on the CPU.
+
+    Only these kernels read packed weights here.
+    """
     return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
 
 
@@ -135,7 +141,7 @@ def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> An
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a Rust library panicked, such as tokenizers over a damaged file. A panic is no Exception."""
+    """Returns whether a Rust library panicked, such as tokenizers on a damaged file. A panic is not an Exception."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -146,7 +152,7 @@ def _reason(error: BaseException) -> str:
     if "trust_remote_code" in text:
         return "it brings its own code; if you trust it, set parameters.extra.trust_remote_code to true"
     if (other := _OTHER_KIND.match(text)) is not None:
-        return f"{other[1]} is no causal language model; {SERVED}"
+        return f"{other[1]} is not a causal language model; {SERVED}"
     if "cannot be loaded with `safetensors`" in text:
         return f"the hub has no safetensors of it; {ALLOW_PICKLE}"
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]

@@ -1,6 +1,6 @@
-"""Pins the weights that are on the host and that a GPU computes with: copies from pageable memory are slower.
+"""Pins the host memory of weights that a GPU computes with: copies from pageable memory are slower.
 
-Accelerate's hooks read a weight from a dictionary at every step; this module replaces its values.
+Accelerate's hooks read a weight from a dictionary at every step; this module replaces the values there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mlserver_torch_stream.engine.machine import read_host
 
 logger = logging.getLogger(__name__)
 
-# torch rounds pinned memory up to a power of two, which can be nearly twice a weight's size: so weights share blocks.
+# torch rounds pinned memory up to a power of two, which can be nearly twice a weight's size. So weights share blocks.
 _BLOCK = 2**30
 _ALIGNMENT = 256
 # The part of the host's free memory that stays free: pinned memory cannot be swapped or dropped.
 _LEFT = 0.5
 
 Allocate = Callable[[int], torch.Tensor]
-"""Allocates memory of so many bytes. Raises RuntimeError."""
+"""A callable that allocates this many bytes. Raises RuntimeError."""
 Room = Callable[[], int]
-"""Returns the bytes that the host has free now."""
+"""A callable that returns the free bytes of the host."""
 Place = tuple[dict[str, torch.Tensor], str]
 """The place where a hook finds a weight: the dictionary that it reads, and the key."""
 
@@ -45,9 +45,9 @@ def pin_offloaded(
 ) -> int:
     """Pins the weights that each step moves from the host to a device of this kind, and returns the bytes pinned.
 
-    Weights are copied into shared blocks of at most ``block`` bytes, or of one larger weight. Half of the host's
-    free memory stays free. Weights without room stay as they are, and so do the rest when pinning fails. Tied weights
-    stay tied.
+    Weights are copied into shared blocks of at most ``block`` bytes, or of one larger weight. Half of the host's free
+    memory stays free. If there is no room, or pinning fails, the remaining weights stay as they are. Tied weights stay
+    tied.
     """
     weights = _moved(model, kind)
     if not weights:
@@ -58,7 +58,7 @@ def pin_offloaded(
         for places in weights:
             copy = blocks.copy(_tensor(places))
             if copy is None:
-                why = ", the host has no room for more"
+                why = ": the host has no room for more"
                 break
             for dictionary, key in places:
                 dictionary[key] = copy
@@ -72,7 +72,7 @@ def pin_offloaded(
 
 
 def release_pinned() -> None:
-    """Frees the pinned memory that torch caches unused; older versions of torch cannot."""
+    """Frees the unused pinned memory that torch caches. Older versions of torch cannot do that."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None:
         empty()
@@ -103,12 +103,15 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Whether a weight can be pinned: quantised ones, which consist of several tensors, cannot."""
+    """Returns whether a weight can be pinned. Quantised weights, which consist of several tensors, cannot."""
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def _resident(hook: Any, weight: torch.Tensor) -> bool:
-    """Whether a weight is tied to one on the device, which serves for both. Accelerate compares their addresses."""
+    """Returns whether a weight is tied to a weight on the device, which is then used for both.
+
+    Accelerate compares addresses.
+    """
     return bool((hook.tied_params_map or {}).get(weight.data_ptr()))
 
 
@@ -129,7 +132,7 @@ class _Blocks:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns None if there is no room for it."""
+        """Returns the copy of a tensor; None if there is no room for it."""
         count = bytes_of(tensor)
         if count > len(self._block):
             size = max(_power(count), min(self._most, _power(self._ahead)))
@@ -142,5 +145,5 @@ class _Blocks:
 
 
 def _power(count: int) -> int:
-    """Returns the smallest power of two that is not less."""
+    """Returns the smallest power of two that is at least ``count``."""
     return 1 << max(0, count - 1).bit_length()

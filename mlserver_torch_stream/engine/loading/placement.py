@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """The contents of one place of the map. If another device computes them, that is ``brought_to``."""
+    """The weights at one place of the device map. If another device computes with them, ``brought_to`` names it."""
 
     place: str
     layers: tuple[int, ...]
@@ -45,7 +45,7 @@ class DeviceShare:
 
 
 def check_tied(model: transformers.PreTrainedModel) -> None:
-    """Raises LoadFailed if one of two tied weights is offloaded and the other not: accelerate does not find it."""
+    """Raises LoadFailed if only one of two tied weights is on disk: accelerate would not find it."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
@@ -62,7 +62,7 @@ def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ..
 
 
 def _brought_to(model: transformers.PreTrainedModel, name: str, place: Any) -> str | None:
-    """Returns the device that computes a place, if that is another one."""
+    """Returns the device that computes the weights at a place, if it is another device."""
     module = _module(model, name)
     device = None if module is None else computing_device(module, place)
     return None if device == device_name(place) else device
@@ -103,7 +103,10 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor here: a quantised one consists of several, a rank holds a part of a split one."""
+    """Returns the bytes of a tensor on this rank.
+
+    A quantised tensor has several parts; a rank holds a part of a split one.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]
@@ -118,7 +121,7 @@ def moved_bytes(placement: Sequence[DeviceShare]) -> int:
 
 
 def seconds_per_step(model: transformers.PreTrainedModel) -> float:
-    """Measures the seconds of a forward of one token, moves included: the faster one of two."""
+    """Measures a forward of one token with all its moves, in seconds: the faster of two runs."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []
     for _ in range(2):
@@ -129,7 +132,7 @@ def seconds_per_step(model: transformers.PreTrainedModel) -> float:
 
 
 def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
-    """Describes how slow a model is whose weights each step moves."""
+    """Describes the speed of a model whose weights are moved at each step."""
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
     return (
@@ -142,7 +145,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
 def describe_placement(
     placement: Sequence[DeviceShare], specs: Mapping[torch.device, CacheSpec], size: CacheSize
 ) -> str:
-    """Describes each place, with its part of the KV cache, and the bytes of a token in it."""
+    """Describes each place, its part of the KV cache, and the bytes of a token there."""
     caches = [
         f"{device}: {format_bytes(size.bytes_of(spec))}, {format_bytes(spec.token_bytes)} a token"
         + (f" and {format_bytes(spec.state_bytes)} a sequence" if spec.state_bytes else "")
@@ -157,7 +160,7 @@ def no_room(
     asked: int | None,
     free: Mapping[torch.device, int],
 ) -> str:
-    """Returns why the KV cache has no room for one page of a sequence, in bytes for each device.
+    """Returns why the KV cache has no room for one page of a sequence, with the bytes of each device.
 
     ``asked``: bytes that the settings give the cache; None: the cache may take all bytes of ``free``.
     """

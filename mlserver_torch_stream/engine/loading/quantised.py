@@ -1,4 +1,4 @@
-"""Checks quantised weights of transformers' own configs: that a config is valid, can run here, and took effect.
+"""Checks weights that transformers quantises: that the config is valid, can run here, and took effect.
 
 transformers ignores keys that it does not know, and dequantises if it has no kernel, with a warning at most: this
 module refuses both, by the name of the setting.
@@ -24,12 +24,12 @@ from mlserver_torch_stream.errors import LoadFailed
 
 _KEY = "parameters.extra.quantization_config"
 _OURS = "pip install 'mlserver-torch-stream[quantised]'"
-# Divisible by every usual group of weights.
+# A size that is divisible by every usual group of weights.
 _TRIAL = 256
 
 
 def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """Returns the settings' object as transformers' config for weights of ``dtype`` on ``device``.
+    """Returns transformers' config for the setting's ``fields``, for weights of ``dtype`` on ``device``.
 
     Raises LoadFailed, which names the key, for a method that is unknown, not installed, or cannot run there.
     """
@@ -76,7 +76,7 @@ def quantisation_method(fields: Mapping[str, Any]) -> str:
 
 
 def quieten(method: str) -> None:
-    """Silences LLM.int8, which warns in each layer of each step that it rounds other dtypes to float16, as always."""
+    """Silences LLM.int8, which warns in each layer of each step that it rounds other dtypes to float16."""
     if method.startswith("bitsandbytes"):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_no_cast)
 
@@ -86,7 +86,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks the packages of the methods that are tested here; transformers checks the packages of other methods."""
+    """Checks the packages of the methods that our tests cover; transformers checks those of other methods."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():
@@ -138,7 +138,7 @@ def quantised_as(location: str, revision: str | None) -> str | None:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether one of transformers' quantisers has packed the model's weights."""
+    """Returns whether one of transformers' quantisers has packed the model's weights."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
@@ -169,7 +169,7 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
-    """Whether the settings ask for a GGUF file's packed weights. Raises LoadFailed if these cannot be used."""
+    """Returns whether the settings ask for a GGUF file's packed weights. Raises LoadFailed if they cannot be used."""
     if fields is None or fields.get("quant_method") != "gguf":
         return False
     if set(fields) != {"quant_method"}:
@@ -183,9 +183,9 @@ def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
 
 
 def rounding_dtype(model: transformers.PreTrainedModel) -> torch.dtype:
-    """Returns the dtype that the products of a loaded model round to, which may be coarser than that of its weights.
+    """Returns the dtype to which a loaded model's products are rounded, which may be coarser than the weights' dtype.
 
-    bitsandbytes computes with four bits in bfloat16 on CPUs that have its instructions, whatever the model's dtype.
+    On CPUs with bfloat16 instructions bitsandbytes computes four-bit weights in bfloat16, whatever the model's dtype.
     """
     config = getattr(model.config, "quantization_config", None)
     four_bits = bool(getattr(config, "load_in_4bit", False))

@@ -1,7 +1,7 @@
 """Compiles the kernels for this machine's CPU once, and keeps the library in the cache folder.
 
-Opening a truncated library, as a full disk or a broken copy leaves it, ends the process with SIGBUS. So a library whose
-checksum is wrong is removed and never opened.
+Opening a truncated library, such as a full disk or a broken copy leaves behind, kills the process with SIGBUS. So a
+library with a wrong checksum is removed and never opened.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def compiled_library(
     target: Sequence[str] = THIS_CPU,
     seconds: float = _SECONDS,
 ) -> T:
-    """Returns the result of ``open_library`` for this compiler's library, which is compiled first if it is not kept.
+    """Returns the result of ``open_library`` for this compiler's library, compiled first if it is not in the cache.
 
     ``target``: the compiler's options for the instructions that it may use. If there is no compiler, or if it fails,
     another compiler's library for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
-    NoKernels, which ``open_library`` raises for a file that is of no use.
+    NoKernels; ``open_library`` raises it too, for a library that cannot be used.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
     try:
@@ -66,7 +66,7 @@ def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T 
     for path in kept_files(folder, f"{stem}-*.so"):
         try:
             return open_library(path)
-        except NoKernels as error:  # made for another C++ library, or removed just now
+        except NoKernels as error:  # built for another C++ library, or removed just now
             logger.warning("%s cannot be used here: %s", path, error)
     return None
 
@@ -83,7 +83,7 @@ def _version(compiler: str) -> str:
 
 
 def _fingerprint(target: Sequence[str]) -> str:
-    """Returns a key of all inputs of a compilation but the compiler: flags, CPU and sources."""
+    """Returns a key of all inputs of a compilation except the compiler: flags, CPU and sources."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
     digest.update(cpu_properties().encode())
     for source in sorted(SOURCES.iterdir()):
@@ -92,7 +92,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the properties of this CPU, on which ``-march=native`` depends: unlike machines may share a folder."""
+    """Returns the CPU's properties on which ``-march=native`` depends: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Opens the library before it is kept: then no other process can have replaced or removed it."""
+    """Compiles a library and opens it before it is kept, so that no other process can have replaced or removed it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
@@ -117,7 +117,7 @@ def _compile(
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries, so that a rename is enough; a temporary one if that is read-only."""
+    """Returns a folder beside the kept libraries, so that a rename is enough, or a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
@@ -135,7 +135,7 @@ def _run(command: list[str], seconds: float) -> str:
     """Returns the compiler's output. Raises NoKernels."""
     compiler = command[0]
     try:
-        # A session of its own, so that a timeout also ends the processes that a compiler starts, such as cc1plus.
+        # The compiler gets its own session, so that a timeout also ends the processes that it starts, such as cc1plus.
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )

@@ -1,6 +1,7 @@
-"""Writes a decoder down without the weights that its files hold, as JSON and a few small tensors, and builds it anew.
+"""Describes a decoder without the weights in its files, as JSON and a few small tensors, and builds it again from that.
 
-A plan names rows of the files' tensors. What no file holds as it is, such as factors of norms, is in the plan itself.
+A plan names rows of the files' tensors. Values that no file holds unchanged, such as factors of norms, are in the plan
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 
 @dataclass(slots=True)
 class DecoderPlan:
-    """``structure`` can be JSON. ``own``: the tensors that no file holds. ``used``: the names of those in the files."""
+    """A decoder without the weights in its files. ``structure`` can be written as JSON.
+
+    ``own``: the tensors that no file holds. ``used``: the names of the tensors in the files.
+    """
 
     structure: dict[str, Any]
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -31,9 +35,9 @@ class DecoderPlan:
 
 
 def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan:
-    """``tensors``: those of the files, of which the decoder holds rows.
+    """Returns the plan of a decoder, whose weights are rows of the files' ``tensors``.
 
-    Raises UnsupportedLayout if its rotary module does more than ``RotaryAngles``, or if it holds other weights.
+    Raises UnsupportedLayout if its rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
     """
     plan = DecoderPlan({})
     write = _PlanWriter(tensors, plan)
@@ -61,9 +65,12 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
 
 
 def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> Decoder:
-    """``tensor`` returns a tensor of the files by its name. Raises KeyError or TypeError for what is no plan."""
+    """Builds a decoder from its plan. ``tensor`` returns a tensor of the files by name.
 
-    @cache  # weights that are tied stay one object
+    Raises KeyError or TypeError for an invalid plan.
+    """
+
+    @cache  # tied weights stay one object
     def rows(name: str | None, first: int | str, count: int, kind: str | None) -> Tensor | PackedRows:
         data = own[str(first)] if name is None else tensor(name)[int(first) : int(first) + count]
         return data if kind is None else PackedRows(kind, data)

@@ -1,7 +1,7 @@
-"""Weights as small integers: groups of 32 neighbouring inputs with a scale, or two, and perhaps a minimum.
+"""Weights as small integers, in groups of 32 neighbouring inputs with one or two scales, and perhaps a minimum.
 
-The one form that int8, int4 and the formats of GGUF files take for the kernels. A weight is ``scale * (code - offset) +
-minimum``; codes of 8 bits have the offset 128, codes of 4 bits 8, or 0 beside a minimum.
+The kernels read int8, int4 and all formats of GGUF files in this one form. A weight is ``scale * (code - offset) +
+minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """How a panel's groups lie in memory. ``number`` is that of ``kernels/grouped.h``."""
+    """The memory layout of a panel's groups. ``number`` is the format's number in ``kernels/grouped.h``."""
 
     number: int
     bits: int
     minimum: bool
-    scales: int  # of a group
+    scales: int  # per group
 
     @property
     def offset(self) -> int:
@@ -49,7 +49,9 @@ _FORMATS = (FOUR, FOUR_MIN, EIGHT, EIGHT_MIN, EIGHT_HALVES, EIGHT_MIN_HALVES)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``codes``: ``[outputs, inputs]`` in uint8; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
+    """A matrix of weights as small integers in groups.
+
+    ``codes``: ``[outputs, inputs]`` in uint8; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
 
     A format with two scales has them side by side, ``[outputs, 2 * groups]``.
     """
@@ -69,8 +71,10 @@ class Groups:
         return weights.flatten(1)[:, : self.codes.shape[1]]
 
     def as_format(self, format: GroupFormat) -> Groups:
-        """Returns the same weights in ``format``, which must have at least as many bits and scales, and a minimum if
-        these weights have minima."""
+        """Returns the same weights in ``format``.
+
+        The format must have at least as many bits and scales, and a minimum if these weights have minima.
+        """
         if format == self.format:
             return self
         scales = self.scales.repeat_interleave(format.scales // self.format.scales, 1)
@@ -85,7 +89,7 @@ class Groups:
 
 
 def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
-    """Returns the smallest format that holds the weights of all of these."""
+    """Returns the smallest format that can hold weights of all these formats."""
     bits = max(each.bits for each in formats)
     scales = max(each.scales for each in formats)
     minimum = any(each.minimum for each in formats)
@@ -93,15 +97,16 @@ def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
 
 
 def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
-    """Returns the bytes of a matrix in panels."""
+    """Returns the bytes of a matrix that is packed in panels."""
     return -(-outputs // PANEL) * -(-inputs // GROUP) * format.block_bytes
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns which of the stacked rows of parts with these ``counts`` each output of the panels is, ``[outputs]``.
+    """Returns the order of rows in panels, ``[outputs]``: for each output its row in the stacked parts of ``counts``
+    rows.
 
-    -1 is an output that pads a panel. ``interleaved``: of two parts, gates and ups, each panel has 16 rows of the first
-    and the same 16 rows of the second.
+    -1 is an output that pads a panel. ``interleaved``: there are two parts, gates and ups, and each panel has 16 rows
+    of the first and the same 16 rows of the second.
     """
     rows = torch.arange(sum(counts))
     if not interleaved:

@@ -1,6 +1,6 @@
-"""Opens the kernels for this CPU: a library that the wheel brings, else one that is compiled here.
+"""Opens the kernels for this CPU: a library from the wheel, else one that is compiled here.
 
-A wheel for one kind of machine brings a library for each variant; a source install brings none.
+A wheel for one kind of machine has a library for each variant; a source install has none.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def open_kernels(
 ) -> tuple[T, str]:
     """Returns the result of ``open_library`` for the best kernels, and a name for them.
 
-    The variable MLSERVER_TORCH_STREAM_KERNEL names the variant to take. Raises LoadFailed if it names none that this
-    CPU runs, and NoKernels if there is neither a library for this CPU nor a compiler.
+    The variable MLSERVER_TORCH_STREAM_KERNEL can name the variant. Raises LoadFailed if this CPU does not run that
+    variant, and NoKernels if there is neither a library for this CPU nor a compiler.
     """
     forced = _forced(environ)
     for variant in runnable() if forced is None else (forced,):
@@ -50,7 +50,7 @@ def open_kernels(
         if library.is_file():
             try:
                 return open_library(library), f"{variant.name}, prebuilt"
-            except NoKernels as error:  # for another C library
+            except NoKernels as error:  # built for another C library
                 logger.warning("%s cannot be used here: %s", library, error)
     if forced is None:
         return compiled_library(cache_dir, open_library), "compiled for this CPU"

@@ -15,8 +15,8 @@ from pathlib import Path
 class KernelVariant:
     """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
-    ``flags``: names of /proc/cpuinfo that a CPU must have. ``options``: those of GCC and clang. ``zig_cpu``: the same
-    in the terms of zig, which compiles the libraries of wheels.
+    ``flags``: the names in /proc/cpuinfo that a CPU must have. ``options``: the options of GCC and clang. ``zig_cpu``:
+    the same in the terms of zig, which compiles the libraries of wheels.
     """
 
     name: str
@@ -39,7 +39,7 @@ _AMX = _BF16 | {"amx_tile", "amx_bf16"}
 _V4_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
 _V4_BF16 = (*_V4_VNNI, "-mavx512bf16")
 _NEON = frozenset(("asimd", "asimdrdm", "atomics", "crc32"))
-VARIANTS = (  # of each machine the best first
+VARIANTS = (  # the best first, for each machine
     KernelVariant(
         *("amx", "x86_64", _AMX, (*_V4_BF16, "-mamx-tile", "-mamx-bf16")),
         zig_cpu="x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",

@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-The caller keeps the memory of a structure's pointers alive. Threads of libgomp spin for a while between the operators
-of a forward: a pool of our own would fight with them for the cores.
+The caller keeps the memory behind a structure's pointers alive. The kernels use libgomp's threads, because these spin
+for a while between the operators of a forward: a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
 NO_QK_NORM, PER_HEAD, WHOLE = range(3)
 SILU, GELU_TANH = range(2)
-_NO_MEMORY = 1  # of ``status_of`` in ``library.cpp``
+_NO_MEMORY = 1  # a status of ``status_of`` in ``library.cpp``
 
 
 class KernelMatrix(Structure):
+    """A weight [n, k], packed in panels, its bias or null, and the number of its format."""
+
     _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("format", c_int64)]
 
 
 class KernelShape(Structure):
+    """The sizes and constants of a decoder: widths and counts, the kinds of norm and activation, scales and caps."""
+
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half", "ropes")),
@@ -37,11 +41,15 @@ class KernelShape(Structure):
 
 
 class KernelNorms(Structure):
+    """The float32 weights of a layer's norms, padded to whole panels; null where the layer has no such norm."""
+
     NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
     _fields_ = [(name, c_void_p) for name in NAMES]
 
 
 class KernelLayer(Structure):
+    """The weights of one decoder layer. ``rope`` is the number of its rotary table, from 1; 0 means no positions."""
+
     _fields_ = [
         *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),
         ("norms", KernelNorms),
@@ -50,6 +58,8 @@ class KernelLayer(Structure):
 
 
 class KernelWeights(Structure):
+    """All weights of a decoder. ``embedding`` [vocab, hidden] is null where ``table`` holds the embedding instead."""
+
     _fields_ = [
         ("layers", POINTER(KernelLayer)),
         ("embedding", c_void_p),
@@ -60,6 +70,11 @@ class KernelWeights(Structure):
 
 
 class KernelPages(Structure):
+    """The pages of one layer, [pages, kv heads, page size, head dim] for keys and for values, in the model's type.
+
+    ``stride``: elements from one page to the next; ``group``: which block tables the layer uses; ``window``: 0 if none.
+    """
+
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -68,6 +83,11 @@ class KernelPages(Structure):
 
 
 class KernelStep(Structure):
+    """The new tokens of several sequences, their block tables, and where the logits [wanted, vocab] are written.
+
+    ``argmax`` [wanted] gets the id of each row's largest logit, or a negative number if the row is not finite.
+    """
+
     _fields_ = [
         *((name, c_int64) for name in ("sequences", "tokens", "wanted")),
         *((name, c_void_p) for name in ("ids", "starts", "counts", "wants", "tables")),
@@ -79,6 +99,8 @@ class KernelStep(Structure):
 
 
 class KernelDrawCall(Structure):
+    """Rows of float32 logits [count, vocab], their sampling parameters, and where the drawn ids [count] are written."""
+
     _fields_ = [
         ("logits", c_void_p),
         *((name, c_int64) for name in ("stride", "vocab", "count")),
@@ -88,6 +110,12 @@ class KernelDrawCall(Structure):
 
 
 class KernelPagesCall(Structure):
+    """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
+
+    ``starts``: tokens in the pages before the step; ``ends``: where the queries of each sequence begin. Strides are in
+    elements.
+    """
+
     _fields_ = [
         *((name, c_void_p) for name in ("queries", "out", "keys", "values", "tables", "starts", "ends", "sinks")),
         *((name, c_int64) for name in ("token_stride", "head_stride", "sequences", "table_width")),
@@ -98,6 +126,8 @@ class KernelPagesCall(Structure):
 
 
 class KernelWriteCall(Structure):
+    """One call that writes the keys and values of new tokens into their slots of the pages. Strides are in bytes."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("keys", "values", "key_pages", "value_pages", "slots")),
         *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
@@ -155,10 +185,10 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 
 
 def torch_pool() -> int | None:
-    """Returns the address of torch's ``GOMP_parallel``; None where torch has no OpenMP with that function.
+    """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    torch's libraries find the function by the global scope of symbols, and so does this: the first OpenMP of the
-    process has it, an LLVM or Intel one too. Whether torch's number of threads is that library's is then tried.
+    The function is looked up in the global scope of symbols, as torch's libraries do: it belongs to the first OpenMP of
+    the process, which may be LLVM's or Intel's. A test then shows whether torch uses that library's number of threads.
     """
     try:
         process = ctypes.CDLL(None)
@@ -170,9 +200,9 @@ def torch_pool() -> int | None:
 
 
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
-    """Returns whether a number of threads that is set in the library is torch's.
+    """Returns whether setting the library's number of threads sets torch's.
 
-    Each thread has its own number, so a new thread that sets it changes no other thread's.
+    Each thread has its own number, so the test runs in a new thread and changes no other thread's number.
     """
     seen: list[bool] = []
 

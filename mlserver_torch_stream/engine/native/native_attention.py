@@ -17,10 +17,13 @@ _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Store
 
 
 class NativeAttention(PagedAttention):
-    """Runs each call on as many threads as torch has for it. Torch's operators attend on other devices and types."""
+    """Attention by our own kernels. Each call uses as many threads as torch has.
+
+    Torch's operators serve other devices and types.
+    """
 
     def __init__(self, cache_dir: Path) -> None:
-        """Raises NoKernels or LoadFailed."""
+        """Opens the kernels. Raises NoKernels or LoadFailed."""
         library, self.variant = open_kernels(cache_dir, open_library)
         self._attend = library.native_attend_pages
         self._write = library.native_write_pages
@@ -84,7 +87,7 @@ class NativeAttention(PagedAttention):
 
 
 def _known(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Returns whether the kernels know this device, these types, and pages that follow each other in memory."""
+    """Returns whether the kernels support this device, these dtypes and the memory layout of these pages."""
     return (
         query.device.type == keys.device.type == values.device.type == "cpu"
         and query.dtype == keys.dtype == values.dtype

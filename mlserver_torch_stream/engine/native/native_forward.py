@@ -30,7 +30,7 @@ _ROW = struct.Struct("=qQqdddd")  # ``DrawnRow`` of ``draw.h``
 
 
 class NativeDraw:
-    """A ``RowDraw`` on the threads of a decoder of the kernels.
+    """A ``RowDraw`` on the threads of the kernels' decoder.
 
     No forward or other draw of the decoder may run during the call.
     """
@@ -58,12 +58,12 @@ class NativeDraw:
 
 
 _LONG, _POINTER, _TABLE = "q", "q", "i"  # C's int64_t, an address, int32_t
-_BYTES = 8  # of the first two
+_BYTES = 8  # of the first two types
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Neighbouring tokens of a batch, as addresses of the numbers of ``kernels/model.h``'s Step."""
+    """Neighbouring tokens of a batch, as addresses of the arrays in the Step of ``kernels/model.h``."""
 
     sequences: int
     tokens: int
@@ -73,11 +73,11 @@ class BatchPart:
     counts: int
     wants: int
     tables: int
-    kept: tuple[array[int], ...] = ()  # the memory of some of these
+    kept: tuple[array[int], ...] = ()  # keeps the memory of some of these arrays alive
 
 
 class PackedBatch:
-    """Owns the arrays for as long as it lives, but block tables that are arrays of int32: they must not grow."""
+    """The arrays of a batch, which it owns, except block tables that are int32 arrays already: these must not grow."""
 
     def __init__(self, batch: Batch, groups: int) -> None:
         sequences = batch.sequences
@@ -100,7 +100,7 @@ class PackedBatch:
         if count == 1:
             yield self._part(0, 0, self._starts, self._counts, self._wants)
             return
-        sequence = done = 0  # tokens of the sequence that are in the parts so far
+        sequence = done = 0  # tokens of the sequence in the parts so far
         for part in range(count):
             token, stop = part * total // count, (part + 1) * total // count
             first, at, starts, counts, wants = sequence, token, array(_LONG), array(_LONG), array(_LONG)
@@ -137,14 +137,14 @@ def _as_array(table: Sequence[int]) -> array[int]:
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 
-# Tokens of one call: their activations (1.5 MB at a width of 1536) should stay in the caches.
+# The most tokens of one call: their activations (1.5 MB at a width of 1536) should fit the CPU's caches.
 _MAX_TOKENS = 512
 
 
 class NativeForward(LoadedForward):
-    """The ``Forward`` of the decoders that the kernels know. The next call overwrites its float32 logits.
+    """The ``Forward`` of decoders that the kernels support. The next call overwrites its float32 logits.
 
-    A sequence's logits are the same bits alone and in any batch, with pages of any size and however its prompt is cut.
+    A sequence's logits are bitwise the same alone and in any batch, for any page size and any division of its prompt.
     """
 
     has_threads = True
@@ -175,14 +175,15 @@ class NativeForward(LoadedForward):
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
-        weakref.finalize(self._draw, kernels.native_destroy, self._handle)  # results hold it too, and may draw later
-        # The model of a pool's tensors: the kernels write to pools that no other forward has reserved.
+        # Results hold the draw, too, and may use it later.
+        weakref.finalize(self._draw, kernels.native_destroy, self._handle)
+        # An example of a pool's tensors, for pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)
         self._vocab = int(shape.vocab)
         self._width = -(-self._vocab // PANEL) * PANEL  # of a row of logits
         self._pages = (c.KernelPages * self._layers)()
-        self._cache: weakref.ref[PagedCache] | None = None  # whose pools ``_pages`` names
+        self._cache: weakref.ref[PagedCache] | None = None  # the cache whose pools ``_pages`` describes
         self._step = c.KernelStep(pages=self._pages)
         self._make_room(0)
 
@@ -208,13 +209,13 @@ class NativeForward(LoadedForward):
         return self._result(rows)
 
     def _result(self, rows: int) -> Logits:
-        """Returns the first rows of logits. They are the same memory in each step, so a tensor is made only once."""
+        """Returns the first rows of logits. All steps use the same memory, so the tensor is made only once."""
         if (result := self._results.get(rows)) is None:
             result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax, self._draw)
         return result
 
     def _make_room(self, rows: int) -> None:
-        """Allocates so many rows of logits. The results of earlier steps keep their memory."""
+        """Allocates ``rows`` rows of logits. The results of earlier steps keep their memory."""
         logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
         self._logits, self._argmax = logits, argmax  # both or none, if there is no memory
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
@@ -227,8 +228,8 @@ class NativeForward(LoadedForward):
         cache.reserve(self._like, self._allocate)
 
     def _point_at(self, cache: PagedCache) -> None:
-        """Names the pools of a cache, which it has for as long as it lives."""
-        self._cache = None  # if a pool cannot be reserved, the next step names all of them anew
+        """Describes the pools of a cache to the kernels. A cache keeps its pools for as long as it lives."""
+        self._cache = None  # if a pool cannot be reserved, the next step describes all pools anew
         self._step.page_size = cache.page_size
         self.reserve(cache)
         for index, entry in enumerate(self._pages):

@@ -1,6 +1,6 @@
 """The weights of one projection or embedding as the blocks of a GGUF file, and the modules that hold them.
 
-A module computes with a few rows at a time in float32: that is slow, and serves as the reference for the kernels.
+A module computes in float32, a few rows at a time. That is slow, and serves as the reference for the kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups
 
-_AT_ONCE = 1 << 20  # weights that are float32 at the same time
+_AT_ONCE = 1 << 20  # weights that are held in float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One of GGUF's formats: blocks of so many weights and bytes, and how they become groups."""
+    """A block format of GGUF: the weights and bytes of a block, and how blocks become groups."""
 
     weights: int
     bytes: int
@@ -31,7 +31,7 @@ class BlockFormat:
 
 
 class PackedRows:
-    """``data``: ``[outputs, bytes]`` of blocks in uint8. ``kind`` is a name of ``BLOCK_FORMATS``."""
+    """Rows of weights as blocks. ``data``: uint8 ``[outputs, bytes]``. ``kind`` is a name in ``BLOCK_FORMATS``."""
 
     def __init__(self, kind: str, data: Tensor) -> None:
         self.kind = kind
@@ -95,7 +95,7 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
 
 
 def embedding_scale(module: nn.Module) -> float:
-    """Returns by what an embedding multiplies its rows, found by a call of it. Raises UnsupportedLayout."""
+    """Returns the factor by which an embedding multiplies its rows, measured by a call. Raises UnsupportedLayout."""
     if isinstance(module, PackedEmbedding):
         return module.scale
     if isinstance(module, nn.Embedding) and len(list(module.parameters())) == 1:
@@ -116,12 +116,12 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low halves of 16 bytes, and then the high ones."""
+    """Returns the low halves of 16 bytes, then their high halves."""
     return torch.cat((packed & 15, packed >> 4), 1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Returns bit i of 4 bytes, as 16."""
+    """Returns the bits of 4 bytes, each as 16 or 0."""
     return ((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
 
 
@@ -148,7 +148,7 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minima of a block's eight groups, of six bits each."""
+    """Returns the scales and minima of a block's eight groups, which have six bits each."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), 1)
@@ -157,7 +157,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """Returns the low halves of each 32 bytes, and then the high halves."""
+    """Returns the low halves of each 32 bytes, then their high halves."""
     parts = packed.view(len(packed), -1, GROUP)
     return torch.stack((parts & 15, parts >> 4), 2).flatten(1)
 

@@ -15,18 +15,18 @@ from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.groups import EIGHT, FOUR_MIN, GROUP, GroupFormat, Groups
 from mlserver_torch_stream.engine.native.structure import Decoder
 
-BLOCK = 512  # rows at a time: the float32 copy of a whole head may be larger than the model in int8
+BLOCK = 512  # rows at a time: a float32 copy of the whole head may be larger than the model in int8
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The formats that a model's dense weights are rounded to. The head may be the embedding too."""
+    """The formats to which a model's dense weights are rounded. The head may also be the embedding."""
 
     layers: GroupFormat
     head: GroupFormat
 
 
-# By the values of the setting ``weights``. A head in int4 costs more perplexity than all layers (benchmarks/LOG.md).
+# By the setting ``weights``. A head in int4 costs more perplexity than all layers together (benchmarks/LOG.md).
 ROUNDED = {"int8": Rounding(EIGHT, EIGHT), "int4": Rounding(FOUR_MIN, EIGHT)}
 
 
@@ -52,6 +52,6 @@ def round_weights(decoder: Decoder, rounding: Rounding) -> None:
     for projection in decoder.projections:
         format = rounding.head if projection is decoder.head else rounding.layers
         for weight in projection.weights:
-            assert isinstance(weight, Tensor)  # of a dense model
+            assert isinstance(weight, Tensor)  # the model is dense
             for rows in weight.split(BLOCK):
                 rows.copy_(quantise(rows, format).dense())

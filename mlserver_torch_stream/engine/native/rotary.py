@@ -1,4 +1,4 @@
-"""Holds the cosines and sines of all positions in float32, computed by the model's own rotary module or as it does.
+"""Holds the cosines and sines of all positions in float32, as the model's own rotary module computes them.
 
 The angles must depend on the position alone.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 
-_POSITIONS = 2048  # at first: a table of 128,000 positions of 64 dimensions would take 64 MiB
+_POSITIONS = 2048  # at first: a table for 128,000 positions and 64 dimensions would take 64 MiB
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A rotary module of transformers, or its ``RotaryAngles``: gets a tensor of the wanted type and the positions."""
+"""A rotary module of transformers, or its ``RotaryAngles``. It gets a tensor of the wanted dtype and the positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RotaryAngles:
     scale: float
 
     def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``positions``: ``[rows, tokens]``. The results have the type of ``x``."""
+        """Returns cosines and sines in the dtype of ``x``. ``positions``: ``[rows, tokens]``."""
         angles = positions[..., None].float() * self.frequencies.float()
         both = torch.cat((angles, angles), dim=-1)
         return (both.cos() * self.scale).to(x.dtype), (both.sin() * self.scale).to(x.dtype)
@@ -39,7 +39,7 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True)
 class KindRotary:
-    """The part of a rotary module of transformers that turns one kind of layers, such as those with a window."""
+    """The part of a rotary module of transformers for one kind of layers, such as those with a window."""
 
     module: Any
     kind: str
@@ -60,13 +60,16 @@ class KindRotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerRotary:
-    """The ropes of a model whose layers have different ones."""
+    """The ropes of a model whose layers use different ropes."""
 
     ropes: tuple[Rotary, ...]
 
 
 def angles_of(rotary: Any) -> list[RotaryAngles]:
-    """Returns the angles of each rope of a rotary module. Raises UnsupportedLayout if one returns other bits."""
+    """Returns the angles of each rope of a rotary module.
+
+    Raises UnsupportedLayout if the angles do not give the module's results bit for bit.
+    """
     return [_angles_of(rope) for rope in (rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,))]
 
 
@@ -79,7 +82,10 @@ def _angles_of(module: Any) -> RotaryAngles:
 
 
 class RotaryTable:
-    """``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it."""
+    """The cosines and sines of all positions so far, in float32.
+
+    ``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it.
+    """
 
     def __init__(self, rotary: Rotary | LayerRotary) -> None:
         """Raises UnsupportedLayout."""
@@ -107,7 +113,7 @@ class RotaryTable:
 
 
 def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of one half of the rotated dimensions, which are those of the other half."""
+    """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same ones."""
     x = torch.zeros(1, dtype=torch.float32)
     cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
     half = cos.shape[1] // 2

@@ -18,8 +18,8 @@ from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native.packed_rows import PackedLinear, PackedRows, embedding_scale
 from mlserver_torch_stream.engine.native.rotary import KindRotary, LayerRotary, Rotary
 
-# Fields whose effects ``structure`` reads off the modules, the rotary table off the model's rotary module, and the
-# cache's layout off the config.
+# Fields whose effects are read elsewhere: here from the modules, in the rotary table from the model's rotary module,
+# and in the cache's layout from the config.
 _READ = frozenset(
     (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"),
@@ -33,7 +33,7 @@ _READ = frozenset(
         *("layer_types", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
     )
 )
-# Fields that change no forward of a model in ``eval``: training, ids for tokenizer and sampler, bookkeeping.
+# Fields without effect on the forward of a model in ``eval``: training, ids for tokenizer and sampler, bookkeeping.
 _HARMLESS = frozenset(
     (
         *("initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout", "pretraining_tp"),
@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
         *("dtype", "architectures", "transformers_version", "id2label", "label2id", "problem_type"),
     )
 )
-# The values that turn off other fields and keys. None turns off any of them.
+# Values with which other fields and keys have no effect. None has this meaning for all of them.
 _OFF: Mapping[str, Any] = {
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,
@@ -62,7 +62,7 @@ _ROPE = frozenset(
 def unknown_field(config: Any) -> str | None:
     """Returns the first field or rope key that may change the model's results, with its value; None if there is none.
 
-    Only fields that the config's class declares count: its model cannot depend on keys that a checkpoint has besides.
+    Only fields that the config's class declares count: its model cannot depend on other keys of a checkpoint.
     """
     if getattr(config, "is_heterogeneous", False):
         return "per_layer_config"
@@ -72,7 +72,7 @@ def unknown_field(config: Any) -> str | None:
 
 
 def _ropes(keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the keys of a rope, or of those of the kinds of layers."""
+    """Yields the keys of a rope, or of the ropes of each kind of layers."""
     for name, value in keys:
         yield from value.items() if isinstance(value, Mapping) else ((name, value),)
 
@@ -100,7 +100,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix ``[outputs, inputs]``, and a bias if there is one, as parts to be stacked."""
+    """A matrix ``[outputs, inputs]`` and perhaps a bias, both as parts to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
@@ -108,14 +108,17 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key"."""
+    """The weights of one decoder layer.
+
+    ``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key".
+    """
 
     qkv: Projection
     out: Projection
     gate_up: Projection  # two parts: gates and ups
     down: Projection
     norms: dict[str, Tensor]
-    rope: int  # 1 for the first one of ``LayerRotary``; 0: the layer has no positions
+    rope: int  # 1 for the first rope of ``LayerRotary``; 0: the layer has no positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ class Decoder:
 
     @property
     def packed(self) -> bool:
-        """Whether a projection's weights are packed; if so, the dense tensors are in float32."""
+        """True if projections have packed weights; then the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 
@@ -172,7 +175,7 @@ class Decoder:
 
 
 def read_decoder(model: Any) -> Decoder:
-    """Raises UnsupportedLayout."""
+    """Reads a model of transformers as a ``Decoder``. Raises UnsupportedLayout."""
     reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
@@ -210,7 +213,7 @@ def read_decoder(model: Any) -> Decoder:
 
 @dataclass(slots=True)
 class _StructureReader:
-    """Records the parameters that it has seen, and the values that all layers must share."""
+    """Reads modules. Records the parameters that it has seen, and the values that all layers must share."""
 
     parameter_ids: set[int] = field(default_factory=set)
     noted: dict[str, set[Any]] = field(default_factory=dict)
@@ -244,7 +247,10 @@ class _StructureReader:
         return Projection(tuple(map(_weights, parts)), tuple(part.bias for part in parts))
 
     def layer(self, layer: Any, kinds: Sequence[str]) -> DecoderLayer:
-        """``kinds``: of layers, in the order of their ropes; none: all layers have the same."""
+        """Reads a layer.
+
+        ``kinds``: the kinds of layers, in the order of their ropes; empty: all layers have the same rope.
+        """
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES
         roles = next((each for each in _NORM_ROLES if set(each.values()) == norm_names), None)
@@ -293,12 +299,12 @@ class _StructureReader:
         return norms
 
     def norm(self, module: Any, name: str) -> Tensor:
-        """Returns the factors of an RMS norm, found by a call of it: ``weight``, or ``1 + weight`` in some families."""
+        """Returns the factors of an RMS norm, measured by a call: ``weight``, or ``1 + weight`` in some families."""
         norm = self.child(module, name)
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor) or eps is None or len(list(norm.parameters())) != 1:
-            raise UnsupportedLayout(f"{name} is no plain RMS norm")
+            raise UnsupportedLayout(f"{name} is not a plain RMS norm")
         self.take(weight)
         self.note(eps=float(eps))
         x = torch.linspace(-2.0, 3.0, weight.numel(), dtype=torch.float32)
@@ -350,7 +356,7 @@ def _rope(attention: Any, kinds: Sequence[str]) -> int:
 
 
 def _same_factors(config: Any) -> bool:
-    """Whether "longrope" treats sequences of all lengths alike, as it does for the factors of a GGUF file's Llama."""
+    """Returns whether "longrope" treats sequences of all lengths alike, as for a Llama in a GGUF file."""
     rope = config.rope_parameters
     return bool(rope["short_factor"] == rope["long_factor"])
 

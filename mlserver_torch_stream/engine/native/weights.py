@@ -1,6 +1,6 @@
 """Lays the weights of a decoder out for the kernels, dense or as integers in groups.
 
-Dense weights are packed as they are or rounded; packed weights keep their codes. A few rows are in work at a time.
+Dense weights are packed unchanged or rounded; packed weights keep their codes. Only a few rows are converted at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Roundin
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
 _COMPARED = 8  # inputs of each output
-_ROUNDING = 4e-3  # of the scales to float16, of an output's largest weight
+_ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
 class GroupedMatrix:
-    """One matrix of a projection, such as that of queries, keys and values, whose weights ``parts`` are stacked.
+    """One matrix of a projection, such as that of queries, keys and values, made of stacked ``parts``.
 
     Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, names the stacked row of each output in
     the panels. ``interleaved``: the parts are the gates and the ups of an MLP, and each panel takes 16 rows of both.
@@ -57,7 +57,10 @@ class GroupedMatrix:
         return panel_bytes(self.format, len(self.order), self._inputs)
 
     def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
-        """Writes the panels, in bytes. Raises UnsupportedLayout, also if the kernels read other weights than these."""
+        """Writes the panels to ``to``, as bytes.
+
+        Raises UnsupportedLayout, also if the kernels do not read these weights back.
+        """
         each = panel_bytes(self.format, PANEL, self._inputs)
         for order, panels in zip(self.order.split(BLOCK), to.split(BLOCK // PANEL * each), strict=True):
             groups = self._rows(order)
@@ -86,7 +89,8 @@ class GroupedMatrix:
 
 
 def _compare(groups: Groups, panels: Tensor, kernels: ctypes.CDLL) -> None:
-    """Compares a few weights of each output: their products with an input of ones and zeros are the weights."""
+    """Compares a few weights of each output: multiplied with an input of ones and zeros, the kernels return the
+    weights."""
     outputs, inputs = groups.codes.shape
     columns = torch.arange(0, inputs, max(1, inputs // _COMPARED)) if inputs > 1 else torch.zeros(1, dtype=torch.long)
     ones = torch.nn.functional.one_hot(columns, inputs).float()
@@ -102,7 +106,8 @@ _LARGE_PAGE = 1 << 21
 
 
 class PackedWeights:
-    """Copies a decoder's weights, so that its own can be freed. It uses the embedding of an untied model itself.
+    """Copies a decoder's weights, so that its own can be freed, except the embedding of an untied model, which it
+    keeps.
 
     ``size`` counts the bytes of the projections.
     """
@@ -134,7 +139,7 @@ class PackedWeights:
     def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return DenseMatrix(projection.weights, self._dtype, interleaved)
-        rounding = self._rounded or ROUNDED["int8"]  # for the dense tensors of a file with packed ones
+        rounding = self._rounded or ROUNDED["int8"]  # for the dense tensors of a file with packed weights
         format = rounding.head if projection is self._decoder.head else rounding.layers
         return GroupedMatrix(projection.weights, format, interleaved)
 
@@ -180,14 +185,14 @@ class DenseMatrix:
     number = 0  # kPlain of ``kernels/grouped.h``
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], dtype: torch.dtype, interleaved: bool) -> None:
-        """``parts`` are tensors."""
+        """``parts`` must be tensors."""
         self._parts = parts
         self._dtype = dtype
         self.order = row_order([part.shape[0] for part in parts], interleaved)
         self.bytes = len(self.order) * int(parts[0].shape[1]) * dtype.itemsize
 
     def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
-        """Writes the panels, in bytes. Raises UnsupportedLayout."""
+        """Writes the panels to ``to``, as bytes. Raises UnsupportedLayout."""
         dense = [part.to(self._dtype) for part in self._parts if isinstance(part, Tensor)]
         if dense[0].shape[1] * dense[0].element_size() % 4:
             raise UnsupportedLayout(f"a projection of {dense[0].shape[1]} inputs")
@@ -200,7 +205,7 @@ class DenseMatrix:
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
-    """Returns at least so many bytes, which begin at a large page (2 MiB) and lie in large pages."""
+    """Returns at least ``size`` bytes in large pages (2 MiB), which begin with such a page."""
     buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % _LARGE_PAGE :]
     kernels.native_use_large_pages(buffer.data_ptr(), size)

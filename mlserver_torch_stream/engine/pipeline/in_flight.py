@@ -2,10 +2,10 @@
 
 Each forward has a key and a batch; it waits for the forwards whose pages its batch reads.
 
-Batches in flight have no sequence in common, so they share only what the scheduler lets
-several sequences read: pages of a common prefix, and the sources and targets of copies. No two batches write the same
-page, as a page that several sequences hold is copied first. No other sequence writes a page that a sequence in flight
-reads, except the source of a copy, which its sequence has given back.
+Batches in flight have no sequence in common, so they share only what the scheduler lets several sequences read: pages
+of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
+several sequences hold is copied before it is written. No other sequence writes a page that a sequence in flight reads,
+except the source of a copy after its sequence has given it back.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ import torch
 from mlserver_torch_stream.engine.cache.pages import Batch
 
 K = TypeVar("K", bound=Hashable)
-Pages = Mapping[int, set[int]]  # of each group
+Pages = Mapping[int, set[int]]  # for each group
 
-_STATES = -1  # as if states were another group, whose pages are the slots
+_STATES = -1  # states count as another group, whose pages are the slots
 _NONE: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """``written``: the pages of new tokens and the targets of copies; ``copied``: the sources of copies."""
+    """The pages that a batch uses.
+
+    ``written``: those of new tokens and targets of copies; ``copied``: sources of copies.
+    """
 
     written: Pages
     copied: Pages
 
 
 class BatchesAhead(Generic[K]):
-    """Holds what each batch in flight writes and copies, by the batch's key."""
+    """Holds the pages that each batch in flight writes and copies, by the batch's key."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._uses: dict[K, _Use] = {}
 
     def add(self, key: K, batch: Batch) -> list[K]:
-        """Returns the batches that this one has to wait for."""
+        """Adds a batch and returns the batches that it has to wait for."""
         use = _Use(self._written(batch), _copied(batch))
         waits_for = [
             other
@@ -96,21 +99,21 @@ T = TypeVar("T")
 
 
 class BatchAheadFailed(Exception):
-    """A forward did not run, as another one failed to write pages that its batch reads."""
+    """A forward did not run, because another forward failed to write pages that its batch reads."""
 
 
 class InFlightForwards(Generic[K, T]):
-    """Runs at most ``most`` forwards at once, which the caller ensures. One thread calls all its methods.
+    """Runs forwards, of which the caller launches at most ``most`` at once. One thread calls all methods.
 
-    The forwards run while that thread goes on (``overlap``). Their threads are daemons: at its end Python waits for
-    the threads of an executor, and one can hang.
+    The forwards run while that thread goes on (``overlap``). Their threads are daemons: Python would wait at its end
+    for the threads of an executor, and one may hang.
     """
 
     overlap = True
     called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads``: the number of torch's threads in each forward's thread; without it, each would use all cores."""
+        """``threads``: the number of torch's threads in each forward's thread, which would otherwise use all cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
@@ -125,7 +128,7 @@ class InFlightForwards(Generic[K, T]):
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 
-        Threads take forwards in the order of their launch, so that one never waits for another that waits for a thread.
+        Threads take forwards in the order of launch, so that no forward waits for one that has no thread yet.
         """
         ahead = [self._away[other] for other in self._ahead.add(key, batch)]
         done: Future[T] = Future()

@@ -1,8 +1,8 @@
 """The stages of a device map: the locks that order batches in them, and the copies between devices.
 
-On the default stream of a source GPU, the copy of a batch would wait until that GPU has computed the next batch; on a
-stream of its own both run at the same time. A thread runs the model's whole forward; hooks on the modules of the device
-map take the locks of the stages, so that no model's code is cut.
+Copies have their own streams: on the default stream of the source GPU, the copy of a batch would wait until that GPU
+has computed the next batch. One thread runs the model's whole forward; hooks on the modules of the device map take the
+locks of the stages, so the model's code need not be split.
 
 With ``serial_python`` only one thread runs Python at a time, until it waits for the next stage or for its device. torch
 releases the interpreter lock in every operation: threads that compete for it wake each other each time, and a stage's
@@ -31,7 +31,7 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes. They need not follow each other: a tied head is with the embedding.
+    """The modules that one device computes. They need not be consecutive: a tied head is on the embedding's device.
 
     ``finish`` returns when the device has completed this thread's work.
     """
@@ -49,7 +49,7 @@ def read_stages(model: transformers.PreTrainedModel) -> tuple[Stage, ...]:
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():
         try:
             module = model.get_submodule(name)
-        except AttributeError:  # a parameter by itself belongs to the stage of the module around it
+        except AttributeError:  # a single parameter belongs to the stage of the module around it
             continue
         modules_on.setdefault(computing_device(module, place), []).extend(_called(module))
     devices = {name: _device(modules) for name, modules in modules_on.items()}
@@ -82,7 +82,10 @@ def _device(modules: list[nn.Module]) -> torch.device:
 
 
 class Transfers:
-    """Has two streams per GPU, for copies and for work on outputs; none if there is only one GPU."""
+    """Copies tensors between devices.
+
+    Has two streams per GPU, for copies and for work on outputs; none for a single GPU.
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         gpus = [device for device in devices if device.type == "cuda"]
@@ -96,7 +99,7 @@ class Transfers:
     def bring(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Returns a module's arguments with their tensors on ``device``; None if they can stay as they are."""
+        """Returns a module's arguments with all tensors on ``device``; None if all are there already."""
         if device not in self._streams:
             return None
         return self._moved(args, device), self._moved(kwargs, device)
@@ -112,11 +115,12 @@ class Transfers:
         return value
 
     def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Needs no wait for the source: a batch leaves a stage only after the stage's GPU has computed it."""
+        """Copies a tensor without waiting for its source: a batch leaves a stage only after the stage's GPU has
+        computed it."""
         source, target = self._streams[value.device], self._streams[device]
         with torch.cuda.stream(source), torch.cuda.stream(target):
             copied = value.to(device, non_blocking=True)
-        # The allocator must not reuse either block before both streams are done with it.
+        # The allocator must not reuse either memory block before both streams are done with it.
         value.record_stream(source)
         user = torch.cuda.current_stream(device)
         copied.record_stream(user)
@@ -130,8 +134,8 @@ T = TypeVar("T")
 class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
-    Each thread has ``threads`` of torch's. ``serial_python`` is not for models whose code waits for a device midway:
-    all other forwards would wait too.
+    Each thread has ``threads`` threads of torch. ``serial_python`` does not suit models whose code waits for a device
+    midway: all other forwards would wait, too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -173,7 +177,10 @@ class Pipeline:
 
 
 class _StagePosition:
-    """The stage of one forward. It never holds two stages, nor the Python lock while it waits: none deadlocks."""
+    """The stage of one forward.
+
+    To avoid deadlocks, a forward never holds two stages, nor the Python lock while it waits.
+    """
 
     def __init__(self, python: FairLock | None) -> None:
         self._stage: Stage | None = None
@@ -187,12 +194,12 @@ class _StagePosition:
         self.leave()
         self._stage_lock.enter_context(stage.lock)
         self._stage = stage
-        # Not before: a model's inputs go to its first device, where they wait for the batch that is there.
+        # Only now: a model's inputs go to its first device, and wait there for the batch before.
         if self._python is not None:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Frees the stage for the next forward, once the device is done: queued work would delay the next forward."""
+        """Frees the stage for the next forward, after the device is done: queued work would delay that forward."""
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():

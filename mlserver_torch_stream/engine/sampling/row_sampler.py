@@ -1,8 +1,8 @@
-"""Holds the sampling state of one sequence: the changes of its logits, and its random numbers, which a hash makes.
+"""Holds the sampling state of one sequence: the changes of its logits, and its random numbers, which a hash computes.
 
-The changes are bias, penalties, bad words, minimum length and rules of the model. A row's noise depends on its own
-counters only, so it is the same alone, in any batch and on any device; the hash is splitmix64, whose finaliser passes
-the usual test batteries.
+The changes are bias, penalties, bad words, minimum length and rules of the model. A row's noise depends only on its own
+counters, so it is the same alone, in any batch and on any device. The hash is splitmix64, whose finaliser passes the
+usual tests of randomness.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _Floats = np.ndarray[Any, np.dtype[np.float32]]
 NO_IDS: _Ids = np.zeros(0, dtype=np.int64)
 NO_FLOATS: _Floats = np.zeros(0, dtype=np.float32)
 NO_TOKEN = -1
-FEW = 128  # tokens: a row that is allowed fewer is sampled from a table of them
-_BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1  # of each byte of a mask
+FEW = 128  # a row with fewer allowed tokens is sampled from a table of these tokens
+_BITS = (np.arange(256)[:, None] >> np.arange(8)) & 1  # the bits of each byte of a mask
 _CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """The changes of a row, in this order.
+    """The changes of a row's logits, applied in this order.
 
     ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, a negative
     one is multiplied by it; then ``subtracted`` is subtracted. With ``forced`` or ``allowed`` all other ids get -inf.
@@ -50,8 +50,9 @@ class RowEdits:
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
     """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    None if the mask allows ``FEW`` tokens or more, or if the row has other changes. Of ``FEW`` tokens the last one
-    would have noise of its own, while in a whole row it is the tail beyond the candidates (``candidates.py``).
+    None if the mask allows ``FEW`` tokens or more, or if the row has other changes. With exactly ``FEW`` tokens the
+    last one would have its own noise, while in a whole row it belongs to the tail beyond the candidates
+    (``candidates.py``).
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
         return None
@@ -99,7 +100,7 @@ def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
         return
     width = work.shape[1]
     if work.device.type == "cpu":
-        for row, mask in allowed.items():  # four times as fast as unpacked bits that say where -inf goes
+        for row, mask in allowed.items():  # four times as fast as unpacking bits that say where -inf goes
             logits = work[row].numpy()
             np.minimum(logits, _CEILINGS.take(mask, axis=0).ravel()[:width], out=logits)
         return
@@ -127,7 +128,8 @@ def _sent(like: torch.Tensor, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """The fields are transformers' ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``, ``forced_…``."""
+    """The model's own rules: transformers' ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``,
+    ``forced_…``."""
 
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
@@ -155,21 +157,21 @@ class RowRules:
         self._suppressed = {1 if rules.forced_bos and prompt == 1 else 0: known(rules.suppressed_first)}
 
     def __bool__(self) -> bool:
-        """Whether any rule holds at any position."""
+        """Returns whether any rule holds at any position."""
         return bool(self._always) or any((*self._forced.values(), *self._suppressed.values()))
 
     def of(self, position: int) -> tuple[list[int], list[int]]:
-        """Returns the forced ids of the sequence's token ``position``, and the suppressed ones; both may be empty."""
+        """Returns the forced ids and the suppressed ids for the sequence's token ``position``; both may be empty."""
         return self._forced.get(position, []), self._always + self._suppressed.get(position, [])
 
 
 class LogitAdjuster:
     """The adjustments of one sequence, in transformers' order.
 
-    They are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties (generated
-    tokens), bad words, no ``end_ids`` before ``min_tokens``, and the model's own ``rules``, which need ``max_tokens``.
-    Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens that its constraint does not allow,
-    and takes precedence over tokens that the model's rules force.
+    The adjustments are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties
+    (generated tokens), bad words, the exclusion of ``end_ids`` before ``min_tokens``, and the model's own ``rules``,
+    which need ``max_tokens``. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens that its
+    constraint does not allow, and takes precedence over tokens that the model's rules force.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class LogitAdjuster:
 
     @property
     def only_token(self) -> int | None:
-        """The token that the constraint forces; None where there is a choice, or where that token is banned."""
+        """The token that the constraint forces; None if there is a choice, or if that token is banned."""
         if self.matcher is None or not self.matcher.forced:
             return None
         forced, _ = self._forced_and_banned()
@@ -223,7 +225,7 @@ class LogitAdjuster:
 
     def _forced_and_banned(self) -> tuple[Sequence[int], Sequence[int]]:
         forced, banned = self._rules.of(self._accepted)
-        if self.matcher is None and forced:  # the model's rules leave no other token
+        if self.matcher is None and forced:  # the model's rules allow no other token
             return forced, banned
         banned = [*banned, *(self._bad_words.banned() if self._bad_words is not None else ())]
         banned += self._end_ids if self._accepted < self._min_tokens else []
@@ -231,7 +233,7 @@ class LogitAdjuster:
         return [token_id for token_id in next_forced if token_id not in banned], banned
 
     def edits(self) -> RowEdits | None:
-        """Returns the changes that the sequence's next logits get before sampling; None: they stay as they are."""
+        """Returns the changes of the sequence's next logits before sampling; None: no change."""
         if self.never_edits:
             return None
         forced, banned = self._forced_and_banned()
@@ -252,7 +254,7 @@ def _bias(bias: Mapping[int, float], vocab_size: int) -> tuple[Any, Any]:
 
 
 class _SeenTokens:
-    """The distinct ids so far, and how often the sequence has generated each."""
+    """The distinct ids so far, and how often the sequence has generated each id."""
 
     def __init__(self, prompt_ids: Iterable[int], vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -273,13 +275,13 @@ class _SeenTokens:
         self._counts[slot] += 1
 
     def arrays(self) -> tuple[Any, Any]:
-        """Ids int64 [m] and counts float32 [m], valid until the next ``add``."""
+        """Returns ids, int64 [m], and counts, float32 [m], which are valid until the next ``add``."""
         used = len(self._slot)
         return self._ids[:used], self._counts[:used]
 
 
 class _BadWords:
-    """Bans the last id of a bad word while the ids before it are the last ones of prompt and answer."""
+    """Bans the last id of a bad word while the ids before it are the newest ids of prompt and answer."""
 
     def __init__(
         self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]
@@ -309,7 +311,7 @@ _LARGEST = 1.0 - 2.0**-24  # the float32 below 1: log1p(-u) stays finite
 
 
 def _signed(value: int) -> int:
-    """Returns the same 64 bits as two's complement, as torch has no unsigned type."""
+    """Returns the same 64 bits as two's complement, because torch has no unsigned type."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -336,7 +338,7 @@ def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
     bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[0])).mul_(_signed(_MULTIPLIERS[0]))
     bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[1])).mul_(_signed(_MULTIPLIERS[1]))
     bits = bits.bitwise_xor_(_shift(bits, _SHIFTS[2]))
-    # log1p of a small number keeps the resolution that rare tokens need; log of a number close to 1 would not.
+    # log1p of a small number has the resolution that rare tokens need; log of a number close to 1 does not.
     uniform = _shift(bits, 1).float().mul_(_SMALLEST).clamp_(_SMALLEST, _LARGEST)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -350,9 +352,9 @@ class RowSampler:
     """One sequence's sampling state. 0 turns ``top_k`` and ``min_p`` off, 1 turns ``top_p`` and ``typical_p`` off.
 
     ``adjuster`` changes the logits first. ``seed`` is any integer, taken modulo 2**64. ``sample_index`` is the
-    sequence's number among the n of its request, so that they differ under one seed. A row that ``takes_argmax`` gets
-    the first of its largest logits and no log-probability; one that is ``drawn_unchanged`` is drawn from its logits as
-    they are, without a log-probability.
+    sequence's number among the n sequences of its request: these differ under one seed. A row that ``takes_argmax``
+    gets the first of its largest logits and no log-probability; a row that is ``drawn_unchanged`` is drawn from its
+    unchanged logits, without a log-probability.
     """
 
     def __init__(
@@ -360,7 +362,7 @@ class RowSampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.adjuster = adjuster
-        self.matcher = adjuster.matcher  # of the sequence's constraint; None without a constraint
+        self.matcher = adjuster.matcher  # None without a constraint
         self.greedy = params.greedy
         self.temperature = params.temperature
         self.top_k = params.top_k if 0 < params.top_k < vocab_size else 0
@@ -377,7 +379,7 @@ class RowSampler:
 
     @property
     def only_token(self) -> int | None:
-        """The next token, where it is known without logits."""
+        """The next token, if it is known without logits; otherwise None."""
         return None if self.wants_logprob else self.adjuster.only_token
 
     @property

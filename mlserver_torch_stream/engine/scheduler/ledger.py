@@ -1,4 +1,4 @@
-"""Keeps the ledger of a KV cache: which pages and which state slot each sequence has, and what is computed again."""
+"""Keeps the ledger of a KV cache: which pages and state slot each sequence has, and which are computed again."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TokenIds = Callable[[int, int], Sequence[int]]
 
 
 class SequencePages:
-    """The first ``computed`` tokens of a sequence are in its pages, or will be after the forwards in flight.
+    """The pages of one sequence. Its first ``computed`` tokens are in them, or will be after the forwards in flight.
 
-    The pool can find the first ``named`` of its full pages by their tokens; ``written`` of them are surely written.
-    A step's batch has the ``tables`` themselves: they do not change before its forward is back, and ``clear`` makes new
-    ones.
+    The pool can find the first ``named`` full pages by their tokens; the first ``written`` of these are known to be
+    written. A step's batch refers to the ``tables`` themselves: they do not change before its forward has returned, and
+    ``clear`` makes new tables.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds, salt: str | None = None) -> None:
@@ -35,7 +35,7 @@ class SequencePages:
         self._digests: list[bytes] = []
         self.tables = tuple(array("i") for _ in spec.groups)
         self._slides = any(group.span is not None for group in spec.groups)
-        self._first = [0] * len(spec.groups)  # the entries of a table before it are given back
+        self._first = [0] * len(spec.groups)  # entries of a table before this one are given back
         self.computed = 0
         self.named = self.written = 0
 
@@ -52,7 +52,8 @@ class SequencePages:
     # --- finding ---
 
     def look_up(self, tokens: int) -> int:
-        """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens gained.
+        """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens in
+        them.
 
         A windowed group needs only the pages that the next token sees.
         """
@@ -60,7 +61,7 @@ class SequencePages:
         if not self._pool.finds or self.computed % size:
             return 0
         begun = best = self.computed // size
-        runs = [begun - first for first in self._first]  # of successive pages up to the present one
+        runs = [begun - first for first in self._first]  # numbers of consecutive pages up to the current one
         for index in range(begun, tokens // size):
             digest = self._digest(index)
             for group, layers in enumerate(self._spec.groups):
@@ -102,7 +103,7 @@ class SequencePages:
         return self._digests[index]
 
     def find_scores(self, page_scores: PageScores, scores: list[TokenLogprob], top: int, tokens: int) -> None:
-        """Adds the scores that are kept of the pages of the first ``tokens``, as far as they follow ``scores``."""
+        """Adds to ``scores`` the kept scores of the next pages, within the first ``tokens``."""
         size = self._spec.page_size
         for index in range(len(scores) // size, tokens // size) if self._pool.finds else ():
             kept = page_scores.find(self._digest(index), top)
@@ -111,7 +112,7 @@ class SequencePages:
             scores += kept[len(scores) - index * size :]
 
     def keep_scores(self, page_scores: PageScores, scores: Sequence[TokenLogprob], top: int, start: int) -> None:
-        """Keeps the scores of the pages that end after token ``start``."""
+        """Stores the scores of the pages that end after token ``start``."""
         size = self._spec.page_size
         for index in range(start // size, len(scores) // size) if self._pool.finds else ():
             page_scores.keep(self._digest(index), scores[index * size : (index + 1) * size], top)
@@ -128,7 +129,7 @@ class SequencePages:
             self.named = index + 1
 
     def forget_unwritten(self) -> set[tuple[int, int]]:
-        """Takes the pages that a failed forward should have written out of the prefix cache, and returns them."""
+        """Removes from the prefix cache the pages that a failed forward should have written, and returns them."""
         size = self._spec.page_size
         pages = self.from_page(self.written, self.named)
         for group, page in pages:
@@ -137,6 +138,7 @@ class SequencePages:
         return pages
 
     def forget_all(self) -> None:
+        """Takes all pages of the sequence out of the prefix cache."""
         for group, page in self:
             self._pool.forget(group, page)
 
@@ -160,15 +162,15 @@ class SequencePages:
             self._first[group] = max(self._first[group], min(seen_from, len(table)))
 
     def lacking(self, end: int) -> list[int]:
-        """Returns how many pages of each group its tables lack for the tokens up to ``end``."""
+        """Returns how many pages of each group the tables lack for the tokens up to ``end``."""
         return [max(0, self._spec.pages(end) - len(table)) for table in self.tables]
 
     @property
     def has_room(self) -> bool:
-        """Whether the next token needs no new page and no copy: it goes to pages that no other sequence holds.
+        """True if the next token needs no new page and no copy: it goes to pages that no other sequence holds.
 
-        False if the token is the last of its page, as a full page is added to the prefix cache; and for models with
-        sliding windows, as the step may give a page back.
+        False if the token is the last of its page, because a full page is added to the prefix cache; and for models
+        with sliding windows, because the step may give a page back.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
         if self._slides or not 0 < offset < self._spec.page_size - 1:
@@ -183,12 +185,12 @@ class SequencePages:
         return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
 
     def _is_shared(self, group: int) -> bool:
-        """Whether another sequence holds the page that the next token is written to."""
+        """Returns whether another sequence holds the page to which the next token is written."""
         index, table = self.computed // self._spec.page_size, self.tables[group]
         return index < len(table) and self._pool.holders(group, table[index]) > 1
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
-        """Takes the pages for the tokens up to ``end``, and replaces a shared page that the next token goes to.
+        """Takes the pages for the tokens up to ``end``, and replaces a shared page to which the next token is written.
 
         Returns the copies that the step makes first: (group, source page, target page).
         """
@@ -206,6 +208,7 @@ class SequencePages:
         return copies
 
     def grow(self, end: int) -> None:
+        """Takes the pages that the tables lack for the tokens up to ``end``. Replaces no shared page."""
         for group, lacking in enumerate(self.lacking(end)):
             self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
 
@@ -222,7 +225,7 @@ class SequencePages:
         return twin
 
     def clear(self) -> None:
-        """Gives all pages back, the last one first: the pool evicts in this order, so a prefix stays longest."""
+        """Gives all pages back, the last page first: the pool evicts in this order, so the beginning stays longest."""
         for index in reversed(range(max(map(len, self.tables), default=0))):
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:
@@ -234,12 +237,12 @@ class SequencePages:
 
 @dataclass(eq=False, slots=True)  # a frozen dataclass takes three times as long to create
 class StepPart:
-    """A sequence's part of a step; ``input`` is what the forward gets of it.
+    """A sequence's part of a step; ``input`` is the part as the forward gets it.
 
-    ``samples`` are the sequences that get a token from the logits of this part. A chunk before the end of a prompt has
-    none, the last chunk has all ``n`` of the request, and a decoding sequence has itself. ``drafts`` are the guessed
-    tokens at the end of the part, which the step verifies. ``prefills``: the part is a chunk of a prompt, or of a
-    sequence that resumes after preemption.
+    ``samples`` are the sequences that get a token from this part's logits: none for a chunk before the end of a prompt,
+    all ``n`` sequences of the request for the last chunk, and the sequence itself while it decodes. ``drafts`` are the
+    guessed tokens at the end of the part, which the step verifies. ``prefills``: the part is a chunk of a prompt, or of
+    a sequence that resumes after preemption.
     """
 
     sequence: SequenceState
@@ -258,7 +261,7 @@ class StepPart:
 
     @property
     def sampled_row(self) -> int:
-        """Which of its rows of logits the first token is sampled from: those before it score the prompt."""
+        """The row of logits from which the first token is sampled; the rows before it score the prompt."""
         return self.input.wanted - 1 - len(self.drafts)
 
 
@@ -268,26 +271,26 @@ Order = tuple[int, int, int]  # priority, number of the admission, index in the 
 
 
 class ScheduledSequence:
-    """What the scheduler keeps of a sequence: its ``pages``, its place in the order, and its part of a step.
+    """The scheduler's state of a sequence: its ``pages``, its place in the order, and its part of a step.
 
-    ``forks`` are the sequences of its request that go on from the end of the prompt that this one computes.
+    ``forks`` are the sequences of its request that continue from the end of the prompt, which this sequence computes.
     """
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool, page_scores: PageScores) -> None:
         self.sequence = sequence
         self._page_scores = page_scores
-        self.request = sequence.request  # kept alive here: the sequence does not do that
+        self.request = sequence.request  # keeps the request alive: the sequence does not
         self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
         self.pages = SequencePages(spec, pool, sequence.token_ids, sequence.request.params.cache_salt)
         self.slot = NO_SLOT
         self.order: Order = (0, 0, 0)
-        self.part: StepPart | None = None  # planned, and not back from its forward
-        self.found = 0  # tokens of the prompt that the prefix cache had
+        self.part: StepPart | None = None  # planned, and its forward has not returned
+        self.found = 0  # prompt tokens found in the prefix cache
         self.admitted = False
         self.restarts = False  # it was admitted and has lost its pages
-        self.began_anew = False  # so tokens that the prefix cache has are no hits any more
-        self.copied = False  # a copy for it is not back from its forward: of a page, or of states
+        self.began_anew = False  # tokens found in the prefix cache no longer count as hits
+        self.copied = False  # a page or states are being copied for it in a forward that has not returned
 
     @property
     def computed(self) -> int:
@@ -300,9 +303,10 @@ class ScheduledSequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether its newest token is all that it needs computed.
+        """True if only its newest token is to be computed.
 
-        A sequence that has lost its pages resumes, even where the prefix cache has all but its last token.
+        False for a sequence that resumes after it has lost its pages, even if the prefix cache has all tokens but the
+        last.
         """
         return bool(self.sequence.tokens) and not self.restarts and self.left == 1
 
@@ -320,20 +324,20 @@ class ScheduledSequence:
         return any(self.pages.held) or self.slot != NO_SLOT
 
     def needed(self, limits: SchedulerLimits) -> list[int]:
-        """Returns how many more pages of each group it needs until all its tokens are computed."""
+        """Returns how many more pages of each group the sequence needs until all its tokens are computed."""
         tokens = self.sequence.length
         most = self._spec.most_pages(tokens, limits.chunk(tokens))
         return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
 
     def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
-        """Returns ``needed``, and the page of each group that each of its forks copies."""
+        """Returns ``needed`` plus one page of each group for each fork, which copies a page."""
         return [pages + len(self.forks) for pages in self.needed(limits)]
 
     def look_up(self) -> None:
-        """Takes the pages that the prefix cache has of all tokens but the last one, whose logits are needed.
+        """Takes pages from the prefix cache, for all tokens but the last one, whose logits are needed.
 
-        A prompt that is scored goes on from the page before its first token without a score: the logits of the token
-        before that one are needed.
+        A prompt that is scored continues from the page before its first token without a score, because the logits of
+        the token before that token are needed.
         """
         most, request = self.sequence.length - 1, self.request
         if request.unscored:
@@ -346,38 +350,38 @@ class ScheduledSequence:
             self.found += gained
 
     def add_scores(self, scores: Sequence[TokenLogprob]) -> None:
-        """Adds the next scores of the prompt, and keeps those of full pages."""
+        """Adds the next scores of the prompt, and stores those of full pages."""
         request = self.request
         first = len(request.scores)
         request.scores += scores
         self.pages.keep_scores(self._page_scores, request.scores, request.params.prompt_logprobs or 0, first)
 
     def advance(self, part: StepPart, tokens: int) -> None:
-        """Counts the first ``tokens`` of its part, whose forward is back, as computed."""
+        """Counts the first ``tokens`` of its part as computed, after the part's forward has returned."""
         self.part = None
         self.copied = False
         self.pages.computed = part.start + tokens
-        if part.drafts:  # those that are accepted may have filled pages
+        if part.drafts:  # accepted drafts may have filled pages
             self.pages.name(min(self.computed, self.sequence.length))
         self.pages.written = self.pages.named
 
 
 class PageLedger:
-    """What each sequence holds of the KV cache: its pages, and the slot of its states.
+    """Records what each sequence holds in the KV cache: its pages, and the slot of its states.
 
     A sequence loses all of it, and is computed again, if its forward failed, if the forward of a sequence whose pages
     it shares failed, or if another sequence needs its pages.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
-        """``finds`` is that of ``PagePool``."""
+        """``finds`` is passed to ``PagePool``."""
         self._whole_prompts = limits.whole_prompts
         self._spec = spec
         self._pool = PagePool(spec, limits.pages, limits.cache_bytes, limits.prefix_bytes, finds=finds)
         self._page_scores = PageScores()
         self._slots = list(range(limits.max_num_seqs)) if spec.state_bytes else []
         self._sequences: dict[SequenceState, ScheduledSequence] = {}
-        self.state_copies: list[tuple[int, int]] = []  # that the next step makes
+        self.state_copies: list[tuple[int, int]] = []  # copies of states that the next step makes
 
     @property
     def used_bytes(self) -> int:
@@ -400,7 +404,7 @@ class PageLedger:
         return scheduled
 
     def fork(self, scheduled: ScheduledSequence, sequence: SequenceState) -> ScheduledSequence:
-        """Adds a sequence that goes on from the tokens of ``scheduled``, in the same pages if there is memory."""
+        """Adds a sequence that continues from the tokens of ``scheduled``, in the same pages if there is memory."""
         twin = self.add(sequence)
         twin.began_anew = True
         if not self.fits_for(twin, [0] * len(self._spec.groups)):  # no bytes are left for its states
@@ -416,9 +420,9 @@ class PageLedger:
     def remove(
         self, sequences: Iterable[SequenceState], *, forget: bool
     ) -> tuple[list[ScheduledSequence], list[SequenceState]]:
-        """Takes back all that these sequences hold. With ``forget`` their pages cannot be found afterwards.
+        """Takes back the pages and slots of these sequences. With ``forget`` the pages cannot be found afterwards.
 
-        Returns them, and the sequences that are computed again, as they share pages that were not written.
+        Returns these sequences, and those that are computed again because they share pages that were not written.
         """
         leaving = [self._sequences.pop(each) for each in sequences if each in self._sequences]
         void = self._void(leaving)
@@ -431,23 +435,23 @@ class PageLedger:
     # --- computing again ---
 
     def is_void(self, part: StepPart) -> bool:
-        """Whether the result of a part is ignored: its sequence has left, or is computed again."""
+        """Returns whether the result of a part is ignored: its sequence has left, or is computed again."""
         scheduled = self._sequences.get(part.sequence)
         return scheduled is None or scheduled.part is not part
 
     def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
-        """Prepares parts whose forward failed for being tried again, each alone.
+        """Prepares the parts of a failed forward to be tried again, each alone.
 
-        Returns the sequences that are computed again instead: the result of their part, in this batch or in a later
-        one, is void. They share pages that were not written, or the batch had a copy for them, made or not.
+        Returns the sequences that are computed again instead; their part, in this batch or in a later one, is void.
+        They share pages that were not written, or the batch had a copy for them, whether it was made or not.
         """
         void = self._void([self._sequences[part.sequence] for part in parts if part.sequence in self._sequences])
         return [*void, *self.recompute(())]
 
     def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Computes sequences again whose forward failed. Returns all sequences whose parts are void now.
+        """Restarts sequences whose forward failed. Returns all sequences whose parts are void now.
 
-        Beside the given ones those are sequences that share their pages, and those with a copy in flight.
+        These are the given sequences, sequences that share their pages, and sequences with a copy in flight.
         """
         given = set(sequences)
         failed = [scheduled for each, scheduled in self._sequences.items() if each in given or scheduled.copied]
@@ -459,7 +463,7 @@ class PageLedger:
     def _void(self, failed: Sequence[ScheduledSequence]) -> list[SequenceState]:
         """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
 
-        They may have named further pages since, which other sequences share in turn.
+        Those may have named further pages since then, which other sequences share in turn.
         """
         found = [scheduled for scheduled in failed if scheduled.part is not None]
         sharing: dict[ScheduledSequence, None] = {}
@@ -473,7 +477,7 @@ class PageLedger:
         return [scheduled.sequence for scheduled in sharing]
 
     def doubt(self, parts: Iterable[StepPart], spoiled: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Computes sequences again that may have NaN from other sequences of their step, and returns them.
+        """Restarts sequences that may have got NaN from other sequences of their step, and returns them.
 
         ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
         pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
@@ -506,12 +510,13 @@ class PageLedger:
         return {*void, *(scheduled.sequence for scheduled in doubted)}
 
     def restart(self, scheduled: ScheduledSequence) -> None:
-        """Takes back all that a sequence holds; it is computed again."""
+        """Takes back all that a sequence holds, so that it is computed again."""
         self.clear(scheduled)
         scheduled.began_anew = True
         scheduled.restarts = scheduled.admitted
 
     def clear(self, scheduled: ScheduledSequence) -> None:
+        """Takes back all pages and the state slot of a sequence, and forgets its part of a step."""
         scheduled.part = None
         scheduled.copied = False
         scheduled.found = 0
@@ -525,11 +530,11 @@ class PageLedger:
     # --- pages and slots ---
 
     def fits(self, pages: Sequence[int]) -> bool:
-        """Whether so many pages of each group are free or cached."""
+        """Returns whether ``pages`` pages of each group are free or cached."""
         return self._pool.fits(pages)
 
     def fits_for(self, scheduled: ScheduledSequence, pages: Sequence[int], sequences: int = 1) -> bool:
-        """Whether so many pages are free or cached, and the state slots that the sequence and its forks lack."""
+        """Returns whether ``pages``, and the state slots that the sequence and its forks lack, are free or cached."""
         if not self._spec.state_bytes:
             return self._pool.fits(pages)
         slots = sequences - (scheduled.slot != NO_SLOT)
@@ -545,6 +550,7 @@ class PageLedger:
         return 0
 
     def take_slot(self, scheduled: ScheduledSequence) -> None:
+        """Gives a sequence a state slot, if the model keeps states and the sequence has none."""
         if self._spec.state_bytes and scheduled.slot == NO_SLOT:
             scheduled.slot = heapq.heappop(self._slots)
             self._pool.reserve(self._spec.state_bytes)

@@ -1,6 +1,6 @@
 """Keeps the scores of the tokens in pages of the prefix cache, so that a shared prefix is scored once.
 
-The score of a token depends on the tokens before it alone, and so the digest of its page finds it.
+The score of a token depends only on the tokens before it, so the digest of its page identifies it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from dataclasses import replace
 
 from mlserver_torch_stream.types import TokenLogprob
 
-# Log-probabilities, alternatives included: some 100 bytes each.
+# The most log-probabilities, alternatives included: about 100 bytes each.
 _MAX_LOGPROBS = 2**18
 
 
 class PageScores:
-    """The scores of full pages, each with the same number of alternatives in a page. The least recently used go."""
+    """The scores of full pages. All scores of a page have the same number of alternatives.
+
+    The least recently used are dropped.
+    """
 
     def __init__(self, max_logprobs: int = _MAX_LOGPROBS) -> None:
         self._max_logprobs = max_logprobs
@@ -32,7 +35,7 @@ class PageScores:
         return scores if kept == top else [replace(score, top=score.top[:top]) for score in scores]
 
     def keep(self, digest: bytes, scores: Sequence[TokenLogprob], top: int) -> None:
-        """Keeps the scores of all tokens of a page, unless it has them with as many alternatives."""
+        """Stores the scores of all tokens of a page, unless they are stored with at least as many alternatives."""
         kept, earlier = self._pages.get(digest, (-1, ()))
         if kept >= top:
             return

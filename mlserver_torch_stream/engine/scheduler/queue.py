@@ -21,13 +21,15 @@ from mlserver_torch_stream.types import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+    """The bounds of the scheduler.
 
-    ``token_budget`` bounds the prompt tokens and drafts of one step, ``beside_budget`` those of a step in which
-    sequences decode, which wait for its end; None: no bound. The newest token of a sequence that decodes does not
-    count, as it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least: where each
-    chunk is a separate forward, many short ones would delay the sequences that decode. With ``whole_prompts`` a step
-    takes one prompt at most, and takes it whole.
+    ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+
+    ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
+    sequences decode, because these wait for its end. None: no bound. The newest token of a sequence that decodes does
+    not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least:
+    where each chunk is a separate forward, many short ones would delay the sequences that decode. With
+    ``whole_prompts`` a step takes at most one prompt, and takes it whole.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
     """
@@ -43,17 +45,18 @@ class SchedulerLimits:
     beside_budget: int | None = None
 
     def budget(self, *, decodes: bool) -> float:
-        """Returns the prompt tokens and drafts of one step; ``decodes``: whether sequences decode in it."""
+        """Returns the most prompt tokens and drafts of one step; ``decodes``: sequences decode in it."""
         budgets = (self.token_budget, self.beside_budget if decodes else None)
         return min((each for each in budgets if each is not None), default=math.inf)
 
     def chunk(self, tokens: int) -> int:
-        """Returns the most of so many tokens that one step computes."""
+        """Returns how many of ``tokens`` prompt tokens one step computes at most."""
         return tokens if self.whole_prompts or self.token_budget is None else min(self.token_budget, tokens)
 
 
 def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
-    """Whether a request of ``sequences`` of ``final`` tokens could run on an idle engine to its last token.
+    """Returns whether a request with ``sequences`` sequences of ``final`` tokens could run on an idle engine to its
+    end.
 
     The sequences share the full pages of the prompt.
     """
@@ -75,21 +78,21 @@ def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: in
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Times are in seconds. None means no limit."""
+    """The limits of the queue and of times. Times are in seconds. None means no limit."""
 
     max_queued_requests: int = 256  # waiting requests
     max_queued_tokens: int | None = None  # of the prompts of waiting requests
     queue_timeout: float | None = None  # from submit to the start of the prefill
     request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
-    step_timeout: float | None = None  # for the forward of up to ``chunk`` tokens
+    step_timeout: float | None = None  # for a forward of up to ``chunk`` tokens
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
-        """Returns the seconds that a forward of so many tokens may take: the timeout for each ``chunk`` in it."""
+        """Returns the seconds that a forward of ``tokens`` may take: the timeout once for each ``chunk`` in it."""
         return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
-# How many later requests may be admitted before one that does not fit yet. Then all requests wait for that one.
+# How many later requests may be admitted before a request that does not fit yet. After that all requests wait for it.
 _MAX_OVERTAKEN = 16
 _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short one
 
@@ -97,9 +100,10 @@ _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short
 class FairQueue:
     """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A request's tag is the virtual time plus its work (the tokens that it can need) times the number of requests that
-    its client has in the queue; the lowest tag goes first. So a short request passes earlier long ones, and a client
-    that floods the queue passes no other. The virtual time grows with each admission, so no request waits for ever.
+    A request's tag is the virtual time plus its work (the most tokens that it can need) times the number of its
+    client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier long
+    ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no request
+    waits for ever.
     """
 
     def __init__(self) -> None:
@@ -120,15 +124,17 @@ class FairQueue:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
-        """Whether a request of a higher priority, which is a lower number, waits."""
+        """Returns whether a request of a higher priority, which is a lower number, waits."""
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
+        """Adds a request. Its place follows from its work and from how many requests its client has in the queue."""
         self._backlog[request.input.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
 
     def remove(self, request: RequestState) -> None:
+        """Removes a request from the queue."""
         del self._tags[request]
         self._overtaken.pop(request, None)
         self.tokens -= len(request.prompt)
@@ -139,7 +145,7 @@ class FairQueue:
     def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
         """Removes and returns the first request that ``fits``.
 
-        Returns None if there is none, or if an earlier request was overtaken too often.
+        Returns None if no request fits, or if an earlier request was overtaken too often.
         """
         passed: list[RequestState] = []
         for request in islice(self, _MAX_TRIED):
@@ -175,13 +181,14 @@ class ServiceRate:
 
 
 Refusal = Callable[[int, int, int], str | None]
-"""Returns why a request of (sequences, prompt tokens, tokens at the end) can never run; None if it can."""
+"""A callable that gets (sequences, prompt tokens, final tokens), and returns why such a request can never run, or None.
+"""
 
 
 class Admission:
-    """Its checks raise InvalidInput, which names the field, or QueueFull.
+    """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
 
-    It counts the requests that are in the engine's inbox: they are submitted, and the batcher has not accepted them.
+    It counts the requests in the engine's inbox: those that are submitted but not yet accepted by the batcher.
     """
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
@@ -213,7 +220,7 @@ class Admission:
     def check_prompt(
         self, request: EngineRequest, prompt_ids: Sequence[int], tokens: int, refusal: Refusal, *, whole: bool
     ) -> None:
-        """Checks a request whose prompt has ``tokens`` so far, of which ``prompt_ids`` are new."""
+        """Checks a request whose prompt has ``tokens`` tokens so far, of which ``prompt_ids`` are new."""
         self._check_length(tokens, whole)
         self._check_ids(prompt_ids)
         self._check_size(request, tokens, refusal)

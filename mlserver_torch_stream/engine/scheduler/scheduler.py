@@ -1,6 +1,6 @@
 """Schedules the work of each step: which sequences decode, which chunks of prompts run beside them, and in which pages.
 
-Decides and returns the work; it imports no torch, runs nothing and reads no clock.
+It decides and returns the work. It imports no torch, runs nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
 Drafts = Callable[[SequenceState, int], Sequence[int]]
-"""Returns the tokens that are likely to follow a sequence, when so many sequences decode; none is fine."""
+"""A callable that guesses the next tokens of a sequence while a number of sequences decode; it may return none."""
 
-# Tokens that each running sequence shall have pages for when a prompt is admitted. 150 requests of some 60 tokens, at
-# most 32 at a time, in pages of 16 that are full: 0 leads to 32 preemptions in 206 steps, 8 to none in 224, 16 to none
-# in 245.
+# Each running sequence must have pages for so many further tokens when a prompt is admitted. Measured with 150 requests
+# of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206 steps, 8 gave
+# none in 224 steps, 16 gave none in 245 steps.
 _SOON = 8
-# Rows of logits of prompts that a step scores: 256 of 150,000 tokens are 150 MB in float32.
+# The most rows of logits of prompts that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
 _MAX_SCORED_ROWS = 256
 
 
@@ -34,7 +34,7 @@ _MAX_SCORED_ROWS = 256
 class StepPlan:
     """The parts of one step, in the order of the sequences of their batch. An empty plan has nothing to run.
 
-    ``prompt_tokens`` are those of all chunks of prompts and of sequences that resume.
+    ``prompt_tokens`` counts the tokens of all chunks of prompts and of sequences that resume.
     """
 
     parts: tuple[StepPart, ...] = ()
@@ -53,12 +53,12 @@ class StepPlan:
 
 
 class StepDraft:
-    """Has ``left`` tokens of the budget. Keeps the parts in their order, and the sequences that decode."""
+    """A step while it is planned: ``left`` tokens of the budget, the parts in order, and the sequences that decode."""
 
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: int | None = None
     ) -> None:
-        """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds the tokens of prompts alone."""
+        """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of prompts."""
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
@@ -79,9 +79,9 @@ class StepDraft:
         return min(self.left, self._prompts_left, self._rows_left) > 0
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
-        """Returns how many of a prompt's next tokens the step takes. A chunk ends with a page if it can.
+        """Returns how many of a prompt's next tokens the step takes. If possible a chunk ends at the end of a page.
 
-        Then the next chunk may find its first page in the prefix cache, if another sequence has computed that page.
+        Then the next chunk may find its first page in the prefix cache, if another sequence has computed it.
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
@@ -113,6 +113,7 @@ class StepDraft:
             self._prompts_left -= weight
 
     def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
+        """Adds drafts to the part of a sequence that decodes in this step."""
         part = self._parts[scheduled]
         part.drafts = tuple(drafts)
         part.input.token_ids = [*part.input.token_ids, *drafts]
@@ -120,6 +121,7 @@ class StepDraft:
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
+        """Returns the finished plan, with the copies that its batch makes first."""
         if not self._parts:
             return StepPlan()
         parts = tuple(self._parts.values())
@@ -130,26 +132,26 @@ class StepDraft:
 class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
-    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by
-    admission, then by their index in the request.
+    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by admission, then by
+    their index in the request.
 
-    One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan
-    ``advance(part, tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens
-    verify the drafts of a part, so a part with drafts advances after its sequence has accepted them.
+    One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
+    tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens verify the drafts of
+    a part, so a part with drafts advances after its sequence has accepted them.
 
-    A sequence takes pages from the admitted sequences after it: the last one is preempted, and computed again when its
-    pages are free. So the first one always advances. The parts of a batch are in an order too: a part may read pages
-    that one before it, or a batch before it, writes.
+    A sequence may take pages from admitted sequences after it: the last one is preempted, and computed again when there
+    are pages. So the first sequence always advances. The order of the parts in a batch matters, too: a part may read
+    pages that an earlier part, or an earlier batch, writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
         """``drafts`` guesses the next tokens of a sequence.
 
-        A model with states, or one that takes prompts whole, cannot go on from pages alone: it gets no drafts and has
-        no prefix cache.
+        A model with states, or one that takes prompts whole, cannot continue from pages alone: it gets no drafts and no
+        prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
-        finds = goes_on and limits.prefix_bytes > 0  # else not even prompts beside each other share pages
+        finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
         self.limits = limits
         self.ledger = PageLedger(limits, spec, finds=finds)
         self.waiting = FairQueue()
@@ -157,7 +159,7 @@ class Scheduler:
         self._admissions = count()
         self._spec = spec
         self.preemptions = 0  # since the start
-        self.hit_tokens = 0  # of prompts, found in the prefix cache, since the start
+        self.hit_tokens = 0  # prompt tokens found in the prefix cache since the start
         self._drafts = drafts if goes_on else None
 
     # --- arrival and departure ---
@@ -172,6 +174,7 @@ class Scheduler:
         )
 
     def add(self, request: RequestState) -> None:
+        """Puts a request into the queue."""
         first, *forks = request.sequences
         self.ledger.add(first).forks = tuple(forks)
         self.waiting.add(request)
@@ -180,7 +183,7 @@ class Scheduler:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
 
         With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
-        computed again, as they share pages that were not written: the result of their part is void.
+        computed again because they share pages that were not written: their part is void.
         """
         leaving, void = self.ledger.remove(sequences, forget=forget)
         for scheduled in leaving:
@@ -205,9 +208,10 @@ class Scheduler:
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = (), prompt_budget: int | None = None) -> StepPlan:
-        """Plans the next step. Takes no sequence of ``busy``, those of batches in flight, and leaves their pages.
+        """Plans the next step. Sequences of ``busy``, which are in flight, are left out and keep their pages.
 
-        ``prompt_budget`` bounds the prompt tokens of the step, beside the bounds of the limits; None: they alone do.
+        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None: only the limits bound
+        them.
         """
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)
@@ -232,7 +236,7 @@ class Scheduler:
 
     def _take(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
         """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
-        if decodes and scheduled.pages.has_room:  # as most steps of most sequences
+        if decodes and scheduled.pages.has_room:  # the case of most sequences in most steps
             draft.add(scheduled, 1, decodes=True)
             return
         scheduled.pages.drop_passed()
@@ -253,11 +257,12 @@ class Scheduler:
         if not draft.takes_prompts or (scheduled.restarts and not self._may_restart(scheduled)):
             return
         scheduled.look_up()
-        # Also where the prefix cache has all but its last token: the step was begun without it as one that decodes.
+        # Also if the prefix cache has all tokens but the last: this step has not counted it among those that decode.
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
-        """Whether a preempted sequence may begin again: its pages are free, or no sequence before it holds any.
+        """Returns whether a preempted sequence may begin again: its pages are free, or no sequence before it holds
+        pages.
 
         Otherwise it would be preempted again and again.
         """
@@ -283,7 +288,7 @@ class Scheduler:
     # --- admission ---
 
     def _admit_all(self, draft: StepDraft, busy: Busy, below: float = math.inf) -> None:
-        """Admits requests with a priority number ``below`` this one as long as the step takes prompts."""
+        """Admits requests with a priority number below ``below`` as long as the step takes prompts."""
         admitted = True
         while admitted and draft.takes_prompts:
             admitted = self._admit(draft, busy, below)
@@ -297,7 +302,7 @@ class Scheduler:
             return False
         reserved = self._reserved()
         if not self.ledger.fits(reserved):
-            return False  # now: a long queue would be looked up in the prefix cache for nothing
+            return False  # before the queue's prompts are looked up in the prefix cache in vain
 
         def fits(request: RequestState) -> bool:
             if request.params.n > places or request.input.priority >= below:
@@ -317,7 +322,7 @@ class Scheduler:
         insort(self.admitted, scheduled, key=lambda each: each.order)
 
     def _prompt_fits(self, scheduled: ScheduledSequence, reserved: list[int]) -> bool:
-        """Whether there are pages for the whole prompt, beside the pages that it shares and the reserved ones."""
+        """Returns whether there are pages for the whole prompt, beside its shared pages and the reserved pages."""
         scheduled.look_up()
         needed = _added(scheduled.needed_with_forks(self.limits), reserved)
         if self.ledger.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
@@ -327,7 +332,7 @@ class Scheduler:
 
     @property
     def _places(self) -> int:
-        """How many more sequences may be admitted."""
+        """The number of further sequences that may be admitted."""
         return self.limits.max_num_seqs - sum(1 + len(scheduled.forks) for scheduled in self.admitted)
 
     @property
@@ -336,9 +341,9 @@ class Scheduler:
         return min((scheduled.priority for scheduled in self.admitted if scheduled.restarts), default=math.inf)
 
     def _soon_needed(self) -> list[int]:
-        """Returns the pages of each group that running sequences need soon.
+        """Returns how many pages of each group running sequences need soon.
 
-        They are not preempted for a request that is admitted.
+        They are reserved, so that admitting a request does not soon preempt a running sequence.
         """
         pages = math.ceil(self.running_sequences * min(1.0, _SOON / self._spec.page_size))
         return [pages] * len(self._spec.groups)
@@ -354,9 +359,9 @@ class Scheduler:
     # --- preemption ---
 
     def _preempt(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy) -> int:
-        """Preempts sequences after this one until it can have one page, or those of a prompt that is taken whole.
+        """Preempts later sequences until this one can have a page, or all pages of a prompt that is taken whole.
 
-        Returns how many of the next ``tokens`` can have pages then.
+        Returns for how many of the next ``tokens`` there are pages then.
         """
         size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
@@ -369,7 +374,8 @@ class Scheduler:
         return least
 
     def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
-        """Returns the last sequence after this one that holds pages, and is neither in this step nor in flight."""
+        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight; None if
+        none is."""
         after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)
@@ -377,13 +383,13 @@ class Scheduler:
     # --- after the forward ---
 
     def add_scores(self, part: StepPart, scores: Sequence[TokenLogprob]) -> None:
-        """Adds the scores of a part that has advanced, the next ones of its prompt."""
+        """Adds the scores of a part that has advanced. They are the next scores of its prompt."""
         self.ledger[part.sequence].add_scores(scores)
 
     def advance(self, part: StepPart, tokens: int) -> bool:
-        """Counts the first ``tokens`` of a part as computed: ``part.count``, or less where drafts were rejected.
+        """Counts the first ``tokens`` of a part as computed: ``part.count``, or fewer if drafts were rejected.
 
-        Returns False if the part is void. After the end of a prompt the other sequences of its request go on from
+        Returns False if the part is void. After the end of a prompt the other sequences of its request continue from
         there.
         """
         if self.ledger.is_void(part):

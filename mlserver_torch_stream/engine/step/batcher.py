@@ -15,7 +15,7 @@ from mlserver_torch_stream.errors import InvalidInput
 
 logger = logging.getLogger(__name__)
 
-# An engine that dies more often than this stays dead: a new batcher does not remove the cause.
+# An engine that dies more often than this stays dead, because a new batcher does not remove the cause.
 _MAX_DEATHS = 3
 _DEATHS_WITHIN = 600.0  # seconds
 
@@ -30,7 +30,7 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 def check_unscored(request: EngineRequest, what: str) -> None:
-    """Raises InvalidInput for a request whose prompt is scored, or that asks for no token. ``what`` cannot do it."""
+    """Raises InvalidInput for a request that scores its prompt or asks for no token, which ``what`` cannot do."""
     if request.sampling.prompt_logprobs is not None:
         raise InvalidInput(PROMPT_LOGPROBS, f"is not implemented for {what}")
     if request.sampling.max_tokens == 0:
@@ -58,22 +58,29 @@ class Batcher(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Why it takes no requests now; None if it does. From any thread."""
+        """Why it takes no requests now; None if it takes them. Any thread may read it."""
         return None
 
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
-        """``wake`` makes the engine's thread step; a batcher whose tokens come from elsewhere calls it."""
+        """Sets ``wake``, which makes the engine's thread step.
+
+        A batcher whose tokens come from another process calls it.
+        """
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds of work up to the end of a step that lasted so long, for the estimate of waits."""
+        """Returns the seconds of work in a step from ``began`` to ``ended``, for the estimate of waits."""
         return ended - began
 
     def end_step(self, error: BaseException) -> bool:
-        """Ends the work that does not return, of which the engine dies then. False: nothing but the process can."""
+        """Ends the work that does not return; the engine then dies of ``error``.
+
+        Returns False if only the process can end it.
+        """
         return False
 
     @abstractmethod
-    def add(self, request: RequestState) -> None: ...
+    def add(self, request: RequestState) -> None:
+        """Takes a request that the engine has accepted; a later step begins it."""
 
     @abstractmethod
     def evict(self, requests: Sequence[RequestState]) -> None:
@@ -87,9 +94,10 @@ class Batcher(ABC):
         """
 
     def others_stepped(self) -> None:  # noqa: B027 most batchers do not time their steps
-        """Another engine has had the device since the last step."""
+        """Records that another engine has used the device since the last step."""
 
     def stats(self) -> EngineStats:
+        """Returns the latest published counters and gauges."""
         return self._stats
 
     def count(self, **more: float) -> None:
@@ -102,11 +110,14 @@ class Batcher(ABC):
         self._stats = EngineStats(**self._counts, **gauges)
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
-        """Returns when no forward of it runs any more. It is not stepped again."""
+        """Returns when none of its forwards runs any more. It is not stepped afterwards."""
 
 
 class BatcherReplacement:
-    """Makes new batchers with ``rebuild`` for an engine whose thread has died. None: it makes none."""
+    """Makes new batchers with ``rebuild`` for an engine whose thread has died.
+
+    If ``rebuild`` is None, it makes none.
+    """
 
     def __init__(self, rebuild: Callable[[], Batcher] | None) -> None:
         self._rebuild = rebuild

@@ -41,11 +41,11 @@ class _LogitsRow:
 
 @dataclass(eq=False, slots=True)
 class StepResult:
-    """The ``logits`` of the parts that were computed, and the tokens that a step gives its sequences, which hold them.
+    """The result of a step: the ``logits`` of the parts that were computed, and which tokens their sequences have got.
 
-    ``rows`` says of each part that was computed where its rows of the logits begin; ``failures`` are the errors of the
-    others. ``tokens_before`` says of each sequence with new tokens how many it had before the step. ``verified`` says
-    of each part with drafts how many of its tokens count: all but the rejected drafts. The logits of ``spoiled``
+    ``rows`` maps each computed part to the first of its rows in the logits; ``failures`` maps each failed part to its
+    error. ``tokens_before`` maps each sequence with new tokens to the number it had before the step. ``verified`` maps
+    each part with drafts to the number of its tokens that count: all but the rejected drafts. The logits of ``spoiled``
     sequences hold NaN, and so may their pages: they get no token from that row, and have not ended.
     """
 
@@ -98,19 +98,23 @@ class StepResult:
 
 
 def no_result() -> StepResult:
+    """Returns the result of a step in which no sequence was computed."""
     return StepResult({}, Logits(torch.empty(0)))
 
 
 def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
+    """Returns the result of a step whose forward computed all parts of the plan. ``logits``: [wanted tokens, vocab]."""
     return StepResult(_rows(plan.parts), logits)
 
 
 def each_alone(
     plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
 ) -> StepResult:
-    """Runs each sequence of a plan alone, except the ``void`` ones. ``error`` is that of the forward of all sequences.
+    """Runs each sequence of a plan alone, except the ``void`` ones, after the forward of all sequences raised
+    ``error``.
 
-    So if only the batch fails, for example for its memory, no sequence does. A plan of one sequence is not run again.
+    If only the batch as a whole fails, for example for lack of memory, no sequence fails. A plan of one sequence is not
+    run again.
     """
     result = no_result()
     if len(plan.parts) == 1:
@@ -142,13 +146,12 @@ def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once. If that raises, it samples each sequence's row alone.
+    """Samples the rows of all sequences at once. If that raises, it samples each row alone.
 
-    So only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
-    log-probabilities are wanted.
-
-    A draft is accepted where it equals the token that is sampled from the row before it. The noise of sampling depends
-    on the position and the token alone, so the tokens are those that the sequence gets without drafts.
+    Then only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
+    log-probabilities are wanted. A draft is accepted where it equals the token that is sampled from the row before it.
+    The noise of sampling depends on the position and the token alone, so the tokens are those that the sequence gets
+    without drafts.
     """
 
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
 
-Carries out the scheduler's decisions.
+It carries out the scheduler's decisions.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ T = TypeVar("T")
 
 
 class InlineForwards(Generic[K, T]):
-    """``overlap``: a call of the forward returns before its device is done, as on a GPU. Then ``launch`` calls it.
+    """Runs forwards on the engine's thread.
 
-    Otherwise the call lasts until the logits are there, so it is made in ``completed``. In both cases the engine's
-    thread calls the forward; ``called_at_launch`` says whether it has returned before ``completed``.
+    With ``overlap`` a call of the forward returns before its device is done, as on a GPU, and ``launch`` makes the
+    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` says
+    which of the two holds.
     """
 
     most = 1
@@ -72,7 +73,7 @@ class InlineForwards(Generic[K, T]):
 
 
 class _Call(Generic[T]):
-    """A call whose result is asked for later, as that of a ``Future``."""
+    """A call whose result is read later, like that of a ``Future``."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -96,9 +97,9 @@ Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward is not back yet. ``began`` is the time at which it was scheduled.
+    """A step whose forward has not returned. ``began`` is the time at which it was scheduled.
 
-    ``requests`` are those of its ``sequences``.
+    ``requests`` are the requests of its ``sequences``.
     """
 
     plan: StepPlan
@@ -113,11 +114,11 @@ class ContinuousBatcher(Batcher):
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
     waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
     without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
-    made. If that text ends a sequence, its token of the launched step is dropped. ``drafts_forced``: tokens that a
-    constraint forces are computed together. ``step_target`` is the time in seconds of a step in which sequences decode:
-    it takes the prompt tokens that fit, within the bounds of the limits and at least a page; None: the limits alone
-    bound it. ``check_devices`` raises if a device is lost: no request is to blame, so
-    the error ends the thread.
+    made. If that text ends a sequence, the sequence's token of the launched step is dropped. ``drafts_forced``: tokens
+    that a constraint forces are computed together. ``step_target`` is the desired time, in seconds, of a step in which
+    sequences decode: the step takes as many prompt tokens as fit into it, within the limits, but at least a page. None:
+    only the limits bound the step. ``check_devices`` raises if a device is lost: no request is to blame, so the error
+    ends the thread.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class ContinuousBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Sequences that are in a forward leave when it is back."""
+        """Removes the requests. Sequences that are in a forward leave when it has returned."""
         self._release(sequence for request in requests for sequence in request.sequences)
         self._gauge()
 
@@ -187,10 +188,10 @@ class ContinuousBatcher(Batcher):
             self._gauge()
             return False
         if self._flights.most > 1:
-            self.progress.rest()  # while it waits for a forward
+            self.progress.rest()  # the thread only waits for a forward
         completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
-            poll()  # the next step takes new requests, and none whose stream was closed
+            poll()  # so that the next step takes new requests, and none whose stream was closed
             self._launch()
         for step, tokens_before in completed:
             self._write(step, tokens_before, deliver)
@@ -213,11 +214,11 @@ class ContinuousBatcher(Batcher):
 
     def _schedule(self) -> StepPlan:
         running = self._scheduler.running_sequences
-        rows = -(-running // self._flights.most)  # of one of the steps in flight
+        rows = -(-running // self._flights.most)  # decode rows of one of the steps in flight
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> int | None:
-        """Returns the prompt tokens of a step beside ``rows``, which wait for its end; None: as many as may be."""
+        """Returns the most prompt tokens of a step beside ``rows`` decode rows, which wait for it; None: no bound."""
         if self._step_target is None or not rows:
             return None
         return max(self._min_prompt_tokens, self._cost.fitting(self._step_target, rows))
@@ -233,7 +234,7 @@ class ContinuousBatcher(Batcher):
     def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids.
 
-        Returns how many tokens each sequence with new ones had before.
+        Returns, for each sequence with new tokens, how many it had before.
         """
         self.progress.completed(step)
         self.progress.at("a step")
@@ -260,8 +261,8 @@ class ContinuousBatcher(Batcher):
             sequence.write()
         self.count(generation_tokens=sum(len(each.tokens) - had for each, had in tokens_before.items()))
         sequences = self._release_ended(step)
-        # Before the events, so that their readers find correct gauges. A sequence that its text has ended counts as
-        # running while a launched step computes it.
+        # Set before the events are delivered, so that their readers find correct gauges. A sequence that its text has
+        # ended counts as running while a launched step computes it.
         self._gauge()
         deliver(sequences)
 
@@ -284,7 +285,7 @@ class ContinuousBatcher(Batcher):
 
     def _note_cost(self, step: _StepInFlight) -> None:
         if step.began < self._alone_since:
-            return  # what another engine did meanwhile says nothing of the step
+            return  # the time includes another engine's work
         seconds = time.monotonic() - step.began
         floor = self._scheduler.limits.prefill_floor
         prompts = [part.count for part in step.plan.parts if part.prefills]
@@ -306,11 +307,11 @@ class ContinuousBatcher(Batcher):
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: StepPart, row: int, result: StepResult) -> bool:
-        """Counts a part as computed, unless its drafts are to be verified first. Its logits begin at ``row``.
+        """Counts a part as computed, unless its drafts must be verified first. Its logits begin at ``row``.
 
-        Returns False if its sequences get no token: it is void, or its sequence has ended while the forward ran. The
-        pages of an ended sequence are written all the same, so that the sequences that share them go on. But if its
-        logits hold NaN, so may its pages: they are forgotten, and the sequences that share them are computed again. A
+        Returns False if its sequences get no token: the part is void, or its sequence has ended while the forward ran.
+        The pages of an ended sequence are still written, so the sequences that share them go on. But if its logits hold
+        NaN, its pages may hold NaN, too: they are forgotten, and the sequences that share them are computed again. A
         chunk before the end of a prompt has no logits, and counts as written.
         """
         if part.sequence.finish_reason is not None:
@@ -340,7 +341,7 @@ class ContinuousBatcher(Batcher):
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
-            # A sequence without tokens computes the prompt of all sequences of its request.
+            # A sequence without tokens computes the prompt for all sequences of its request.
             culprits = [part.sequence] if part.sequence.tokens else part.sequence.request.sequences
             for sequence in culprits:
                 sequence.finish(FinishReason.ERROR, GenerationFailed(f"{phase} failed: {in_short(failure)}"))
@@ -355,15 +356,16 @@ class ContinuousBatcher(Batcher):
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
-        """Evicts the requests whose streams are closed: ``poll`` may not have taken that in yet."""
+        """Evicts the requests whose streams are closed: ``poll`` may not have handled them yet."""
         requests = [scheduled.request for scheduled in self._scheduler.admitted]
         if closed := [request for request in requests if request.mailbox.closed_at is not None]:
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Takes sequences out of the scheduler and frees their pages. Leaves the sequences of steps in flight alone.
+        """Removes sequences from the scheduler and frees their pages, except sequences of steps in flight.
 
-        Returns the sequences that share a page which a released sequence has not written: they are computed again.
+        Returns the sequences that are computed again, because they share a page that a released sequence has not
+        written.
         """
         gone = [sequence for sequence in sequences if sequence not in self._busy]
         self._drafter.forget(gone)
@@ -396,7 +398,7 @@ class ContinuousBatcher(Batcher):
 
 
 def _end_unanswered(result: StepResult) -> None:
-    """Ends the sequences that get no token, whose prompts are computed."""
+    """Ends the sequences whose prompts are computed and that ask for no token."""
     for part in result.rows:
         if part.samples and part.sequence.request.params.max_tokens == 0:
             for sequence in part.samples:

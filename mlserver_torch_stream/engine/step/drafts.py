@@ -1,9 +1,9 @@
 """Drafts the next tokens of sequences: forced by a constraint, or looked up in their own text.
 
-A draft is worth its time if its chance to be accepted, times what a token of its sequence costs without drafts, is more
-than the time that a further token adds to a step. Both are measured while the engine runs, so that nothing is drafted
-where acceptance does not pay: in prose, or beside many sequences. The chance is measured for each size of the n-gram
-that was found, in each sequence, and in all sequences together, whose rate is the prior of a new sequence.
+A draft is worth its time if the probability that it is accepted, times the cost of a token without drafts, exceeds the
+time that one more token adds to a step. Both are measured while the engine runs, so nothing is drafted where it does
+not pay: in prose, or beside many sequences. The acceptance rate is measured for each size of the n-gram that was found,
+in each sequence and in all sequences together; the rate of all is the prior of a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.step.step_cost import StepCost
 
-# Longer n-grams first: what follows them is right more often.
+# Longer n-grams first: their continuations are right more often.
 _SIZES = (4, 3, 2)
 
 
 class NgramIndex:
-    """Knows for each n-gram of a sequence the position after its last occurrence before the end of the sequence."""
+    """Maps each n-gram of a sequence to the position after its last occurrence before the end of the sequence."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -41,14 +41,14 @@ class NgramIndex:
 
     @property
     def matching(self) -> int:
-        """The size of the longest n-gram that ends the sequence and occurred before; 0: there is none."""
+        """The size of the longest n-gram at the end of the sequence that occurred before; 0: there is none."""
         return self._find()[0]
 
     def lookup(self, most: int) -> list[int]:
-        """Returns at most ``most`` tokens that may follow; none if the newest tokens did not occur before."""
+        """Returns at most ``most`` tokens that may come next; none if the newest tokens did not occur before."""
         size, position = self._find()
         drafts: list[int] = []
-        for index in range(position, position + most) if size else ():  # where the text loops, the drafts loop too
+        for index in range(position, position + most) if size else ():  # if the text repeats itself, so do the drafts
             known = len(self._tokens)
             drafts.append(self._tokens[index] if index < known else drafts[index - known])
         return drafts
@@ -63,11 +63,12 @@ class NgramIndex:
 
 
 _DECAY = 0.8  # of a sequence's counts, at each verification of its drafts
-_DECAY_OF_ALL = 0.98  # of the counts of all sequences together, likewise
+_DECAY_OF_ALL = 0.98  # of the counts of all sequences together, at the same moment
 _DECAY_WITHOUT_DRAFT = 0.98  # of a sequence's counts, at each step in which no draft of it is worth its time
-_DECAY_OF_REJECTIONS = 0.998  # of the rejections of all sequences, likewise, so that drafts are tried again some time
-_PRIOR_WEIGHT = 2.0  # the rate of all sequences counts like so many verifications of one sequence
-_MARGIN = 1.25  # a draft must save so many times the time that it costs
+# Of the rejections of all sequences, at each step without a worthwhile draft, so that drafts are tried again later.
+_DECAY_OF_REJECTIONS = 0.998
+_PRIOR_WEIGHT = 2.0  # the rate of all sequences weighs as much as so many verifications of one sequence
+_MARGIN = 1.25  # how many times its own cost a draft must save
 
 
 @dataclass(slots=True)
@@ -95,9 +96,9 @@ class _Drafted:
 
 
 class PromptLookup:
-    """Drafts at most ``most`` tokens for a sequence and a step. One thread calls all its methods.
+    """Drafts at most ``most`` tokens per sequence and step by prompt lookup. One thread calls all its methods.
 
-    The batcher notes its steps in ``cost``.
+    The batcher records the times of its steps in ``cost``.
     """
 
     def __init__(self, most: int) -> None:
@@ -126,7 +127,7 @@ class PromptLookup:
         return state.index.lookup(most)
 
     def _worthwhile(self, rate: float, running: int) -> int:
-        """Returns how many drafts are worth their time: the j-th is accepted with a chance of ``rate ** j``."""
+        """Returns how many drafts are worth their time: the j-th is accepted with probability ``rate ** j``."""
         value, cost = self.cost.of(running) / running, self.cost.per_row
         count = 0
         while count < self._most and rate ** (count + 1) * value >= _MARGIN * cost:
@@ -134,7 +135,7 @@ class PromptLookup:
         return count
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
-        """Notes how many drafts of a sequence were accepted: all, or those before the first wrong one."""
+        """Records how many drafts of a sequence were accepted: all, or those before the first wrong one."""
         if (state := self._drafted.get(sequence)) is not None:
             state.counts[state.size].note(drafted, accepted, _DECAY)
             self._all[state.size].note(drafted, accepted, _DECAY_OF_ALL)
@@ -147,8 +148,8 @@ class PromptLookup:
 class Drafter:
     """Makes the drafts of all sequences. One thread calls its methods.
 
-    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted:
-    each of them is accepted and saves its sequence a step, so that their worth is not measured.
+    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted.
+    Each of those is accepted and saves its sequence a step, so their worth need not be measured.
     """
 
     def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:

@@ -36,10 +36,11 @@ class SerialBatcher(Batcher):
         check_devices: Callable[[], None] = lambda: None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """A call of a model with a ``pipeline`` goes through the stages that other engines may share."""
+        """With a ``pipeline`` a call of the model goes through stages that other engines may share."""
         super().__init__(EngineStats())
         self._model = model
-        # A request's parameters include the defaults of the model's own: ``generate`` must not apply them again.
+        # A request's parameters already include the defaults of the model's files: ``generate`` must not apply them
+        # again.
         model.generation_config = GenerationConfig(pad_token_id=0)
         self._device = input_device(model)
         self._samplers = samplers
@@ -107,7 +108,7 @@ class SerialBatcher(Batcher):
             generate = partial(
                 self._model.generate,
                 prompt,
-                attention_mask=torch.ones_like(prompt),  # otherwise every id that equals the padding is masked
+                attention_mask=torch.ones_like(prompt),  # otherwise every id that equals the padding id would be masked
                 max_new_tokens=request.max_tokens,
                 logits_processor=[_Chooser(self, sequence, sampler, deliver)],
                 stopping_criteria=[_Ended(sequence, poll, yield_device)],
@@ -125,7 +126,7 @@ class SerialBatcher(Batcher):
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the token as the batched engine does, delivers it, and forces it on ``generate``."""
+    """Chooses the token as the batched engine does, delivers it, and makes ``generate`` take it."""
 
     def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._batcher = batcher

@@ -1,23 +1,23 @@
-"""Learns what a step costs: a part for each step, one for each row that decodes, and one for each token of a prompt.
+"""Learns the time of a step: a constant, plus a time for each row that decodes and for each token of a prompt.
 
-Reads no clock: the batcher measures the steps. Prompt lookup asks what a further row adds, and the batcher how many
-prompt tokens fit into a step.
+It reads no clock: the batcher measures the steps. Prompt lookup asks how much time a further row adds; the batcher asks
+how many prompt tokens fit into a step.
 """
 
 from __future__ import annotations
 
-# What one more row is expected to add: of the time of a step, and at most of what a row of it took. On two cores it
-# adds 0.14 beside one row and 0.5 of a row's time beside eight.
+# What one more row is expected to add: a share of the step's time, and at most a share of the time per row. On two
+# cores a row adds 0.14 beside one row, and 0.5 of a row's time beside eight.
 _OF_STEP = 0.1
 _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
 _KEPT_ROWS = 0.98  # of the weight of earlier steps: about the last fifty count
 _KEPT_PROMPTS = 0.9  # likewise of steps with prompts: about the last ten count
 
-_OUTLIER = 2.0  # a step that takes so many times the expected time counts as one of this time, unless the next does too
+_OUTLIER = 2.0  # a step slower than so many times the expected time counts as just that slow, unless the next is too
 _MIN_STEPS = 3  # before these no step is an outlier
-_MAX_GROWTH = 2.0  # from the largest measured number of prompt tokens to the next: further, the line is a guess
-_FLOOR_SHARE = 0.25  # of the time of the rows: prompts get it where the target leaves less
+_MAX_GROWTH = 2.0  # from the largest measured number of prompt tokens to the next: beyond it the line is a guess
+_FLOOR_SHARE = 0.25  # of the rows' time, which prompts get at least
 _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
 
 
@@ -62,9 +62,9 @@ class _Line:
 class StepCost:
     """Predicts the seconds of steps. One thread calls its methods.
 
-    Steps without prompts teach the cost of rows. A step with prompts teaches the cost of prompt tokens by the time that
-    it takes beyond its rows. Each kind of step forgets only its own past, so that an hour of decoding does not forget
-    the cost of prompts.
+    The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from the time that a
+    step with prompts takes beyond its rows. Each kind of step forgets only its own past, so that an hour of decoding
+    does not forget the cost of prompts.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class StepCost:
             line.note(rows, seconds)
 
     def _bounded(self, line: _Line, expected: float, seconds: float) -> float:
-        """Returns the seconds to learn from: a single step during which the machine paused says little."""
+        """Returns the seconds to learn from, because a single step during which the machine paused says little."""
         prompts = line is self._prompts
         is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line.kept
         before, self._was_outlier[prompts] = self._was_outlier[prompts], is_outlier
@@ -117,8 +117,8 @@ class StepCost:
     def fitting(self, target: float, rows: int) -> int:
         """Returns the prompt tokens that a step of ``target`` seconds can compute beside ``rows``; 0 if unknown.
 
-        Where the rows leave less than a quarter of their own time, the prompts get a quarter of it beyond the target,
-        so that no prompt starves. The result is at most twice the tokens that a recent step computed.
+        If the rows leave less than a quarter of their own time, the prompts get a quarter of it beyond the target, so
+        that no prompt starves. The result is at most twice the tokens that a recent step computed.
         """
         line, decoding = self._prompts, self.of(rows)
         if not line.weight:

@@ -1,9 +1,7 @@
-"""Sends the other ranks the operations of rank 0 and signs of life, and finds out when a rank is lost.
+"""Sends the operations of rank 0 and signs of life to the other ranks, and detects the loss of a rank.
 
-One thread at a time sends.
-
-An operation's numbers come after its kind and their count; a batch is its token ids, block tables and copies, after the
-counts of each.
+Only one thread sends at a time. A message has, for each operation, its kind, the count of its numbers, and the numbers.
+A batch is written as counts, followed by its token ids, block tables and copies.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _OF_SEQUENCE = 4  # numbers of a sequence before the lengths of its block tables
 
 
 class Operation(IntEnum):
-    """In brackets: the numbers of an operation. A cache has the same name on every rank."""
+    """The kinds of operations, with their numbers in brackets. A cache has the same name on every rank."""
 
     CACHE = 1  # (name, page size, state slots, pages of each group): make a cache
     DROP = 2  # (name)
@@ -38,6 +36,7 @@ class Operation(IntEnum):
 
 
 def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> bytes:
+    """Returns one message with the operations, in order, as 32-bit integers: each one's kind, length and numbers."""
     message = array(_NUMBER)
     for operation, numbers in operations:
         message.extend((operation, len(numbers)))
@@ -46,7 +45,7 @@ def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> 
 
 
 def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
-    """Raises RuntimeError for an operation that is not known."""
+    """Reads a message of ``encode_operations``. Raises RuntimeError for an unknown operation."""
     numbers = array(_NUMBER)
     numbers.frombytes(message)
     operations = []
@@ -61,6 +60,7 @@ def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
 
 
 def batch_numbers(batch: Batch) -> Sequence[int]:
+    """Returns a batch as a flat list of integers, which ``batch_of`` reads back on the other ranks."""
     groups = len(batch.sequences[0].tables) if batch.sequences else 0
     numbers = array(_NUMBER, (len(batch.sequences), groups, len(batch.copies), len(batch.state_copies)))
     for each in batch.sequences:
@@ -76,7 +76,7 @@ def batch_numbers(batch: Batch) -> Sequence[int]:
 
 
 def batch_of(numbers: Sequence[int]) -> Batch:
-    """Returns the batch of ``batch_numbers``, with lists as its token ids and block tables."""
+    """Returns the batch that ``batch_numbers`` has written, with lists as its token ids and block tables."""
     reader = _Reader(numbers)
     sequences, groups, copies, state_copies = reader.take(4)
     heads = [reader.take(_OF_SEQUENCE + groups) for _ in range(sequences)]
@@ -94,7 +94,7 @@ def _sequence(head: Sequence[int], reader: _Reader) -> BatchSequence:
 
 
 class _Reader:
-    """Reads numbers from the front."""
+    """Takes numbers from the front of a list."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = list(numbers)
@@ -112,17 +112,17 @@ class _Reader:
 logger = logging.getLogger(__name__)
 
 _PULSE_SECONDS = 5.0  # between two signs of life; a quarter of the time without an answer that means a lost rank
-_FATE_SECONDS = 1.0  # in which a process that has closed its connections is seen to end
-_END_SECONDS = 5.0  # for the other ranks to end by themselves
+_FATE_SECONDS = 1.0  # time in which a process that has closed its connections is seen to end
+_END_SECONDS = 5.0  # time for the other ranks to end by themselves
 PATIENCE = 5.0  # seconds in which a step notices that the other ranks do not answer
 
 
 OnLoss = Callable[[BaseException, float], None]
-"""A method that gets the error, and the seconds after which to give up the engine's step."""
+"""A method that gets the error, and the seconds after which the engine's step is abandoned."""
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or its state differs from that of the other ranks. The contents of all caches are void."""
+    """A rank has ended, or its state differs from that of the other ranks. The contents of all caches are lost."""
 
 
 class Leader:
@@ -149,15 +149,15 @@ class Leader:
         return next(self._names)
 
     def note(self, operation: Operation, *numbers: int) -> None:
-        """Records an operation that the followers run before the next forward. From any thread."""
+        """Records an operation that the followers run before the next forward. Any thread may call it."""
         if not self._over.is_set():
             self._notes.append((operation, numbers))
 
     @contextmanager
     def sending(self, operation: Operation, *numbers: int) -> Iterator[None]:
-        """Sends the operation after all recorded ones: the followers run it beside the block.
+        """Sends the operation after all recorded ones. The followers run it while the block runs.
 
-        If the block raises, the ranks differ and all are lost.
+        If the block raises, the states of the ranks differ, and all ranks are lost.
         """
         with self._sending_lock:
             self.check()
@@ -172,7 +172,7 @@ class Leader:
                 raise
 
     def all_raised(self) -> bool:
-        """Whether all ranks have raised at the same place of this forward, so that they can go on. Blocks."""
+        """Returns whether all ranks have raised at the same place of this forward, so that they can go on. Blocks."""
         return self._group.all_raised()
 
     def check(self) -> None:
@@ -190,7 +190,10 @@ class Leader:
             on_loss(RanksLost(lost), PATIENCE)
 
     def lose(self, why: str) -> None:
-        """Kills all ranks and reports the loss. The first call counts. If a process has ended, that is the reason."""
+        """Kills all ranks and reports the loss. Only the first call has an effect.
+
+        If a process has ended, that is reported as the reason.
+        """
         with self._fate_lock:
             if self._over.is_set():
                 return

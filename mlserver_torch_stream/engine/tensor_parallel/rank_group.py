@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from mlserver_torch_stream.errors import LoadFailed
 
-# A rank that does not answer for so long is lost; a rank whose process ends is noticed at once.
+# A rank that does not answer for so long is lost. The end of a rank's process is noticed at once.
 _SERVING_TIMEOUT = timedelta(seconds=20)
-# Ranks load at different speeds: from other disks, through other networks.
+# Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)
-# For the ranks to learn whether a forward that raised on one has raised on all: they leave it at nearly the same time.
+# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they leave it almost
+# together.
 _RAISING_TIMEOUT = timedelta(seconds=3)
 # Bytes of a broadcast, enough for most steps (32 sequences of 1,500 tokens in pages of 16): a second broadcast costs as
 # much as the first.
@@ -52,6 +53,7 @@ class RankGroup:
         _send(json.dumps(message).encode(), self._loading)
 
     def receive(self) -> Any:
+        """Returns the JSON that rank 0 has sent. Blocks until it comes."""
         return json.loads(_receive(self._loading))
 
     @contextmanager
@@ -75,7 +77,7 @@ class RankGroup:
         return int(given.item())
 
     def agrees(self, value: str) -> bool:
-        """Whether all ranks give the same value."""
+        """Returns whether all ranks give the same value."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._loading)
         return len(set(values)) == 1
@@ -87,6 +89,7 @@ class RankGroup:
         _send(operations, self._serving)
 
     def receive_operations(self) -> bytes:
+        """Returns the bytes that rank 0 has sent. Blocks until they come."""
         return _receive(self._serving)
 
     def pulse(self) -> None:
@@ -94,7 +97,10 @@ class RankGroup:
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Whether every rank calls this now, after as many collectives. Else the ranks are lost."""
+        """Returns True if every rank calls this now, after the same number of collectives.
+
+        Otherwise the ranks are lost.
+        """
         try:
             place = torch.tensor([self._collectives()])
             places = [torch.zeros_like(place) for _ in range(self.size)]
@@ -109,6 +115,7 @@ class RankGroup:
         return count
 
     def leave(self) -> None:
+        """Closes this rank's connections to the others."""
         dist.destroy_process_group()
 
 

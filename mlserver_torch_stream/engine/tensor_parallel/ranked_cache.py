@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operatio
 
 
 class RankedCache(PagedCache):
-    """Rank 0's part of a cache that each rank has under the same name, until rank 0 drops its part."""
+    """Rank 0's part of a cache. Each rank has its part under the same name, until rank 0 drops its own."""
 
     def __init__(
         self, leader: Leader, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int
@@ -26,7 +26,7 @@ class RankedCache(PagedCache):
 
 
 class RankedForward(LoadedForward):
-    """Runs the forwards of all ranks at once; ``own`` is that of rank 0."""
+    """Runs the forwards of all ranks at once; ``own`` is rank 0's forward."""
 
     def __init__(self, own: ModelForward, leader: Leader) -> None:
         self.own = own
@@ -68,7 +68,7 @@ class FollowerCaches:
         self._caches: dict[int, PagedCache] = {}
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
-        """Runs an operation of rank 0. Raises a forward's error unless all ranks have it."""
+        """Runs an operation of rank 0. Raises a forward's error, unless all ranks have raised there."""
         if operation is Operation.CACHE:
             page_size, state_slots, *pages = numbers
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)

@@ -27,7 +27,7 @@ from mlserver_torch_stream.errors import LoadFailed
 MODULE = "mlserver_torch_stream.engine.rank_main"
 
 OnEnd = Callable[[str], None]
-"""Is called with a text such as ``rank 1 was killed by SIGKILL``, on a separate thread."""
+"""A callable that gets a text such as ``rank 1 was killed by SIGKILL``, on a separate thread."""
 
 
 class RankProcesses:
@@ -120,9 +120,9 @@ class _Child(threading.Thread):
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-# To import Python, torch and transformers takes 5 s, on a busy machine several times as long.
+# Starting Python and importing torch and transformers takes 5 s, and several times as long on a busy machine.
 _CHILDREN_TIMEOUT = timedelta(minutes=3)
-# Pods of one group start when their images are pulled.
+# Pods of one group start only when their images are pulled.
 _LAUNCHED_TIMEOUT = timedelta(minutes=30)
 _FORMING = threading.Lock()
 _GROUP_USED = threading.Event()  # set once the launched ranks have formed their only group

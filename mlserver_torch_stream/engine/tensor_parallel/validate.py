@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 
 KEY = "parameters.extra.tensor_parallel_size"
-# The allowed values of other settings: a rank is one device with plain weights, and follows a batched engine.
+# The allowed values of other settings: a rank has one device and plain weights, and follows a batched engine.
 _NEEDS: Mapping[str, tuple[Any, ...]] = {
     "device_map": (None,),
     "max_memory": (None,),

@@ -22,7 +22,7 @@ Part = Reasoning | ToolCallDelta | str
 
 
 class CallParser(Protocol):
-    """Finds the tool calls in an answer. How its text is cut changes only the pieces that come out."""
+    """Finds the tool calls in an answer. How the text is cut into pieces changes only how the parts are cut."""
 
     @property
     def called(self) -> int:
@@ -30,17 +30,18 @@ class CallParser(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Whether a call that had begun did not end."""
+        """True if a call has begun and did not end."""
 
     @property
     def ended(self) -> bool:
-        """Whether no further text counts."""
+        """True if no further text counts."""
 
     @property
     def reasons(self) -> bool:
-        """Whether the next text is reasoning."""
+        """True if the next text is reasoning."""
 
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[Part]:
+        """Takes the next text of the answer, and returns the parts that are certain by now."""
 
     def flush(self) -> list[Part]:
         """Returns the text that is still held back, when the answer ends."""
@@ -78,16 +79,16 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Leaves out whitespace at both ends of the reasoning and before the answer's text.
+    """Separates the reasoning from the answer, without whitespace at both ends of the reasoning and before the answer.
 
-    ``begun``: the prompt has begun the reasoning.
+    ``begun``: the prompt has already begun the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:
         self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
         self._held = ""  # whitespace, then the beginning of a mark
         self._inside = ""  # reasoning that ``push`` is to return
-        self._any = False  # there is reasoning that is not whitespace
+        self._any = False  # True once there is reasoning that is not whitespace
         self.over = False  # the reasoning has ended, or there is none
 
     @property
@@ -140,7 +141,7 @@ class ReasoningParser:
         return None
 
     def _release(self, char: str) -> None:
-        """Gives the held text as reasoning, except for a mark that begins with its last character."""
+        """Releases the held text as reasoning, except a last character that may begin a mark."""
         held, self._held = self._held, ""
         if char == END[0]:
             held, self._held = held[:-1], char
@@ -153,9 +154,11 @@ class ReasoningParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+    """Says how an answer is divided into reasoning, text and calls.
 
-    Where a tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
+    ``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+
+    If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
     ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the
     marks ``reasoning_marks``.
     """
@@ -168,7 +171,7 @@ class AnswerFormat:
 
     @property
     def divides(self) -> bool:
-        """Whether the answer can be anything but text."""
+        """True if the answer can be anything but text."""
         return self.reasoning is not None or self.calls is not None
 
     def parser(self) -> AnswerParser:
@@ -178,7 +181,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses the text of one sequence. How the text is cut changes only the pieces that come out."""
+    """Parses the text of one sequence. How the text is cut into pieces changes only how the parts are cut."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
@@ -186,22 +189,23 @@ class AnswerParser:
 
     @property
     def reasons(self) -> bool:
-        """Whether the next token belongs to the reasoning."""
+        """True if the next token belongs to the reasoning."""
         if self._calls is not None and self._calls.reasons:
             return True
         return self._reasoning is not None and self._reasoning.reasons
 
     @property
     def called(self) -> bool:
-        """Whether the answer has calls, all of them complete."""
+        """True if the answer has calls, all of them complete."""
         return self._calls is not None and self._calls.called > 0 and not self._calls.broken
 
     @property
     def ended(self) -> bool:
-        """Whether the answer may have one call only, and has it."""
+        """True if the answer may have only one call, and has it."""
         return self._calls is not None and self._calls.ended
 
     def push(self, text: str) -> list[Part]:
+        """Takes the next text of the answer, and returns the parts that are certain by now."""
         parts: list[Part] = []
         if self._reasoning is not None:
             parts, text = self._reasoning.push(text)

@@ -1,7 +1,7 @@
 """Makes the events of one sequence out of its tokens: their text, divided by the answer's format, and their logprobs.
 
-Of the reasons for which a sequence ends it knows those that are in the text. Stop strings are found by an Aho-Corasick
-automaton over characters, in pure Python.
+It detects the reasons to end a sequence that are in the text. Stop strings are found by an Aho-Corasick automaton over
+characters, in pure Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_TEXT = MAX_PER_EVENT // 2
 
 
 class Detokenizer(Protocol):
-    """The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+    """Turns token ids into text. The texts that ``push`` and ``flush`` return join to the decode of all ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
@@ -35,15 +35,18 @@ class AnswerCodec(Protocol):
     """The part of a tokenizer (``TextCodec``) that makes the text of answers."""
 
     @property
-    def special_ids(self) -> frozenset[int]: ...
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
 
-    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer: ...
+    def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
+        """Returns a new detokenizer for one sequence. ``marks``: special tokens that are not skipped."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of one token; a special token's are those of its name."""
 
 
 class AnswerWriter:
-    """``reasoning_tokens``: how many tokens of the answer are reasoning."""
+    """Makes the events of one sequence. ``reasoning_tokens``: how many tokens of the answer are reasoning."""
 
     def __init__(
         self,
@@ -65,12 +68,12 @@ class AnswerWriter:
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing may follow the text: it has a stop string, or an only call is whole."""
+        """True if no text may follow: the text has a stop string, or the only call allowed is complete."""
         return self._stops.hit is not None or (self._parser is not None and self._parser.ended)
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that the text has."""
+        """The stop string that was found in the text; None if there is none."""
         return self._stops.hit
 
     @property
@@ -78,7 +81,7 @@ class AnswerWriter:
         return self._parser is not None and self._parser.called
 
     def write_prompt(self, text: str, scores: Iterable[TokenLogprob]) -> None:
-        """Adds what a reply shows of the prompt, before all tokens."""
+        """Adds what the reply shows of the prompt, before the first token."""
         for start in range(0, len(text), _MAX_TEXT):
             add_event(self._events, replace(self.event(), prompt_text=text[start : start + _MAX_TEXT]))
         for score in scores:
@@ -107,7 +110,7 @@ class AnswerWriter:
 
     @property
     def has_output(self) -> bool:
-        """Whether a reader gets something of the events so far: no character or possible stop string is held back."""
+        """True if a reader gets something from the events so far, because not all text is held back."""
         return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
@@ -149,8 +152,8 @@ class AnswerWriter:
 class StopMatcher:
     """Searches one text for stop strings. With ``include`` it releases the stop string itself, otherwise no part of it.
 
-    The stop that is complete first wins, so that a model stops as soon as it can; of several that are complete at the
-    same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
+    The stop string that is complete first wins, so that a model stops as soon as possible. If several are complete at
+    the same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
     ignored.
     """
 

@@ -1,6 +1,6 @@
-"""Reads a call of a function, an object of JSON, character by character as it is generated.
+"""Reads a function call, a JSON object, character by character as it is generated.
 
-``parameters`` is another name of the arguments. A number outside brackets is refused, because no character ends it.
+``parameters`` is another name for the arguments. A number outside brackets is refused, because no character ends it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NUMBER_ENDS = "0ifx"
 
 
 class JsonScanner:
-    """``push`` takes the next character, and returns False if the text so far begins no JSON value.
+    """Checks JSON character by character. ``push`` takes the next character, and returns False if no JSON value begins
+    so.
 
     ``complete``: the value has ended.
     """
@@ -151,7 +152,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def push(self, char: str) -> bool:
-        """Takes the next character. Returns False if no call goes on with it."""
+        """Takes the next character. Returns False if a call cannot continue with it."""
 
     @abstractmethod
     def take(self) -> str:
@@ -167,9 +168,9 @@ class CallKeys:
 
 
 class ArgumentsReader(CallReader):
-    """Reads arguments: an object, whose text is given as it comes, or the same as a JSON string, or null.
+    """Reads arguments: an object, whose text is returned as it comes, an object in a JSON string, or null.
 
-    ``name``: of the function, if it is known before its arguments.
+    ``name``: the function's name, if it is known before the arguments.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -180,7 +181,7 @@ class ArgumentsReader(CallReader):
         self._taken = 0
 
     def push(self, char: str) -> bool:
-        """Returns False if these are no arguments."""
+        """Takes the next character. Returns False if the text cannot be arguments."""
         if not self._read and char in WHITESPACE:
             return True
         if not self._read and char not in '{"n':
@@ -206,7 +207,7 @@ class ArgumentsReader(CallReader):
 class ObjectReader(CallReader):
     """Reads a call that is one object of JSON.
 
-    ``names``: of the functions that may be called; None: of any function.
+    ``names``: the functions that may be called; None: any function.
     """
 
     def __init__(self, names: Collection[str] | None = None, keys: CallKeys | None = None) -> None:
@@ -299,7 +300,7 @@ class ObjectReader(CallReader):
 
 
 def _as_object(text: str) -> str:
-    """Returns the object in a JSON string, none for null, and nothing where the string holds something else."""
+    """Returns the object in a JSON string, an empty object for null, and "" if the string holds something else."""
     value: Any = json.loads(text)
     if value is None:
         return _NO_ARGUMENTS

@@ -1,6 +1,6 @@
 """Finds out how a model writes reasoning and tool calls, and writes the grammar of required calls.
 
-The grammar is Lark's, as llguidance reads it.
+The grammar is in Lark's language, as llguidance reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, 
 # JSON as models write it: free whitespace would let a model write whitespace without end.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY: Mapping[str, Any] = {"type": "object"}
-_NO_GBNF = "\\u003a:="  # llguidance takes a text with "::=" for a grammar of llama.cpp
+_NO_GBNF = "\\u003a:="  # llguidance would take a text with "::=" for a grammar of llama.cpp
 _TEXT = "TEXT: /(?s:.*)/\n"
 
 
@@ -47,7 +47,7 @@ class CallSpelling:
     """How a call is written: ``begin``, in which the function's name replaces ``NAME``, the arguments, and ``end``.
 
     ``mark`` begins a call, or a list: ``open``, calls with ``between`` in between, and ``close``. If the mark is
-    ``optional``, a call without it can be the whole answer. ``several``: an answer can have several calls.
+    ``optional``, a call without a mark can be the whole answer. ``several``: an answer can have several calls.
     """
 
     mark: str
@@ -74,7 +74,9 @@ def tool_grammar(
     tokens: Mapping[str, int],
     answer: str | None = None,
 ) -> str | None:
-    """Returns None if any answer is allowed. ``tokens`` has the ids of the marks that are one token each.
+    """Returns the grammar of answers with calls; None if any answer is allowed.
+
+    ``tokens`` has the ids of marks that are single tokens.
 
     An answer without calls must match ``answer``, which is in Lark's language; None: it can be any text.
     """
@@ -143,7 +145,7 @@ def _marked(mark: str, tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Returns a text for a grammar. Marks in it that are one token are written as that token."""
+    """Returns a text in a grammar's notation. Marks in it that are single tokens are written as these tokens."""
     marks = "|".join(map(re.escape, tokens))
     parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(_marked(part, tokens) for part in parts if part)
@@ -162,7 +164,7 @@ class CallNotation(Protocol):
     """One way to write tool calls."""
 
     def is_in(self, template: str) -> bool:
-        """Whether a chat template writes calls this way."""
+        """Returns whether a chat template writes calls this way."""
 
     def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
         """Returns a parser that finds the calls in an answer."""
@@ -173,7 +175,7 @@ class CallNotation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MarkedNotation:
-    """Calls of JSON after a mark. With ``named``, templates that have ``[ARGS]`` write calls so."""
+    """JSON calls after a mark. With ``named``, templates that have ``[ARGS]`` use the spelling of that name."""
 
     calls: type[MarkedCalls]
     plain: CallSpelling
@@ -191,7 +193,7 @@ class MarkedNotation:
 
 @dataclass(frozen=True, slots=True)
 class XmlNotation:
-    """Calls in XML after the mark of Hermes. ``tag`` is in the chat templates that write calls so."""
+    """XML calls after the mark of Hermes. ``tag`` is a text in the chat templates that write such calls."""
 
     name: str
     tag: str
@@ -217,10 +219,12 @@ NOTATIONS: Mapping[str, CallNotation] = {
 
 
 class ChatFormat:
-    """``tool_parser`` and ``reasoning_parser`` are the settings' values.
+    """How a model writes reasoning and tool calls, found out from its chat template and the settings.
 
-    ``tools`` is the parser of calls; None if the template shows no calls that a parser knows. Then a call can still be
-    forced, as Hermes writes it; so can a call of a model whose own way to write calls has no grammar here.
+    ``tool_parser`` and ``reasoning_parser`` are the settings' values.
+
+    ``tools`` is the parser of calls; None if no parser knows the calls in the template. Then a call can still be
+    forced, in the spelling of Hermes. The same holds for a model whose own spelling has no grammar here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
@@ -245,7 +249,7 @@ class ChatFormat:
     def answer(self, prompt: ChatPrompt, ending: str, constraint: Constraint | None = None) -> AnswerFormat:
         """Returns how the answer to a conversation is divided.
 
-        ``ending`` is the end of the rendered text. The answer's text must match ``constraint``.
+        ``ending`` is the end of the rendered conversation. The answer's text must match ``constraint``.
         """
         if prompt.continues:
             ending = str(prompt.messages[-1]["content"])

@@ -1,7 +1,7 @@
 """Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
 spellings when the region has ended.
 
-A region that is no call is given as text, with the marks around it.
+A region that is not a call is returned as text, with the marks around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSIDE = re.compile(r"\{content\.(\w+)\}")
 _CONTENT = "{content}"
 _TAG = re.compile(r"</?\w+>")
 _LAST_TAG = re.compile(r"</\w+>\Z")
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a region that is no call
+_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of parsing what is not a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RegionSpelling:
 
 
 def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
-    """Returns None if the template has no calls."""
+    """Returns how a template spells calls; None if it has no calls."""
     if _FIELD not in template["fields"]:
         return None
     region = template["fields"][_FIELD]
@@ -105,7 +105,10 @@ class RegionCalls(MarkedCalls):
         self._raw, self._state = raw, self._opened
 
     def close(self, raw: str) -> list[Part]:
-        """``raw`` ends the region; without it the answer ends, which cuts off a call that has begun."""
+        """Ends the region with its mark ``raw``.
+
+        If ``raw`` is empty, the answer ends, which cuts off a call that has begun.
+        """
         self._raw += raw
         if self._state == self._whole:
             self._parse(cut_off=not raw)
@@ -141,7 +144,7 @@ class RegionCalls(MarkedCalls):
         return FUNCTION_NAME.fullmatch(name) is not None and self._read(ArgumentsReader(name), char)
 
     def _whole(self, char: str) -> bool:
-        """In a region that is parsed when it has ended. An argument in XML is given as soon as its tag ends."""
+        """The state in a region that is parsed at its end. An XML argument is returned as soon as its tag ends."""
         closing = self._spelling.closing
         if closing and self._raw.endswith(closing):
             calls = self._spelling.parse(self._raw, self._tools)
@@ -164,7 +167,7 @@ class RegionCalls(MarkedCalls):
             self._complete()
 
     def _give_arguments(self, name: str, arguments: str) -> None:
-        """Gives what is new of the arguments so far."""
+        """Returns the new part of the arguments so far."""
         self._give(name, arguments.removeprefix(self._given))
         self._given = arguments
 

@@ -1,7 +1,7 @@
 """Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
 
-The text of a region that means none of these, and the text between regions, is the answer's text: nothing is lost. The
-values of XML calls get the types that the functions' schemas name.
+Regions without such a meaning, and text between regions, belong to the answer's text, so no text is lost. The values in
+XML calls get the types that the functions' schemas name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnswerTemplate:
     """A ``response_template``. Raises ValueError if transformers cannot read it."""
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
-        load_response_template(dict(declared))  # its errors name the declared fields alone
+        load_response_template(dict(declared))  # its errors name only the declared fields
         self.fields: Mapping[str, Mapping[str, Any]] = declared["fields"]
         self.spec = load_response_template(_with_text_between(declared))
         self.calls = spelling_of(declared)
@@ -52,7 +52,7 @@ class AnswerTemplate:
         return ReasoningMarks(end, begin)
 
     def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
-        """Returns the ids of the tokens that are written in the template: its marks consist of them."""
+        """Returns the ids of the tokens in the template, of which its marks consist."""
         return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
 
 
@@ -76,7 +76,7 @@ class TemplateParser:
         self._calls = None if calls is None else RegionCalls(calls, tools or (), parallel=parallel)
         self._divided = {_CONTENT, *([_REASONING] if reasoning else ()), *([] if calls is None else [_CALLS])}
         self._parts: list[Part] = []
-        self._space = ""  # whitespace that is given if more text comes in its region
+        self._space = ""  # whitespace that is released if more text follows in its region
         self._any = False  # text in the region that is not whitespace
         self._regions = _RegionReader(template.spec, prefix, self)
         self._parts, self._space = [], ""
@@ -106,7 +106,7 @@ class TemplateParser:
         return self._take()
 
     def opened(self, field: str, raw: str, captures: Mapping[str, str]) -> None:
-        """A region begins with the text ``raw``, in which its pattern has the groups ``captures``."""
+        """Called when a region begins with the text ``raw``, in which its pattern has the groups ``captures``."""
         self._space, self._any = "", False
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
@@ -124,7 +124,7 @@ class TemplateParser:
             self._add(Reasoning(text) if meaning == _REASONING else text)
 
     def closed(self, field: str, raw: str) -> None:
-        """A region ends with the text ``raw``, which is empty if the answer ends within the region."""
+        """Called when a region ends with the text ``raw``, which is empty if the answer ends within the region."""
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
             self._add(*self._calls.close(raw))
@@ -133,7 +133,7 @@ class TemplateParser:
         self._space, self._any = "", False
 
     def _meaning(self, field: str) -> str | None:
-        """Returns None for a field whose text, with the marks around it, is the answer's."""
+        """Returns what a field means; None if its text, with the marks around it, belongs to the answer's text."""
         meaning = self._template.meanings.get(field)
         return meaning if meaning in self._divided else None
 
@@ -155,14 +155,14 @@ class TemplateParser:
 
 
 class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has no types
-    """Tells a parser of each region as its text comes, where transformers' parser makes a value of the whole region.
+    """Reports regions to a parser as their text comes, while transformers' parser makes one value of a whole region.
 
-    The text is read character by character: transformers' parser decides about some patterns by the text that it has.
+    The text is read character by character, because for some patterns transformers' parser decides by the text it has.
     """
 
     def __init__(self, template: ResponseTemplate, prefix: str, parser: TemplateParser) -> None:
         self._parser = parser
-        self._told = 0  # characters that the parser has been told of
+        self._told = 0  # characters that were reported to the parser
         super().__init__(template, prefix)
 
     @property
@@ -222,6 +222,7 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 
 @cache
 def xml_calls(parser: str) -> AnswerTemplate:
+    """Returns the template of answers whose tool calls are XML-like tags, as the ``parser`` of that name reads them."""
     begin, tags = _PATTERNS[parser]
     calls: Mapping[str, Any] = {
         "open_pattern": begin,

@@ -1,8 +1,8 @@
-"""Runs what a model's files do with text in other processes: chat templates, and tokenizers that may be slow.
+"""Runs chat templates, and tokenizers that may be slow, in other processes.
 
-Both are programs of a model's author that run on a client's text. A process has a limit of time for each job and a
-limit of memory; a job that exceeds one ends with its process. The first job takes half a second more, in which a
-process starts.
+Both are programs of a model's author that run on a client's text. A process has a memory limit, and a time limit for
+each job; a job that exceeds a limit ends with its process. The first job takes half a second more, because a process
+starts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ _PIECE = 2**18
 
 
 class JobRefused(Exception):
-    """The job raised: the template refuses the messages, or the tokenizer's library panics. The text is its reason."""
+    """The job raised: the template refused the messages, or the tokenizer's library panicked.
+
+    The text is the reason.
+    """
 
 
 class TextProcesses:
-    """Processes for jobs of one kind. Its method may be called from several threads, and each job has its own process.
+    """Processes for jobs of one kind. Several threads may call ``run``; jobs at the same time run in different
+    processes.
 
     ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; those without it
     render.
@@ -103,7 +107,7 @@ class TextProcesses:
 
 
 class _Process:
-    """A process and the socket of its jobs and replies, which is its stdin: anything may print to its stdout."""
+    """A process and the socket for its jobs and replies, which is its stdin, because libraries may print to stdout."""
 
     def __init__(self) -> None:
         path = [str(entry) for entry in sys.path]
@@ -114,7 +118,7 @@ class _Process:
                 [sys.executable, "-c", run],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a panic writes there what its job raises
+                stderr=subprocess.DEVNULL,  # a panic also writes there what its job raises
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             )
         except BaseException:
@@ -168,4 +172,4 @@ def _stop_all(processes: deque[_Process]) -> None:
 
 
 class _LimitExceeded(Exception):
-    """A job exceeds a limit. The text ends a sentence about it."""
+    """A job exceeded a limit. The text is the end of a sentence about the job."""

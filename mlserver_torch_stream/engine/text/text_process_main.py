@@ -20,7 +20,10 @@ _IMPORTS_BYTES = 2**29  # of address space, at the most
 
 
 def main(max_bytes: int, max_seconds: float) -> None:
-    """``max_bytes`` of memory beside that of the imports; ``max_seconds`` for each job."""
+    """Runs jobs until the parent ends.
+
+    ``max_bytes``: memory besides that of the imports; ``max_seconds``: for each job.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
         signal.signal(number, signal.SIG_IGN)
     jobs: dict[str, Job] = {}
@@ -59,7 +62,7 @@ def _jobs(tokenizer: str | None) -> dict[str, Job]:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """A lower limit that the server has itself stays."""
+    """Limits the memory of this process. A lower limit, inherited from the server, stays."""
     if sys.platform != "linux":
         return
     try:
@@ -76,5 +79,5 @@ def _run(job: Job, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"result": job(**arguments)}
     except (MemoryError, RecursionError) as error:
         return {"exceeded": f"needed too much {'memory' if isinstance(error, MemoryError) else 'recursion'}"}
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}

@@ -1,6 +1,6 @@
 """Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
 
-Token ids become text one by one: each costs the same, no character is split, and odd ids raise nothing.
+Token ids become text one by one: each takes the same time, no character is split, and unusual ids raise no error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _MAX_NORMALIZED = 2**26  # characters that this process tokenizes at a time, which takes up to 140 bytes for each
 _MAX_THREADS = 2
 _CHARACTERS_PER_TOKEN = 8  # more than any language has on average
-_MAY_SHRINK = 4  # times that a normalizer may make a text shorter
+_MAY_SHRINK = 4  # how many times shorter a normalizer may make a text
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
 _UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
@@ -44,7 +44,7 @@ _ENDING = 16  # tokens at the end of a conversation, in which a reasoning may be
 class TextCodec:
     """One tokenizer and its chat template.
 
-    The messages of a ``ChatPrompt`` are at least one, and the content of each is one string.
+    A ``ChatPrompt`` must have at least one message, and each message's content must be one string.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TextCodec:
         self._max_tokens: int | None = None
         self._max_characters = 0
         self.executor = ThreadPoolExecutor(_MAX_THREADS, "tokenizer")
-        """Where long prompts and those that ``blocks`` says are encoded, a few at a time."""
+        """The threads that encode long prompts and prompts for which ``blocks`` is True, a few at a time."""
 
     def limit_prompts(self, max_tokens: int) -> None:
         """Refuses texts of more tokens than ``max_tokens`` from now on, before they are tokenized as a whole."""
@@ -74,12 +74,15 @@ class TextCodec:
         self._max_tokens = max_tokens
 
     def blocks(self, prompt: Prompt) -> bool:
-        """Whether encoding this prompt waits for another process, which the event loop must not."""
+        """Returns whether encoding this prompt waits for another process, which the event loop must not do."""
         return isinstance(prompt, ChatPrompt) or (self._may_be_slow and isinstance(prompt, TextPrompt))
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest id and 1, added tokens included: more than the number of tokens where ids have holes."""
+        """The highest id plus 1, added tokens included.
+
+        It exceeds the number of tokens if ids are missing in between.
+        """
         ids: Iterable[int] = self._tokenizer.get_vocab().values()
         return max(ids) + 1
 
@@ -127,9 +130,9 @@ class TextCodec:
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """Returns how the answer to a conversation of these ids is divided; ``constraint`` is what its text must match.
+        """Returns how the answer to a conversation of these ids is divided. Its text must match ``constraint``.
 
-        Raises InvalidInput where calls and such a text do not go together.
+        Raises InvalidInput if calls cannot be combined with such a constraint.
         """
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
@@ -148,7 +151,8 @@ class TextCodec:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Does the work for which the first request with a constraint, and all requests beside it, would wait."""
+        """Does work at load for which the first request with a constraint, and all requests beside it, would wait
+        otherwise."""
         self._constraints.prepare()
 
     def submit(
@@ -161,7 +165,7 @@ class TextCodec:
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Whether special tokens are added to a raw prompt: not to one that begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt: not to one that begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 
@@ -170,7 +174,7 @@ class TextCodec:
         return self._tokenize(text, field, False)
 
     def _ids(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """Returns the ids of a whole prompt, and gives the memory that a long one has taken back to the system."""
+        """Returns the ids of a whole prompt. After a long prompt it returns freed memory to the system."""
         try:
             self.check_length(text, field)
             return self._tokenize(text, field, add_special_tokens)
@@ -295,8 +299,8 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
 
-    There is one exception to what ``Detokenizer`` says: tokenizers with byte fallback can emit, byte by byte, a run
-    that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
+    There is one exception to the contract of ``Detokenizer``: tokenizers with byte fallback can emit, byte by byte, a
+    run that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
     returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
     """
 
@@ -358,7 +362,8 @@ class WindowDetokenizer:
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Whether the returned text differs from the window's for good, not only until a character is complete."""
+        """Returns whether the returned text differs from the window's text for good, not only until a character is
+        complete."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:

@@ -1,6 +1,6 @@
-"""Says what a tokenizer's files can do with a text: how much longer they make it, and whether they may be slow.
+"""Finds out how much longer a tokenizer's files can make a text, and whether they may be slow.
 
-Knows the JSON of the ``tokenizers`` library, and nothing of vocabularies. The files of a model are not trusted.
+It reads the JSON of the ``tokenizers`` library, without the vocabulary. The files of a model are not trusted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from mlserver_torch_stream.errors import LoadFailed
 
 MAX_EXPANSION = 1024
-_USUAL_CHARSMAP = 18  # characters that Unicode's compatibility forms have for one at most
+_USUAL_CHARSMAP = 18  # the most characters that Unicode's compatibility forms make of one
 _MAX_REPEATS = 2  # without bound, in one alternative: as many as the expressions of known models have
 _TIMES = re.compile(r"[*+?]|\{(\d*),?(\d*)\}")
 _PROPERTY = re.compile(r"[pPx]\{[^}]*\}|.", re.DOTALL)
@@ -43,7 +43,8 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def may_be_slow(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether an expression of the tokenizer repeats what repeats, which can take time without end on a short text."""
+    """Returns whether a regular expression of the tokenizer has nested repeats, which can take endless time on a short
+    text."""
     states = [_state(tokenizer, name) for name in ("normalizer", "pre_tokenizer")] if tokenizer.is_fast else []
     return any(backtracks(part["Regex"]) for state in states for part in _parts(state) if "Regex" in part)
 
@@ -76,7 +77,8 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in turn."""
+    """Returns whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in
+    turn."""
     groups = [[0, 0]]  # of each open group: its repeats in the alternative, and all its repeats and alternatives
     at = 0
     while at < len(pattern):

@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
 
-Text that begins like a call and is none is given as text. A call that breaks after its name has been given is given as
-text too, from its mark on. Whitespace beside calls is left out.
+Text that begins like a call but is not one is returned as text. A call that breaks off after its name was returned is
+returned as text, too, from its mark on. Whitespace beside calls is left out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ARGUMENTS_MARK, ID_MARK = "[ARGS]", "[CALL_ID]"
 
 
 def call_id() -> str:
+    """Returns a new random id of a tool call: ``call_`` and 24 hexadecimal digits."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """Returns a random id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 class MarkedCalls:
-    """A state machine that takes one character after the other. ``mark`` begins a call, and has its first character
-    only once.
+    """A state machine over characters. ``mark`` begins a call; its first character occurs in it only once.
 
-    A state returns False at a character that cannot follow. Then the text since the mark is no call, and the character
-    is read again as text.
+    A state returns False for a character that cannot follow. Then the text since the mark is not a call, and the
+    character is read again as text.
     """
 
     mark = ""
@@ -44,7 +44,7 @@ class MarkedCalls:
     new_id: Callable[[], str] = staticmethod(call_id)
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        """``names``: of the functions that may be called."""
+        """``names``: the functions that may be called."""
         self.called = 0
         self.broken = False
         self.ended = False
@@ -164,7 +164,10 @@ class MarkedCalls:
 
 
 class HermesCalls(MarkedCalls):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Qwen has it too. The end mark may be missing."""
+    """Finds ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write it.
+
+    The end mark may be missing.
+    """
 
     mark = "<tool_call>"
     end = "</tool_call>"
@@ -177,7 +180,7 @@ class HermesCalls(MarkedCalls):
 
 
 class LlamaCalls(MarkedCalls):
-    """``{"name": …, "parameters": {…}}`` as the whole answer, or after a mark; several have a semicolon between them.
+    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate several.
 
     An object without a mark is a call only if a function of that name may be called.
     """
@@ -203,7 +206,7 @@ class LlamaCalls(MarkedCalls):
 
 
 class MistralCalls(MarkedCalls):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`` or, of newer models, ``[TOOL_CALLS]name[ARGS]{…}`` each."""
+    """Finds ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of newer models."""
 
     mark = "[TOOL_CALLS]"
     new_id = staticmethod(short_call_id)
@@ -241,7 +244,7 @@ class NamedReader(ArgumentsReader):
 
 
 def _goes_on(marks: str) -> bool:
-    """Whether ``[ARGS]`` can still come, with an id before it."""
+    """Returns whether ``[ARGS]`` can still come, with an id before it."""
     if ARGUMENTS_MARK.startswith(marks) or ID_MARK.startswith(marks):
         return True
     identifier, _, rest = marks.removeprefix(ID_MARK).partition("[")

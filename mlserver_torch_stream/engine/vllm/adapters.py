@@ -1,6 +1,6 @@
 """The LoRA adapters of one model in vLLM: their numbers, and loading and unloading them while the model serves.
 
-A worker that is started again loads those that are loaded now.
+A worker that is started again loads the adapters that are loaded now.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Shows(Protocol):
 
 
 class LoraAdapters:
-    """An ``AdapterSet``. ``numbers`` has those that are being unloaded too: their streams go on."""
+    """An ``AdapterSet``. ``numbers`` also has adapters that are being unloaded, because their streams go on."""
 
     def __init__(self, modules: Mapping[str, str], batcher: Callable[[], VllmBatcher]) -> None:
-        """``batcher`` returns the one that runs now."""
+        """``batcher`` returns the current batcher."""
         self.numbers = {name: number for number, name in enumerate(modules, 1)}
         self._loaded = {name: Adapter(name, self.numbers[name], path) for name, path in modules.items()}
         self._batcher = batcher
@@ -40,7 +40,7 @@ class LoraAdapters:
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
-        """For the start of a worker. From any thread."""
+        """The adapters that a new worker loads at its start. Any thread may read it."""
         return tuple(self._loaded.copy().values())
 
     def show_in(self, engine: _Shows) -> None:
@@ -59,7 +59,7 @@ class LoraAdapters:
             raise InvalidInput("lora_name", f"{MAX_ADAPTERS} adapters are loaded already, of {MAX_ADAPTERS} allowed")
         self._last_number += 1
         adapter = Adapter(name, self._last_number, path)
-        self.numbers[name] = adapter.number  # now: two loads of one name do not both go on
+        self.numbers[name] = adapter.number  # at once, so that a second load of the same name is refused
         try:
             await _answered(lambda: self._batcher().load_adapter(adapter))
         except BaseException:

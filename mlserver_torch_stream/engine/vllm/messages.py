@@ -44,6 +44,7 @@ class Addition:
 
 
 def encode_additions(additions: Sequence[Addition]) -> bytes:
+    """Returns the frame of an ``add`` message: parameters as JSON, all prompts together as raw 32-bit ids."""
     requests = [
         {
             "id": each.number,
@@ -64,6 +65,7 @@ def encode_additions(additions: Sequence[Addition]) -> bytes:
 
 
 def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
+    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the ids are not those of the prompts."""
     ids = array(_IDS)
     if len(body) % ids.itemsize:
         raise BrokenFrame("prompts that are not whole ids")
@@ -90,8 +92,8 @@ class Logprobs(NamedTuple):
 class Output:
     """The new tokens of one sequence. ``reason``: one of ``REASONS`` if they are the last ones.
 
-    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client beside the
-    reason ``error``, and ``field`` the parameter that is wrong, if one is.
+    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client if the
+    reason is ``error``; ``field``: the parameter that is wrong, if one is.
     """
 
     number: int
@@ -124,6 +126,7 @@ COUNTS = STATS[3:]
 
 
 def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
+    """Returns the frame of an ``outputs`` message. ``stats``: vLLM's counters, if they are sent along."""
     rows = [
         [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
         for each in outputs
@@ -132,12 +135,13 @@ def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> byte
 
 
 def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
+    """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if it is malformed."""
     try:
         outputs = [_output(*row) for row in header["of"]]
         stats = header["stats"]
         return outputs, None if stats is None else WorkerStats(**{name: _number(stats[name]) for name in STATS})
     except (KeyError, TypeError, ValueError) as error:
-        raise BrokenFrame(f"outputs that are none: {type(error).__name__}: {error}") from None
+        raise BrokenFrame(f"malformed outputs: {type(error).__name__}: {error}") from None
 
 
 def _output(
@@ -168,7 +172,7 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the worker says of the model that it has loaded. ``kv_cache_bytes`` is 0 where vLLM does not tell."""
+    """The worker's report on the model that it has loaded. ``kv_cache_bytes`` is 0 if vLLM does not report it."""
 
     vocab_size: int
     max_model_len: int
@@ -206,7 +210,7 @@ class Adapter:
 class StartOrder:
     """The first message to the worker. ``args``: fields of vLLM's ``AsyncEngineArgs``.
 
-    ``cpu_kv_cache_bytes``: the KV cache where vLLM runs on CPUs and ``args`` say nothing.
+    ``cpu_kv_cache_bytes``: the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
     """
 
     args: Mapping[str, Any]

@@ -34,13 +34,14 @@ class SamplingWriter:
         self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
 
     def check(self, request: EngineRequest) -> None:
+        """Raises InvalidInput for a request that vLLM cannot run as asked."""
         check_sampling(request.sampling)
 
     def params(self, request: RequestState, number: int) -> dict[str, Any]:
         """Returns fields of vLLM's ``SamplingParams`` for the request's sequence of this number, from 0 on."""
         given = request.params
         ends = set(request.end_ids)
-        if request.input.constraint is not None:  # after which vLLM allows the tokenizer's end token alone
+        if request.input.constraint is not None:  # after a constraint vLLM allows only the tokenizer's end token
             ends.update(request.input.constraint.eos_ids)
         params: dict[str, Any] = {name: getattr(given, name) for name in _AS_THEY_ARE}
         params |= {
@@ -63,7 +64,7 @@ class SamplingWriter:
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a grammar in it."""
+    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a nested grammar."""
     first, *rest = json.loads(grammars)["grammars"]
     if rest:
         return f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"

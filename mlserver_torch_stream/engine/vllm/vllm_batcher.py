@@ -1,7 +1,7 @@
 """Runs the sequences of an engine in vLLM's worker: a fair queue before it, text and stop strings after it.
 
-vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences and a quarter, so that vLLM always finds one
-to run and the others wait in the fair queue.
+vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
+sequence to run; the others wait in the fair queue.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class VllmBatcher(Batcher):
         ready: Ready,
         adapters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``start`` starts a worker, which need not be ready; it may block. ``ready``: what the model's worker says.
-        ``adapters`` returns the numbers of the adapters that requests may name.
+        """``start`` starts a worker, which may block, and need not wait until it is ready.
+
+        ``ready``: the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
         """
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
@@ -72,8 +73,8 @@ class VllmBatcher(Batcher):
         self._worker_stats = WorkerStats()
         self._wake: Callable[[], object] = lambda: None
         self._process: VllmProcess | None = None
-        self._worker: VllmProcess | None = None  # the process, once it is ready
-        self._failure: BaseException | None = None  # why it will never be
+        self._worker: VllmProcess | None = None  # None until a worker is ready
+        self._failure: BaseException | None = None  # why none will ever be ready
         self._closing = threading.Event()
         self._start = start
         self._adapters = adapters
@@ -137,7 +138,7 @@ class VllmBatcher(Batcher):
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
 
     def unload_adapter(self, name: str, number: int) -> Future[None]:
-        """Unloads it when no request uses it any more; requests that are submitted later must not name it."""
+        """Unloads an adapter when no request uses it any more. Later requests must not name it."""
         unload = _Unload(name, number, Future())
         self._unloads.put(unload)
         self._wake()
@@ -155,7 +156,10 @@ class VllmBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """The step that follows ends their sequences in the worker, as it does with all that have ended here."""
+        """Removes the requests.
+
+        The next step ends their sequences in the worker, like all sequences that have ended here.
+        """
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -184,7 +188,7 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """vLLM works between the steps, for as long as it has sequences."""
+        """vLLM also works between the steps, as long as it has sequences."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 
@@ -210,7 +214,7 @@ class VllmBatcher(Batcher):
             answer.add_done_callback(partial(_pass_on, unload.done))
 
     def _take(self, output: Output) -> SequenceState | None:
-        """Gives a sequence its new tokens. None: it has ended on this side already."""
+        """Gives a sequence its new tokens. Returns None if the sequence has already ended on this side."""
         sequence = self._running.get(output.number)
         if sequence is None:
             return None
@@ -306,7 +310,10 @@ class VllmBatcher(Batcher):
         self.count(**{_COUNTERS.get(name, name): getattr(stats, name) for name in COUNTS})
 
     def _gauge(self) -> None:
-        """The worker's numbers are those of its newest step: it has none for sequences that came or went since."""
+        """Publishes the gauges.
+
+        The worker's numbers are from its newest step, without sequences that came or went since.
+        """
         inside, stats = len(self._running), self._worker_stats
         running = min(stats.running, inside)
         waiting = min(stats.waiting, inside - running)
@@ -333,7 +340,7 @@ def _pass_on(done: Future[None], answer: Future[None]) -> None:
 
 
 def _end(output: Output) -> tuple[FinishReason, Exception | None]:
-    """Returns why a sequence ends that vLLM has ended, and the error of its client."""
+    """Returns why vLLM has ended a sequence, and the error for its client."""
     if output.reason == "error":
         text = output.error or "vLLM failed"
         wrong = InvalidInput(output.field, text) if output.field else GenerationFailed(text)

@@ -1,4 +1,4 @@
-"""Loads a model into vLLM: its engine arguments, its worker, and the server's side of the model, which is its text."""
+"""Loads a model into vLLM: its engine arguments, its worker, and the server's part, which is the text."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResour
 
 
 class _Workers:
-    """Starts one worker after another: each when no process of the one before is left."""
+    """Starts one worker after another, each when no process of the previous worker is left."""
 
     def __init__(self, command: WorkerCommand, modules: Mapping[str, str]) -> None:
         self.adapters = LoraAdapters(modules, lambda: self._batcher)
@@ -126,7 +126,7 @@ class _Workers:
         return self._batcher, ready
 
     def next(self, writer: SamplingWriter, ready: Ready) -> VllmBatcher:
-        """Returns at once. The later the restart, the longer it waits first."""
+        """Starts the next worker in the background. Each restart waits longer than the one before."""
         delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
         self._restarts += 1
         self._batcher = VllmBatcher(lambda: self._start(delay), writer, ready, lambda: self.adapters.numbers)
@@ -183,7 +183,7 @@ def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
 
 
 def _generation_config(location: str, settings: EngineSettings) -> Any:
-    """Returns the model's own generation config, or the one that transformers makes of its config."""
+    """Returns the model's own generation config, or the one that transformers derives from its config."""
     revision = settings.revision or "main"
     try:
         return GenerationConfig.from_pretrained(location, revision=revision)
@@ -193,7 +193,7 @@ def _generation_config(location: str, settings: EngineSettings) -> Any:
 
 
 def _first_token_rules(rules: GenerationRules) -> list[str]:
-    """Returns the rules of a generation config that vLLM cannot keep to."""
+    """Returns the rules of a generation config that vLLM cannot follow."""
     given = {
         "begin_suppress_tokens": rules.suppressed_first,
         "forced_bos_token_id": rules.forced_bos,

@@ -64,7 +64,7 @@ _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How a worker is started. ``cores`` are those that it may bind, for all its ranks on this machine together."""
+    """How a worker is started. ``cores``: the cores for all its ranks on this machine together."""
 
     python: str
     order: StartOrder
@@ -97,7 +97,7 @@ class WorkerCommand:
 def bound_cores(cores: Sequence[int], ranks: int) -> str:
     """Returns the cores of each rank, as vLLM reads them: ``0,1|2,3``. ``nobind`` if there are fewer cores than ranks.
 
-    vLLM would take all cores of the machine, also those that the container has no share of.
+    vLLM itself would take all cores of the machine, even cores outside the container's share.
     """
     share = len(cores) // ranks
     if not share:
@@ -106,7 +106,7 @@ def bound_cores(cores: Sequence[int], ranks: int) -> str:
 
 
 def _preloaded(python: str) -> str:
-    """Returns the libraries that vLLM for CPUs is fast with: those of its environment and of the system."""
+    """Returns the libraries to preload that make vLLM fast on CPUs, from its environment and the system."""
     own = Path(python).parent.parent / "lib"
     openmp = own / _OPENMP
     if not openmp.is_file():
@@ -118,7 +118,7 @@ def _preloaded(python: str) -> str:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a message of the worker says."""
+    """The contents of an ``outputs`` message of the worker."""
 
     outputs: Sequence[Output]
     stats: WorkerStats | None
@@ -178,7 +178,7 @@ class VllmProcess:
         wake()
 
     def send(self, frame: bytes) -> None:
-        """Does not wait for the worker to read."""
+        """Sends a frame without waiting until the worker reads it."""
         self._unsent.put(frame)
 
     def call(self, message: Callable[[int], bytes]) -> Future[None]:
@@ -187,7 +187,7 @@ class VllmProcess:
         The future raises LoadFailed with the worker's reason, or VllmLost.
         """
         answer: Future[None] = Future()
-        answer.set_running_or_notify_cancel()  # who waits may leave: the answer still comes
+        answer.set_running_or_notify_cancel()  # the waiting caller may leave; the answer still comes
         with self._calling:
             if self.lost is not None:
                 raise self.lost
@@ -231,7 +231,7 @@ class VllmProcess:
         try:
             why = self._receive_all(order)
         except Exception as error:  # also what only a message of wrong types, or a second ``ready``, raises
-            why = f"sent something that is no message: {error}"
+            why = f"sent something that is not a message: {error}"
         finally:
             self._end(why)
 
@@ -276,7 +276,7 @@ class VllmProcess:
             self._connection.shutdown(socket.SHUT_RDWR)
         try:
             status = self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # the subreaper hangs; the kernel kills the worker with it
+        except subprocess.TimeoutExpired:  # the subreaper hangs: when it is killed, the kernel kills the worker
             self.process.kill()
             status = self.process.wait()
         self._connection.close()
@@ -315,7 +315,7 @@ def _refusal(header: Mapping[str, Any]) -> LoadFailed:
 
 
 def cores_of_this_process(count: int) -> list[int]:
-    """Returns the first ``count`` of the cores that this process may run on; nothing where the system does not tell."""
+    """Returns the first ``count`` of this process's cores; an empty list if the system does not report them."""
     if sys.platform != "linux":
         return []
     return sorted(os.sched_getaffinity(0))[:count]

@@ -1,7 +1,7 @@
 """Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens, once a wake-up.
 
 It runs in vLLM's own interpreter, where it imports the standard library, vLLM and a few modules of this package that
-import nothing else. It knows token ids alone: text, stop strings and queues are the server's.
+import nothing else. It handles only token ids: text, stop strings and queues belong to the server.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
         why = " ".join(str(error).split()) or type(error).__name__
         connection.sendall(encode_frame({"t": "refused", "field": field, "why": why[:2000]}))
         return
-    # Killed processes leave their shared memory behind: the parent of this one removes what is named here.
+    # Killed processes leave shared memory behind. The parent process removes the segments that are named here.
     (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
     connection.sendall(encode_frame({"t": "ready", **ready}))
     frames: asyncio.Queue[Any] = asyncio.Queue()
@@ -243,7 +243,7 @@ class Worker:
                 raise error
 
     async def _death(self) -> None:
-        """Ends when vLLM has died. Its task that reads from the engine core ends only then."""
+        """Waits until vLLM has died: only then does its task that reads from the engine core end."""
         await asyncio.wait({self._llm.output_handler})
         self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
 
@@ -301,7 +301,7 @@ class Worker:
                     )
                 )
         except Exception as error:
-            if not self._llm.errored:  # else the server hears of the death
+            if not self._llm.errored:  # otherwise the server is told of the death
                 field = getattr(error, "parameter", None)
                 shown = getattr(error, "__cause__", None) or error
                 text = str(error) if field or type(error).__name__ == "VLLMValidationError" else repr(shown)
@@ -326,7 +326,7 @@ class Worker:
         self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Raises what vLLM raises for a folder that is no adapter of the model."""
+        """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(adapter.name, adapter.number, adapter.path)
@@ -335,7 +335,7 @@ class Worker:
 
 
 def _token_bytes(config: Any) -> int:
-    """Returns the bytes of a token's keys and values in all ranks together, where every layer keeps them."""
+    """Returns the bytes of a token's keys and values in all ranks together, if every layer stores them."""
     model, parallel = config.model_config, config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
@@ -364,7 +364,7 @@ def _sampling_params(addition: Addition) -> Any:
 
 
 def _reason(reason: Any) -> str | None:
-    """vLLM may know more reasons than the server: a repetition, for example, ends an answer as a stop does."""
+    """Returns the server's reason. vLLM may have more reasons: a repetition, for example, ends it like a stop."""
     if reason is None:
         return None
     return str(reason) if reason in ("stop", "length", "abort", "error") else "stop"
