@@ -79,7 +79,7 @@ class TokenReply:
             self._stream.close()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
-        """The messages; one whole reply, if the request said ``stream: false``."""
+        """Yields the messages of the stream; under ``stream: false``, one message: the whole reply."""
         if self._request.stream is False:
             yield await self.whole()
             return
@@ -93,7 +93,7 @@ class TokenReply:
         self._check_end()
 
     async def whole(self) -> JsonObject:
-        """All that was generated, as one reply."""
+        """Collects the token stream into one reply. Raises RequestError if a sequence fails."""
         encoder = self._spelling.whole(self._request, self._context)
         async for event in await self._started():
             if event.error is not None:
@@ -109,7 +109,7 @@ class TokenReply:
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The last messages, with the error, of the sequences that have not ended."""
+        """The messages that end, with ``error``, each sequence that has not ended."""
         return self._encoder.fail(error)
 
     def end(self) -> bytes | None:
@@ -125,7 +125,7 @@ class TokenReply:
         return self._stream
 
     def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """The last event of a sequence, divided. Raises its error if the client has been sent nothing."""
+        """Splits the tokens of a last event from its failure. Raises the error if the client has been sent nothing."""
         if event.error is not None and not self._begun and not event.size:
             raise as_request_error(event.error)
         self.error = self.error or event.error
@@ -133,7 +133,7 @@ class TokenReply:
         return event.split_failure()
 
     def _check_end(self) -> None:
-        """Raises an error if the token stream has ended before its sequences."""
+        """Raises an error if the token stream has ended before all sequences have."""
         if self._unfinished and self._closed:
             raise asyncio.CancelledError("the reply was closed before its end")
         if self._unfinished:
@@ -172,14 +172,14 @@ class PromptReply:
         return None
 
     def close(self) -> None:
-        """Does nothing: what a thread has begun goes on."""
+        """Does nothing: work that a thread has begun cannot be stopped."""
 
 
 _NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
 
 
 class TokenModel(ServedModel):
-    """A model that generates tokens. At most as many requests of a stream are open at once as a batch has rows."""
+    """A model that generates tokens."""
 
     def generator(self, endpoint: EndpointKind) -> Generator:
         """Makes the generator, which turns requests into token streams. Raises NotServing."""
@@ -197,9 +197,11 @@ class TokenModel(ServedModel):
 
     @property
     def adapter_names(self) -> frozenset[str]:
+        """The names of the LoRA adapters; empty if the model takes none."""
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
+        """The number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises NotServing."""
         return int(self._slot.built.engine.info.max_num_seqs)
 
     def reply(self, request: RestRequest) -> TokenReply | PromptReply:

@@ -120,6 +120,7 @@ class PieceStream:
         self._changed = asyncio.Event()
 
     def put(self, piece: ResponsePiece) -> None:
+        """Adds a piece for the reader; does nothing if the stream is over."""
         if not self.over:
             self._pieces.append(piece)
             self._bytes += len(piece.value)
@@ -128,6 +129,7 @@ class PieceStream:
 
     @property
     def failed(self) -> bool:
+        """True if the stream has ended with an error."""
         return self._error is not None
 
     @property
@@ -144,6 +146,7 @@ class PieceStream:
             self.close()
 
     def fail(self, error: RequestError) -> None:
+        """Ends the stream with the error, unless it is over."""
         if not self.over:
             self.over = True
             self._error = error

@@ -68,9 +68,11 @@ class InflightRequests:
 
     @property
     def empty(self) -> bool:
+        """True if no request is counted."""
         return self._count == 0
 
     async def wait_until_empty(self) -> None:
+        """Waits until no request is counted."""
         while self._count:
             await self._emptied.wait()
 

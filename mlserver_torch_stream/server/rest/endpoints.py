@@ -83,7 +83,7 @@ class Door(Protocol):
 
 
 class Reported(Exception):
-    """A stream has failed, and its client knows; MLServer, which sees this exception, counts a failure."""
+    """A stream has failed and its client has been told; MLServer counts a failure because it sees this exception."""
 
 
 class HttpRequest(Request[R]):
@@ -251,7 +251,7 @@ class EndpointRequest(HttpRequest[Reply]):
             raise Reported from reply.error
 
     def _open(self, model: ServedModel, posted: PostedBody) -> Reply:
-        """The reply, not begun. Raises RequestError."""
+        """Makes the reply, whose work has not begun yet. Raises RequestError."""
         self.request_id = self.request_id or str(uuid4())
         context, route = partial(self._context, model), self._endpoint.route
         request = RestRequest(posted, route, self._spelling, self.kind, self.request_id, context, self._adapter)
