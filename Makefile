@@ -276,7 +276,7 @@ lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 	echo 'torch==$(TORCH_VERSION)' >> $(VENV)/lock.in
 	cp constraints.txt $(VENV)/lock.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 $(LOCK_OPTIONS) \
-		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra zstd --extra ray --extra torchserve-handlers \
+		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra zstd --extra parquet --extra ray --extra torchserve-handlers \
 		--extra wheel --extra docs --constraint $(VENV)/lock.in --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
 	{ sed '/^[^#]/,$$d' constraints.txt; \

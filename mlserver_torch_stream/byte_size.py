@@ -26,6 +26,7 @@ def parse_bytes(value: Any) -> Any:
 
 
 def format_bytes(count: int) -> str:
+    """Returns the number of bytes in the largest unit of 1,024 that it reaches, such as ``1.5 GiB``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

@@ -153,7 +153,7 @@ class EngineSettings(BaseModel):
     repacked for the CPU, and without varlen attention on GPUs."""
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
     """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
-    quantised ([below](#small-weights)); `int8` and `int4` round a bfloat16 model's projections at load. These three
+    quantised ([weights.md](weights.md)); `int8` and `int4` round a bfloat16 model's projections at load. These three
     need our own kernels on a CPU; if the kernels cannot run the model, the load fails."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 
 def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on the port of this host now."""
     with _probe(host) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

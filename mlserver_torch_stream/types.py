@@ -139,6 +139,7 @@ class SamplingParameters:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # alternatives for each token of the prompt; None: the prompt is not scored
     skip_special_tokens: bool = True
+    cache_salt: str | None = None  # the prefix cache shares pages only between requests of the same salt
 
     @property
     def greedy(self) -> bool:

@@ -30,8 +30,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    """README.md and everything under docs/."""
-    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+    """README.md, the pages of docs/ and the recipes."""
+    docs = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md")]
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in docs)]
 
 
 def pages_of_reference() -> list[str]:

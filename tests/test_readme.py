@@ -41,15 +41,25 @@ _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl|docker) ")
 
-_OF_THE_SDK = "from openai import"  # runs in an environment of its own, which takes a while to make
+# What a script imports that runs in an environment of its own, which takes a while to make.
+_ENVIRONMENTS = {
+    "from openai import": "openai",
+    "from pydantic_ai import": "pydantic-ai",
+    "from langchain_openai import": "langchain-openai",
+    "import litellm": "litellm",
+}
 _OF_STUBS = "import inference_pb2"  # tests/clients/test_clients.py makes the stubs and runs it
 _SHOWS_STATUS = re.compile(r"curl (-\w*i|.*-w)")
 
 
 def _in(*languages: str) -> pytest.MarkDecorator:
     blocks = [each for each in _BLOCKS if each.language in languages and _OF_STUBS not in each.code]
-    marked = [pytest.param(each, marks=pytest.mark.slow) if _OF_THE_SDK in each.code else each for each in blocks]
+    marked = [pytest.param(each, marks=pytest.mark.slow) if _environment(each) else each for each in blocks]
     return pytest.mark.parametrize("block", marked, ids=str)
+
+
+def _environment(block: Block) -> str | None:
+    return next((name for line, name in _ENVIRONMENTS.items() if line in block.code), None)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +94,8 @@ def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server,
 
 @_in("python")
 def test_a_script_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
-    python = str(make_environment(tmp_path, "openai")) if _OF_THE_SDK in block.code else sys.executable
+    environment = _environment(block)
+    python = sys.executable if environment is None else str(make_environment(tmp_path, environment))
     _check(block, _run([python, "-c", _on(readme_server, block.code)], tmp_path))
 
 
@@ -213,7 +224,7 @@ def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
     if uri.endswith(".gguf"):
         (folder / uri).touch()
     elif "://" not in uri:
-        (folder / uri).mkdir()
+        (folder / uri).mkdir(exist_ok=True)  # "." is the folder itself
         (folder / uri / "config.json").touch()
     path = folder / "model-settings.json"
     path.write_text(json.dumps(body))

@@ -27,6 +27,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that ``argv`` names (default: the process's arguments) and returns its exit status."""
     typed = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(typed)
     try:

@@ -14,14 +14,17 @@ from mlserver_torch_stream.byte_size import parse_bytes
 
 
 def positive(text: str) -> int:
+    """Reads a whole number of at least 1. Raises ArgumentTypeError otherwise."""
     return _whole(text, 1)
 
 
 def count(text: str) -> int:
+    """Reads a whole number of at least 0. Raises ArgumentTypeError otherwise."""
     return _whole(text, 0)
 
 
 def port_number(text: str) -> int:
+    """Reads a port, 0 to 65535. Raises ArgumentTypeError otherwise."""
     number = _whole(text, 0)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535, got {text!r}")
@@ -35,10 +38,12 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def above_zero(text: str) -> float:
+    """Reads a number above 0. Raises ArgumentTypeError otherwise."""
     return _real(text, "a number")
 
 
 def seconds(text: str) -> float:
+    """Reads a number of seconds above 0. Raises ArgumentTypeError otherwise."""
     return _real(text, "a number of seconds")
 
 

@@ -118,6 +118,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 def main(argv: Sequence[str]) -> int:
+    """Talks with a model in the terminal until the input ends, and returns the exit status."""
     arguments = _parser().parse_args(argv)
     if None in (sys.stdin, sys.stdout):  # so Python says that they are closed
         _complain("standard input and output must be open")

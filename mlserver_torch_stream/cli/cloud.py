@@ -24,6 +24,7 @@ from mlserver_torch_stream.log_text import log_text
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status, as the help of the command lists them."""
     arguments = parser().parse_args(list(argv))
     try:
         check(arguments)

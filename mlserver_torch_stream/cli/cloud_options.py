@@ -12,10 +12,20 @@ from mlserver_torch_stream.cloud.tables import Column
 
 STDOUT = "-"
 URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
+# Of options of tables, none of which is for records of --kafka.
+TABLE_DEFAULTS = {
+    "column": [],
+    "header": False,
+    "encoding": "utf-8",
+    "delimiter": None,
+    "quote": '"',
+    "members": None,
+}
 _STATUS_HELP = "Exit status: 0 all rows answered, 1 some failed, 2 not started, 3 ended early, 130 interrupted."
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of ``cloud run`` and ``cloud watch``."""
     whole = argparse.ArgumentParser(
         prog="mlserver-torch-stream cloud",
         description="Answer prompts from objects of a bucket, a folder or a web server.",
@@ -36,18 +46,23 @@ def parser() -> argparse.ArgumentParser:
     _add_model(watch)
     _add_objects(watch)
     _add_stages(watch)
+    _add_tables(watch)
     return whole
 
 
 def _add_input(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--input", required=True, help="s3://, gs://, az://, http(s)://, a folder, or one object")
+    run.add_argument("--input", help="s3://, gs://, az://, http(s)://, a folder, or one object")
     run.add_argument("--output", default=STDOUT, help="a prefix for numbered parts; - is JSONL on stdout (default)")
     run.add_argument("--glob", help="keys below --input: * within a level, ** across levels")
-    run.add_argument("--manifest", help="an object that names keys below --input, one per line")
+    run.add_argument(
+        "--manifest",
+        help="an object that names keys below --input, one per line; without --input URLs of any hosts and buckets",
+    )
     run.add_argument("--part-rows", type=int, default=64, help="rows in one part (default: %(default)s)")
     run.add_argument(
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
+    run.add_argument("--limit", type=positive, help="read only the first rows of the input, so many")
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
     run.add_argument("--workers", type=positive, default=2, help="workers that --on starts (default: %(default)s)")
 
@@ -117,7 +132,6 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
 
 
 def _add_tables(run: argparse.ArgumentParser) -> None:
-    run.add_argument("--limit", type=positive, help="read only the first rows of the input, so many")
     run.add_argument(
         "--column",
         type=_column,
@@ -128,9 +142,13 @@ def _add_tables(run: argparse.ArgumentParser) -> None:
         "body of a row, or that FIELD of it",
     )
     run.add_argument("--header", action="store_true", help="the first record names the columns; implied by a name")
-    run.add_argument("--encoding", default="utf-8", help="the encoding of tables (default: %(default)s)")
+    run.add_argument(
+        "--encoding", default=TABLE_DEFAULTS["encoding"], help="the encoding of tables (default: %(default)s)"
+    )
     run.add_argument("--delimiter", help="the character between columns (default: a comma, in TSV a tab)")
-    run.add_argument("--quote", default='"', help='the character that quotes; "" for none (default: %(default)s)')
+    run.add_argument(
+        "--quote", default=TABLE_DEFAULTS["quote"], help='the character that quotes; "" for none (default: %(default)s)'
+    )
     run.add_argument("--members", metavar="GLOB", help="read these members of archives: * within a level, ** across")
 
 
@@ -227,7 +245,10 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         "--dead-letter", metavar="TOPIC", help="with --kafka: a topic to which failed records are sent too"
     )
     watch.add_argument(
-        "--part-rows", type=positive, default=64, help="with --kafka: rows in one part (default: %(default)s)"
+        "--part-rows",
+        type=positive,
+        default=64,
+        help="rows in one part of an archive's result, or with --kafka (default: %(default)s)",
     )
     watch.add_argument("--limit", type=positive, help="end after so many objects or records")
 

@@ -26,6 +26,7 @@ from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, compression_of, is_archive, kind_of
+from mlserver_torch_stream.cloud.parquet import parquet_library
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import CloudError, Infer, Kind, RunRefused, StorageFull, Weigh
 from mlserver_torch_stream.cloud.run import RunPlan, plan, results, write
@@ -94,7 +95,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
 async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: Stopwatch) -> int:
     name = await model_name(arguments)
     planned = await plan(settings.make_run(arguments, name))
-    check_zstd(planned)
+    check_libraries(planned)
     check_objects(arguments, (each.info.key for each in planned.objects if each.failure is None))
     if arguments.dry_run:
         print(_described(planned))
@@ -110,6 +111,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
+    """Returns the handler, or ``--model``, or its default: the embedded model, or the only model of ``--url``."""
     if arguments.handler is not None:
         return str(arguments.handler)
     if arguments.url is None:
@@ -237,16 +239,21 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
                 f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
                 "size, or choose others with --glob"
             )
-        if not row_request.takes(kind):
+        if not kind.many and not row_request.takes(kind):
             raise RunRefused(
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
                 "choose others with --glob, or say with --as how to read them"
             )
 
 
-def check_zstd(planned: RunPlan) -> None:
-    """Raises RunRefused where an object is zstd and the library is missing."""
+def check_libraries(planned: RunPlan) -> None:
+    """Raises RunRefused where an object is zstd or Parquet and the library for it is missing."""
     for each in planned.objects:
+        if planned.run.kind_of(each.info.key) is Kind.PARQUET:
+            try:
+                parquet_library()
+            except RunRefused as error:
+                raise RunRefused(f"--input: holds {each.info.key}, which {error.message}") from None
         if compression_of(each.info.key, planned.run.kind_of(each.info.key)) == "zstd":
             try:
                 decompressor("zstd")
@@ -299,8 +306,9 @@ def _described(planned: RunPlan) -> str:
     for each in objects:
         kind = run.kind_of(each.info.key).value
         kinds[kind] = kinds.get(kind, 0) + 1
+    nbytes = sum(each.info.size for each in objects)
     lines = [
-        f"input: {len(objects)} objects, {sum(each.info.size for each in objects)} bytes in {run.input}",
+        f"input: {len(objects)} objects, {nbytes} bytes in {run.input or run.manifest}",
         "kinds: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
         f"first: {', '.join(each.info.key for each in objects[:5])}",
         f"model: {json.dumps(run.model, ensure_ascii=False)}",

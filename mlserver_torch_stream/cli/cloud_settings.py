@@ -100,6 +100,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Returns what shapes the answers of a run. A run with another identity does not resume the output."""
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -132,6 +133,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def api_key() -> str | None:
+    """Returns the key of the environment, if any. Raises RunRefused if it is no key."""
     try:
         return openai_key()
     except ValueError as error:
@@ -172,6 +174,7 @@ def tables(arguments: argparse.Namespace) -> Tables:
 
 
 def chunking(arguments: argparse.Namespace) -> Chunking:
+    """Returns how whole objects are cut into chunks."""
     joined, most = arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES
     return Chunking(arguments.chunk_bytes, joined, most, arguments.sequences)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from mlserver_torch_stream.cli import cloud_settings as settings
 from mlserver_torch_stream.cli.argument_types import key_in_file
+from mlserver_torch_stream.cli.cloud_options import TABLE_DEFAULTS
 from mlserver_torch_stream.cli.cloud_run import OpenedModel, Stopwatch, finish, model_name, open_model, say
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease
@@ -48,7 +49,11 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("queue", "listen", "glob", "kind"):
             if getattr(arguments, name) is not None:
                 raise RunRefused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
+        for name, default in TABLE_DEFAULTS.items():
+            if getattr(arguments, name) != default:
+                raise RunRefused(f"--{name}: is for objects, not for records of --kafka")
     else:
+        settings.tables(arguments)  # refuses wrong options before a model is loaded
         for name in ("topic", "group", "dead_letter"):
             if getattr(arguments, name) is not None:
                 raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
@@ -147,6 +152,8 @@ async def _objects(
         chunking=settings.chunking(arguments),
         ahead=PrefetchedRange(arguments.prefetch, arguments.prefetch_bytes),
         weigh=model.weigh,
+        tables=settings.tables(arguments),
+        part_rows=arguments.part_rows,
     )
     if arguments.sequences:
         watcher.objects = min(watcher.objects, model.limits.batches)

@@ -22,6 +22,7 @@ _METRICS = "metrics.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Unpacks an archive into a folder that MLServer loads, and returns the exit status."""
     from mlserver_torch_stream.errors import LoadFailed, SettingsError
     from mlserver_torch_stream.handlers.config.unpacking import BYTES_KEY, FILES_KEY
 

@@ -24,6 +24,7 @@ _ENDED = "rank 0 has ended before it had a model for the others: its log says wh
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs one rank of a server that torchrun starts: rank 0 serves, the others follow it. Returns the exit status."""
     arguments = _parser().parse_args(argv)
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:

@@ -128,6 +128,7 @@ class PortTaken(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Starts MLServer with a model, a folder of models or the embedded model, and returns the exit status."""
     arguments = _parser().parse_args(argv)
     repository = Path(arguments.model) if arguments.model and is_repository(Path(arguments.model)) else None
     if repository is not None and arguments.name is not None:

@@ -36,6 +36,7 @@ _NO_EFFECT = {
 
 
 def main(argv: Sequence[str]) -> int:
+    """Starts MLServer with a model store of TorchServe, and returns the exit status."""
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder
 
     arguments = _parser().parse_args(argv)

@@ -51,6 +51,7 @@ def _parts(url: str) -> SplitResult:
 
 
 def grpc_target(url: str) -> str:
+    """Returns the ``host:port`` of a URL."""
     return urlsplit(url).netloc
 
 
@@ -77,6 +78,7 @@ def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, g
 
 
 def checked_timeout(seconds: float) -> float:
+    """Returns the timeout in seconds. Raises ValueError if it is not above 0 or too long."""
     if not 0 < seconds <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout: must be above 0 and at most {_LONGEST_TIMEOUT_S:.0f} seconds, got {seconds}")
     return seconds

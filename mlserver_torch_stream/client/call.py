@@ -108,6 +108,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def unreadable(error: Exception) -> StreamBroken:
+    """Returns the error of an answer that is not what the protocol says."""
     return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
 
 

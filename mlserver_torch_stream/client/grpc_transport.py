@@ -106,6 +106,7 @@ def stream_method(channel: Any) -> Any:
 
 
 def models_method(channel: Any) -> Any:
+    """Returns the unary call of ``RepositoryIndex`` on a channel."""
     return channel.unary_unary(
         f"{_SERVICE}/RepositoryIndex",
         request_serializer=RepositoryIndexRequest.SerializeToString,
@@ -114,6 +115,7 @@ def models_method(channel: Any) -> Any:
 
 
 def request_message(call: GenerationCall) -> Any:
+    """Returns the ``ModelInferRequest`` of a call."""
     request = ModelInferRequest(model_name=call.model)
     for name, texts in input_tensors(call).items():
         tensor = request.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
@@ -154,10 +156,12 @@ def _elements(contents: Any) -> list[Any]:
 
 
 def ready_models_request() -> Any:
+    """Returns a request for the models that are ready."""
     return RepositoryIndexRequest(ready=True)
 
 
 def model_names(response: Any) -> list[str]:
+    """Returns the names in a response of ``RepositoryIndex``, sorted, each once."""
     return sorted({model.name for model in response.models})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.naming import glob_pattern
 from mlserver_torch_stream.cloud.rows import AccessDenied, CloudError, Failure, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.source import Listed
-from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore, Store
 
 MAX_OBJECTS = 1_000_000
 _HEADS_AT_ONCE = 32
@@ -58,7 +58,7 @@ async def open_input(
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
     """The objects in the order of their keys, or of the manifest. Raises CloudError where nothing can be listed."""
     if manifest is not None:
-        return await heads(place.store, _manifest_keys(manifest), retry)
+        return await heads(place.store, list(manifest_entries(manifest, _key_entry)), retry)
     if place.only is not None:
         if glob is not None:
             raise RunRefused(f"--glob: chooses among several objects, and --input names one: {place.only}")
@@ -93,9 +93,10 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
     return list(objects.values())
 
 
-def _manifest_keys(data: bytes) -> list[str]:
-    """One key per line, plain or as ``{"key": …}``. Raises RunRefused, which names the line."""
-    keys: dict[str, int] = {}
+def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -> dict[str, str]:
+    """What ``read`` makes of each line and its number: a key and its value. Raises RunRefused, which names the line."""
+    entries: dict[str, str] = {}
+    numbers: dict[str, int] = {}
     try:
         lines = data.decode("utf-8-sig").split("\n")  # a key may hold characters that Unicode takes for line ends
     except UnicodeDecodeError as error:
@@ -103,28 +104,29 @@ def _manifest_keys(data: bytes) -> list[str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        key = _manifest_key(line.strip(), number)
-        if key in keys:
-            raise RunRefused(f"--manifest: line {number} names {key} again, which line {keys[key]} has")
-        keys[key] = number
-    if len(keys) > MAX_OBJECTS:
+        key, value = read(line.strip(), number)
+        if key in entries:
+            raise RunRefused(f"--manifest: line {number} names {key} again, which line {numbers[key]} has")
+        entries[key], numbers[key] = value, number
+    if len(entries) > MAX_OBJECTS:
         raise RunRefused(f"--manifest: more than {MAX_OBJECTS} objects")
-    return list(keys)
+    return entries
 
 
-def _manifest_key(line: str, number: int) -> str:
+def _key_entry(line: str, number: int) -> tuple[str, str]:
+    """One key per line, plain or as ``{"key": …}``."""
     if not line.startswith("{"):
-        return line
+        return line, line
     try:
         key = json.loads(line)["key"]
     except (ValueError, KeyError, TypeError):
         key = None
     if not isinstance(key, str) or not key:
         raise RunRefused(f'--manifest: line {number} is neither a key nor {{"key": "…"}}')
-    return key
+    return key, key
 
 
-async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]:
+async def heads(store: ReadableStore, keys: Sequence[str], retry: Retry) -> list[Listed]:
     """The objects as they are now. A missing object stands in the list with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
@@ -135,7 +137,8 @@ async def heads(store: Store, keys: Sequence[str], retry: Retry) -> list[Listed]
             except CloudError as error:
                 return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
-    return list(await asyncio.gather(*(head(key) for key in keys)))
+    async with store.connected():
+        return list(await asyncio.gather(*(head(key) for key in keys)))
 
 
 def encode_inputs(objects: Sequence[Listed]) -> bytes:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cloud.archives import Decompressor, Event, MemberBegin, MemberEnd, Tar, Zip, decompressor
 from mlserver_torch_stream.cloud.naming import compression_of, glob_pattern, is_archive, kind_of
+from mlserver_torch_stream.cloud.parquet import parquet_rows
 from mlserver_torch_stream.cloud.rows import Failure, Kind, MemberPlace, Row, RunRefused
 from mlserver_torch_stream.cloud.tables import RowReader, TableBroken, Tables
 from mlserver_torch_stream.gunzip import Damaged
@@ -74,7 +75,7 @@ class ArchiveReader:
             return
         kind = kind_of(member.name, self._kind)
         trouble = member.trouble
-        if not trouble and not kind.table:
+        if not trouble and not kind.many:
             if self._tables.columns:
                 trouble = "is no table, and so has no --column; choose with --members"
             elif is_archive(member.name) and not self._tables.data:
@@ -91,7 +92,7 @@ class ArchiveReader:
                 yield from self._failed(
                     damage(self._place.name, kind_of(self._place.name, self._kind), self._name, error)
                 )
-        elif self._wanted((member.index, None)):
+        elif kind is Kind.PARQUET or self._wanted((member.index, None)):
             self._whole = _WholeMember(kind, self._whole_bytes)
 
     def _end(self, event: MemberEnd) -> Iterator[Row]:
@@ -105,11 +106,21 @@ class ArchiveReader:
             kind, data, failure = self._whole.kind, self._whole.data, self._whole.failure(self._name)
             if failure is not None:
                 yield from self._failed(failure)
+            elif kind is Kind.PARQUET:
+                yield from self._parquet(data)
             else:
                 size = len(data)
                 row = Row(0, self._key, None, self._name, kind, data=data, size=size, whole=size, member=self._place)
                 yield row
         self._table = self._whole = None
+
+    def _parquet(self, data: bytes) -> Iterator[Row]:
+        index = self._place.index
+        reader = RowReader(self._key, Kind.PARQUET, self._tables, member=self._place)
+        try:
+            yield from parquet_rows(data, self._tables, reader, lambda line: self._wanted((index, line)))
+        except RunRefused as error:
+            yield from self._failed(Failure(error.code, f"{self._name}: {error.message}"))
 
     def _failed(self, failure: Failure) -> Iterator[Row]:
         self._whole = None
@@ -118,7 +129,7 @@ class ArchiveReader:
 
 
 class _WholeMember:
-    """A member that is one row, while it is read. Of one that is too large no bytes are kept."""
+    """A member that is one row, or Parquet, while it is read. Of one that is too large no bytes are kept."""
 
     def __init__(self, kind: Kind, most: int) -> None:
         self.kind = kind
@@ -139,7 +150,9 @@ class _WholeMember:
 
     def failure(self, name: str) -> Failure | None:
         if self._size > self._most:
-            return Failure("too_large", f"{name}: over the {format_bytes(self._most)} of a member that is one row")
+            return Failure(
+                "too_large", f"{name}: over the {format_bytes(self._most)} of a member that is held as a whole"
+            )
         if self.kind is Kind.TEXT:
             try:
                 self.data.decode("utf-8")

@@ -21,6 +21,7 @@ _SUFFIXES = {
     Kind.JSONL: (".jsonl", ".ndjson"),
     Kind.CSV: (".csv",),
     Kind.TSV: (".tsv",),
+    Kind.PARQUET: (".parquet",),
     Kind.IMAGE: (".png", ".jpg", ".jpeg", ".gif", ".webp"),
     Kind.AUDIO: (".wav", ".mp3", ".flac", ".ogg"),
     Kind.TEXT: (".txt", ".md", ".prompt"),
@@ -102,7 +103,7 @@ def closed_format(key: str, kind: Kind) -> str | None:
     """The format that the key's ending names, where objects of that format cannot be read as ``kind``."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
-    return None if form == _COMPRESSED and compression_of(key, kind) else form
+    return None if kind is Kind.PARQUET or (form == _COMPRESSED and compression_of(key, kind)) else form
 
 
 def compression_of(key: str, kind: Kind) -> str | None:

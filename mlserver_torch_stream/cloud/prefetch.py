@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.rows import CloudError, StoreUnavailable
-from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 
 
 class HasSize(Protocol):
@@ -83,7 +83,7 @@ class Prefetch(Generic[P]):
 
 
 async def fetch_range(
-    store: Store, info: ObjectInfo, start: int, end: int, retry: Retry, on_retry: Callable[[CloudError], None]
+    store: ReadableStore, info: ObjectInfo, start: int, end: int, retry: Retry, on_retry: Callable[[CloudError], None]
 ) -> bytes:
     """Bytes ``start`` to ``end`` of one version. After a broken connection only the missing bytes are fetched again.
 

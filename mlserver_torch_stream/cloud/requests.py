@@ -63,8 +63,9 @@ class RowRequest:
     def ask(self, row: Row) -> RowQuestion:
         """The row's request. Raises RowUnsuitable or UnknownModel."""
         if not self.takes(row.kind):
-            form = closed_format(row.key, row.kind)
-            raise RowUnsuitable(f"{row.key}: the model takes no {form or row.kind.value}")
+            name = row.key if row.member is None else f"{row.key}/{row.member.name}"
+            form = closed_format(name, row.kind)
+            raise RowUnsuitable(f"{name}: the model takes no {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}

@@ -18,12 +18,13 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL, CSV and TSV row by row, any other kind as one row, or in chunks. An archive is read
-    member by member, each as its own kind."""
+    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row, or in chunks. Each
+    member of an archive is read as its own kind."""
 
     JSONL = "jsonl"
     CSV = "csv"
     TSV = "tsv"
+    PARQUET = "parquet"
     TEXT = "text"
     BYTES = "bytes"
     IMAGE = "image"
@@ -32,13 +33,13 @@ class Kind(str, Enum):
 
     @property
     def table(self) -> bool:
-        """True if each line or record of an object is a row."""
+        """True if each line or record of an object is a row, and the object is read from its begin to its end."""
         return self in (Kind.JSONL, Kind.CSV, Kind.TSV)
 
     @property
     def many(self) -> bool:
         """True if an object holds any number of rows, which is known only at its end."""
-        return self.table or self is Kind.ARCHIVE
+        return self.table or self in (Kind.ARCHIVE, Kind.PARQUET)
 
 
 @dataclass(frozen=True, slots=True)

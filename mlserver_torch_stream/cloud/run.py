@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.lease import WriterLease, claim, identify, read_claim
-from mlserver_torch_stream.cloud.listing import InputLocation, decode_inputs, encode_inputs, list_objects, open_input
+from mlserver_torch_stream.cloud.listing import (
+    InputLocation,
+    decode_inputs,
+    encode_inputs,
+    heads,
+    list_objects,
+    open_input,
+)
 from mlserver_torch_stream.cloud.naming import INPUTS, done_name, is_archive, kind_of, lies_within, part_number
 from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
@@ -41,6 +48,7 @@ from mlserver_torch_stream.cloud.tables import Tables
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
+    from mlserver_torch_stream.cloud.urls import UrlStore
 
 _MAX_NAMED = 5  # keys in one message
 
@@ -50,14 +58,15 @@ Written = Callable[[int, int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class CloudRun:
-    """``model``: a description of the model as plain JSON; another description is another run. ``lane`` of ``lanes``,
-    from 1: this worker writes the parts n with n % lanes == lane - 1. ``max_failures``: rows that may fail before the
-    run ends; None: all. ``retry_failed``: failed rows of existing parts are inferred again, before missing parts.
-    ``limit``: only the first rows of the input are read, so many; None: all. ``created``: the time that the rows bear,
-    in seconds since the epoch; None: the beginning of the run.
+    """``input`` None: ``manifest`` is a list of URLs. ``model``: a description of the model as plain JSON; another
+    description is another run. ``lane`` of ``lanes``, from 1: this worker writes the parts n with
+    n % lanes == lane - 1. ``max_failures``: rows that may fail before the run ends; None: all. ``retry_failed``: failed
+    rows of existing parts are inferred again, before missing parts. ``limit``: only the first rows of the input are
+    read, so many; None: all. ``created``: the time that the rows bear, in seconds since the epoch; None: the beginning
+    of the run.
     """
 
-    input: str
+    input: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     output: str | None = None
     glob: str | None = None
@@ -95,10 +104,15 @@ class CloudRun:
             raise RunRefused("--retry-failed: is not implemented for --sequences; use another --output and --manifest")
         if self.glob is not None and self.manifest is not None:
             raise RunRefused("--glob: names objects beside --manifest, which names them all; give one of them")
+        if self.input is None and self.manifest is None:
+            raise RunRefused("--input: is missing; without it --manifest must be a list of URLs")
+        for option, url in (("input", self.input), ("manifest", self.manifest)):
+            if url is not None and _is_web(url) and "?" in url:
+                raise RunRefused(f"--{option}: a URL with a query may be named in a --manifest alone, without --input")
         if self.output is not None:
-            if self.output.startswith(("http://", "https://")):
+            if _is_web(self.output):
                 raise RunRefused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
-            if lies_within(self.output, self.input):
+            if self.input is not None and lies_within(self.output, self.input):
                 raise RunRefused("--output: lies within --input, so that results would be read as input")
 
     def owns(self, part: int) -> bool:
@@ -116,7 +130,7 @@ class CloudRun:
     def config(self) -> dict[str, Any]:
         """The run's configuration: another value is another run."""
         return {
-            "input": self.input.rstrip("/"),
+            "input": None if self.input is None else self.input.rstrip("/"),
             "glob": self.glob,
             "manifest": self.manifest,
             "kind": None if self.kind is None else self.kind.value,
@@ -134,7 +148,7 @@ class RunPlan:
 
     run: CloudRun
     identity: RunIdentity
-    source: InputLocation
+    source: InputLocation | UrlStore
     objects: list[Listed]
     output: Store | None
     done: Done
@@ -147,7 +161,7 @@ async def plan(run: CloudRun) -> RunPlan:
     Raises CloudError: RunRefused where the output belongs to another run, InUse where another command writes to it. The
     caller awaits ``settle`` before its event loop ends.
     """
-    place = await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
+    place = await _open(run)
     identity = identify(run.config(), int(time.time()) if run.created is None else run.created)
     if run.output is None:
         return RunPlan(run, identity, place, await _list(run, place), None, Done())
@@ -157,7 +171,7 @@ async def plan(run: CloudRun) -> RunPlan:
         await run.retry.run(_refuse_parts, output)
         return RunPlan(run, identity, place, await _list(run, place), output, Done())
     await run.retry.run(WriterLease(output, run.lane, run.lanes, run.retry).check)
-    objects = await _kept(output, run) or await _list(run, place)
+    objects = await _kept(output, run, place) or await _list(run, place)
     return RunPlan(run, claimed, place, objects, output, await find_done(output, run.part_rows, run.retry), True)
 
 
@@ -175,33 +189,59 @@ async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     try:
         await run.retry.run(output.create, INPUTS, encode_inputs(objects))
     except ObjectExists:
-        objects = await _kept(output, run) or objects
+        objects = await _kept(output, run, planned.source) or objects
     done = planned.done if planned.known else await find_done(output, run.part_rows, run.retry)
     await mend_errors(output, done, run.retry)
     return replace(planned, identity=identity, objects=objects, output=output, done=done)
 
 
-async def _list(run: CloudRun, place: InputLocation) -> list[Listed]:
-    manifest = None if run.manifest is None else await _read_manifest(run)
-    objects = await list_objects(place, run.glob, manifest, run.retry)
+async def _open(run: CloudRun) -> InputLocation | UrlStore:
+    """Raises CloudError."""
+    if run.input is None:
+        from mlserver_torch_stream.cloud.urls import UrlStore, read_url_list  # servers, which run batches, need no HTTP
+
+        return UrlStore(read_url_list(await _read_manifest(run)), run.storage, run.stall_s)
+    return await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
+
+
+async def _list(run: CloudRun, place: InputLocation | UrlStore) -> list[Listed]:
+    if isinstance(place, InputLocation):
+        manifest = None if run.manifest is None else await _read_manifest(run)
+        objects = await list_objects(place, run.glob, manifest, run.retry)
+    else:
+        objects = await heads(place, list(place.urls), run.retry)
     if not objects:
-        raise RunRefused(f"--input: nothing found in {run.input}" + (f" that is {run.glob}" if run.glob else ""))
+        where = run.input or run.manifest
+        raise RunRefused(f"--input: nothing found in {where}" + (f" that is {run.glob}" if run.glob else ""))
     return objects
 
 
 async def _read_manifest(run: CloudRun) -> bytes:
     assert run.manifest is not None
     parent, _, name = run.manifest.rpartition("/")
-    store = Store.open(parent or ".", run.storage, run.stall_s, make=False)
+    options = {} if _is_web(run.manifest) else run.storage
+    store = Store.open(parent or ".", options, run.stall_s, make=False)
     try:
         return await run.retry.run(store.get, name)
     except CloudError as error:
         raise RunRefused(f"--manifest: {error.message}") from None
 
 
-async def _kept(output: Store, run: CloudRun) -> list[Listed] | None:
-    found = await get_or_none(output, INPUTS, run.retry)
-    return None if found is None else decode_inputs(found)
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+async def _kept(output: Store, run: CloudRun, place: InputLocation | UrlStore) -> list[Listed] | None:
+    """The list that is stored with the output. Raises RunRefused where an object of it has no URL any more."""
+    stored = await get_or_none(output, INPUTS, run.retry)
+    if stored is None:
+        return None
+    objects = decode_inputs(stored)
+    if not isinstance(place, InputLocation):
+        gone = next((each.info.key for each in objects if each.info.key not in place.urls), None)
+        if gone is not None:
+            raise RunRefused(f"--manifest: no longer names {gone}, which is an object of the output's run")
+    return objects
 
 
 def _never() -> bool:
@@ -244,7 +284,7 @@ async def _until(stopped: Callable[[], bool], rows: AsyncGenerator[Row, None]) -
 def _source(planned: RunPlan, metrics: RunMetrics) -> Source:
     run = planned.run
     return Source(
-        planned.source.store,
+        planned.source.store if isinstance(planned.source, InputLocation) else planned.source,
         planned.objects,
         run.kind,
         strict=run.lanes > 1 or planned.done.sparse,
@@ -303,19 +343,21 @@ async def write(
     output = Store.open(run.output, run.storage, run.stall_s)
     async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
         planned = await _begin(planned, output)
-        rows_before, before = metrics.rows, metrics.failed
+        before = metrics.failed
         tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
+        rows, failed = 0, metrics.failed - before  # counted here, since a watcher's metrics are those of many objects
         if not planned.done.complete:
             sink = PartSink(output, run.part_rows, planned.identity, run.retry)
-            async with aclosing(results(planned, infer, metrics, metrics.failed - before, stopped)) as found:
+            async with aclosing(results(planned, infer, metrics, failed, stopped)) as found:
                 async for result in found:
                     lease.require()
+                    rows += 1
+                    failed += result.outcome.failure is not None
                     if await sink.write(result) and written is not None:
-                        rows, failed = metrics.rows - rows_before, metrics.failed - before
                         await written(planned.done.rows + rows, planned.done.failed + failed)
             await sink.end()
         earlier = sum(count for number, count in planned.done.failures.items() if run.owns(number))
-        failed = earlier - tried + metrics.failed - before
+        failed += earlier - tried
         if not planned.done.complete or run.retry_failed or run.lanes == 1:
             done = {"failed": failed, "lane": run.lane, "lanes": run.lanes}
             await run.retry.run(output.put, done_name(run.lane, run.lanes), json.dumps(done).encode() + b"\n")

@@ -6,7 +6,7 @@ An object that cannot be read is one row with a failure, in its place.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +17,11 @@ from mlserver_torch_stream.cloud.archives import MAX_DIRECTORY_BYTES, DirectoryL
 from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.members import ArchiveReader, damage
 from mlserver_torch_stream.cloud.naming import is_archive, is_zip, kind_of
+from mlserver_torch_stream.cloud.parquet import FOOTER_TAIL_BYTES, FooterLonger, ParquetTable, RowGroup
 from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.prefetch import Prefetch, PrefetchedRange, fetch_range
 from mlserver_torch_stream.cloud.rows import Chunk, CloudError, Failure, Kind, Row, RunRefused
-from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 from mlserver_torch_stream.cloud.tables import RowReader, Tables
 from mlserver_torch_stream.gunzip import Damaged
 
@@ -75,6 +76,20 @@ class ObjectRange:
         return 0 if self.skipped else self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class _ColumnRange:
+    """Bytes ``start`` to ``end`` of a Parquet file, with columns of a row group."""
+
+    group: RowGroup
+    info: ObjectInfo
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
 Wanted = Callable[[int], bool]
 
 
@@ -85,7 +100,7 @@ class Source:
     table, members and lines of that archive, or chunks of another object, that are rows; ranges after the last line or
     chunk are not fetched. ``limit``: the first rows of all, after which nothing is read."""
 
-    store: Store
+    store: ReadableStore
     objects: Sequence[Listed]
     kind: Kind | None = None
     strict: bool = False
@@ -119,6 +134,9 @@ class Source:
                 index += 1
             if skip or listed.failure is not None or self._too_large(kind, listed.info):
                 yield ObjectRange(ordinal, listed, kind, 0, 0, True, skip)
+                continue
+            if kind is Kind.PARQUET:
+                yield ObjectRange(ordinal, listed, kind, 0, 0, True)  # its footer says what is fetched
                 continue
             yield from self._blocks(ordinal, listed, kind)
 
@@ -167,28 +185,79 @@ class Source:
         if self.limit is not None and index >= self.limit:
             return
         reading: _Object | None = None
-        async with aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
+        async with self.store.connected(), aclosing(prefetch.read(self.pieces(cursor, wanted))) as found:
             async for piece, data in found:
                 if piece.ordinal in self._over:
                     continue
                 if reading is None or reading.ordinal != piece.ordinal:
                     reading = self._object(piece, cursor)
                     data = data if isinstance(data, CloudError) else await self._opened(reading, piece, data)
-                if isinstance(data, CloudError):
-                    self._over.add(piece.ordinal)
-                    if self.strict and piece.kind.many:
-                        raise data
-                    rows = reading.failed(index, piece, Failure(data.code, data.message))
-                else:
-                    rows = reading.rows(index, piece, data)
-                for row in rows:
-                    if self.limit is not None and row.index >= self.limit:
-                        return
-                    index = row.index + (row.chunk is None or row.chunk.last or not row.chunk.joined)
-                    if wanted(row.index):
-                        yield row
+                async with aclosing(self._rows(reading, index, piece, data)) as groups:
+                    async for rows in groups:
+                        for row in rows:
+                            if self.limit is not None and row.index >= self.limit:
+                                return
+                            index = row.index + (row.chunk is None or row.chunk.last or not row.chunk.joined)
+                            if wanted(row.index):
+                                yield row
                 if reading.over:
                     self._over.add(piece.ordinal)
+
+    async def _rows(
+        self, reading: _Object, index: int, piece: ObjectRange, data: bytes | CloudError
+    ) -> AsyncGenerator[Iterable[Row], None]:
+        """The rows of a range, some at a time; of Parquet those of the whole object."""
+        try:
+            if isinstance(data, CloudError):
+                raise data
+            if piece.kind is not Kind.PARQUET or piece.listed.failure is not None:
+                yield reading.rows(index, piece, data)
+                return
+            async with aclosing(self._parquet(reading, piece.listed.info)) as groups:
+                async for rows in groups:
+                    yield [replace(row, index=place) for place, row in enumerate(rows, index)]
+                    index += len(rows)
+        except Damaged as error:
+            self._over.add(piece.ordinal)
+            yield [reading.lost(index, damage(reading.key, piece.kind, reading.key, error))]
+        except CloudError as error:
+            self._over.add(piece.ordinal)
+            if self.strict and piece.kind.many:
+                raise
+            yield reading.failed(index, piece, Failure(error.code, error.message))
+
+    async def _parquet(self, reading: _Object, info: ObjectInfo) -> AsyncGenerator[list[Row], None]:
+        """The rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged, CloudError."""
+        table, reader, wanted = await self._footer(info), reading.reader, reading.wanted
+        assert isinstance(reader, RowReader)
+        groups = [each for each in table.groups() if any(map(wanted, range(each.first, each.first + each.count)))]
+        pieces = iter([_ColumnRange(each, info, start, end) for each in groups for start, end in each.ranges])
+        parts: list[bytes] = []
+        async with aclosing(Prefetch(self._fetch_columns, self.ahead).read(pieces)) as found:
+            async for piece, data in found:
+                if isinstance(data, CloudError):
+                    raise data
+                parts.append(data)
+                if len(parts) == len(piece.group.ranges):
+                    batches, parts = table.rows(piece.group, parts, reader, wanted), []
+                    while (rows := await asyncio.to_thread(next, batches, None)) is not None:
+                        yield rows
+
+    async def _footer(self, info: ObjectInfo) -> ParquetTable:
+        """Raises TableBroken, CloudError."""
+        start = max(0, info.size - FOOTER_TAIL_BYTES)
+        while True:
+            tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
+            try:
+                return ParquetTable(tail, info.size, self.tables)
+            except FooterLonger as longer:
+                start = longer.start
+            except RunRefused as error:
+                raise RunRefused(f"{info.key}: {error.message}") from None
+
+    def _fetch_columns(self, piece: _ColumnRange) -> asyncio.Future[bytes]:
+        fetched = fetch_range(self.store, piece.info, piece.start, piece.end, self.retry, self.on_retry)
+        return asyncio.ensure_future(fetched)
 
     def _object(self, piece: ObjectRange, cursor: Cursor) -> _Object:
         key, kind = piece.listed.info.key, piece.kind

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,8 +62,8 @@ class ObjectUpload:
 # of 25.
 _GRACE_S = 0.05
 _MEMORY = "memory://"
-_DATED = "modified:"  # marks a version without ETag
-_UNMATCHED = (_DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
+DATED = "modified:"  # marks a version without ETag
+_UNMATCHED = (DATED, "W/")  # versions that are compared here: no weak ETag meets If-Match, says RFC 9110
 _CHUNK = 64 * 1024
 _UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # the library's name of a file that is not whole yet
@@ -87,13 +87,26 @@ class ObjectInfo:
     trouble: str = ""
 
 
+class ReadableStore(Protocol):
+    """Where the objects of a run are read: a ``Store``, or a list of URLs."""
+
+    async def head(self, key: str) -> ObjectInfo: ...
+
+    def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]: ...
+
+    def connected(self) -> AbstractAsyncContextManager[None]:
+        """The context in which objects are read."""
+        ...
+
+
 async def settle() -> None:
     """Lets the library's threads end. Awaited before the end of an event loop that used stores, also after errors."""
     await asyncio.sleep(_GRACE_S)
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer."""
+    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer;
+    ``options``: those of the object store."""
 
     def __init__(
         self,
@@ -108,9 +121,9 @@ class Store:
         self._library: Any = obstore
         self._backend = backend
         self.url = url
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self.listable = listable
-        self._options = options or {}
+        self.options = options or {}
 
     @classmethod
     def open(
@@ -171,7 +184,7 @@ class Store:
             batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
             while True:
                 try:
-                    batch = await within(batches.__anext__(), self._stall_s)
+                    batch = await within(batches.__anext__(), self.stall_s)
                 except StopAsyncIteration:
                     return
                 for meta in batch:
@@ -207,7 +220,7 @@ class Store:
         """``unnamed``: what the library said of the key."""
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
-        listing = S3Listing.find(self.url, self._options, self._stall_s)
+        listing = S3Listing.find(self.url, self.options, self.stall_s)
         if listing is None:
             raise RunRefused(
                 f"{self.url}: cannot be listed, because one of its keys cannot be named here ({unnamed}); name the "
@@ -223,6 +236,9 @@ class Store:
     @property
     def _local(self) -> bool:
         return "://" not in self.url
+
+    def connected(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # the library keeps the connections
 
     async def head(self, key: str) -> ObjectInfo:
         meta = await self._call(key, lambda: self._library.head_async(self._backend, key))
@@ -279,10 +295,10 @@ class Store:
         except OSError as error:
             raise self._as_cloud_error(error, key) from error
         try:
-            end = time.monotonic() + self._stall_s
+            end = time.monotonic() + self.stall_s
             while not _take_lock(file):
                 if time.monotonic() > end:
-                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self._stall_s:g} s")
+                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self.stall_s:g} s")
                 await asyncio.sleep(_LOCK_LOOK_S)
             yield
         finally:
@@ -310,7 +326,7 @@ class Store:
 
     async def _call(self, key: str, call: Callable[[], Any]) -> Any:
         try:
-            return await within(call(), self._stall_s)
+            return await within(call(), self.stall_s)
         except StopAsyncIteration:
             raise
         except Exception as error:
@@ -320,7 +336,7 @@ class Store:
         """The version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
         etag = meta.get("e_tag")
         if not etag:
-            return f"{_DATED}{meta['last_modified'].isoformat()}"
+            return f"{DATED}{meta['last_modified'].isoformat()}"
         return f'"{etag}"' if "://" in self.url and '"' not in etag and self.url != _MEMORY else str(etag)
 
     def _as_cloud_error(self, error: Exception, key: str) -> CloudError:
@@ -331,7 +347,7 @@ class Store:
             return error
         where = f"{self.url.rstrip('/')}/{key}"
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
-            return StoreUnavailable(f"{where}: nothing came for {self._stall_s:g} s")
+            return StoreUnavailable(f"{where}: nothing came for {self.stall_s:g} s")
         text = _first_line(error)
         if isinstance(error, ValueError):  # a key that the library cannot name, such as one with an empty level
             return RunRefused(f"{where}: {text}")

@@ -6,9 +6,11 @@ A record that cannot be read becomes a row with a failure, never an exception; i
 from __future__ import annotations
 
 import codecs
+import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from mlserver_torch_stream.cloud.archives import Decompressor, decompressor
@@ -21,7 +23,7 @@ _CUSTOM_ID = "custom_id"
 PROMPT_FIELDS = ("prompt", _CUSTOM_ID)  # what a column of a table of prompts may be
 _UTF8 = "utf-8"
 _DELIMITERS = {Kind.CSV: ",", Kind.TSV: "\t"}
-_JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
+_JSON, _TEXT, _BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,21 @@ class RowReader:
             self._record = None
             yield from self._failed(self.number, "has a quote that is never closed")
 
+    def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
+        """The row of a record of Parquet, its values by their columns. ``names``: of the chosen columns, in order."""
+        try:
+            if not self._tables.columns:
+                body = {name: _json_value(value) for name, value in record.items() if value is not None}
+                return self._made(number, json.dumps(body).encode())
+            whole = len(names) == 1 and self._tables.columns[0].name is None
+            values: dict[str | None, Any] = {}
+            for column, name in zip(self._tables.columns, names, strict=True):
+                value = record[name]
+                values[column.name] = value if whole and isinstance(value, bytes) else _json_value(value)
+        except ValueError as error:
+            return self._broken(number, str(error))
+        return self._chosen(number, values)
+
     def _utf8(self, data: bytes, last: bool) -> bytes:
         """The text in UTF-8. A byte of no character becomes bytes that are no UTF-8, and are found in their line."""
         if self._text is None:
@@ -310,6 +327,8 @@ class RowReader:
         if None not in values:
             return self._data_row(number, json.dumps(values, ensure_ascii=False).encode(_UTF8, "replace"), _JSON)
         value = values[None]
+        if isinstance(value, bytes):
+            return self._data_row(number, value, _BYTES)
         if isinstance(value, str):
             return self._data_row(number, value.encode(_UTF8, "replace"), _TEXT)
         return self._data_row(number, json.dumps(value, ensure_ascii=False).encode(_UTF8, "replace"), _JSON)
@@ -335,6 +354,21 @@ class RowReader:
         where = f"{self._member.name}: " if self._member is not None else ""
         failure = Failure("invalid_row", f"{where}line {number}: {trouble}")
         return Row(0, self._key, number, f"{self._where}:{number}", self._kind, failure=failure, member=self._member)
+
+
+def _json_value(value: Any) -> Any:
+    """A value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
+
+    def as_text(part: Any) -> str:
+        if isinstance(part, datetime.date | datetime.time):
+            return part.isoformat()
+        if isinstance(part, Decimal):
+            return str(part)
+        raise ValueError(f"has a value of the type {type(part).__name__}, which JSON lacks")
+
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return json.loads(json.dumps(value, default=as_text, allow_nan=False))
 
 
 def _plain(encoding: str) -> bool:

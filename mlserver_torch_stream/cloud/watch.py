@@ -1,8 +1,10 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
 A result's name follows from the object's key, its version and the configuration, so that an object that is announced
-twice is inferred once. Polling needs keys that grow, as times and counters do: it sees neither a key before its cursor
-nor a new version of a key that it has seen. A queue reports both.
+twice is inferred once. The result of an archive is a folder of that name, with the output of a run over the archive
+alone; when the archive is announced again after a kill, it goes on behind the parts that are there. Polling needs keys
+that grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has
+seen. A queue reports both.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from mlserver_torch_stream.cloud.backoff import Retry
-from mlserver_torch_stream.cloud.lease import FORMAT
-from mlserver_torch_stream.cloud.naming import digest
+from mlserver_torch_stream.cloud.lease import FORMAT, identify
+from mlserver_torch_stream.cloud.listing import InputLocation
+from mlserver_torch_stream.cloud.naming import digest, done_name, is_archive
 from mlserver_torch_stream.cloud.parse import Chunking
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
@@ -27,6 +30,7 @@ from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     Failure,
     Infer,
+    InUse,
     Kind,
     ObjectExists,
     ObjectMissing,
@@ -37,12 +41,16 @@ from mlserver_torch_stream.cloud.rows import (
     RunRefused,
     Weigh,
 )
+from mlserver_torch_stream.cloud.run import CloudRun, RunPlan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sequences import ObjectSequences
+from mlserver_torch_stream.cloud.sink import Done
 from mlserver_torch_stream.cloud.source import Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
+from mlserver_torch_stream.cloud.tables import Tables
 
 MAX_RESULT_BYTES = 64 * 2**20
+_LOOK_S = 1.0  # at an archive's result that another watcher writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,8 @@ class Announced:
 class Watcher:
     """At most ``objects`` objects are inferred at a time, each by the stages of a run with ``limits``. ``report`` gets
     a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the time that the
-    rows bear, in seconds since the epoch; None: the time at which their object was begun."""
+    rows bear, in seconds since the epoch; None: the time at which their object was begun. ``part_rows``: rows in one
+    part of an archive's result."""
 
     store: Store
     output: Store
@@ -73,6 +82,8 @@ class Watcher:
     chunking: Chunking = field(default_factory=Chunking)
     ahead: PrefetchedRange = field(default_factory=PrefetchedRange)
     weigh: Weigh = lambda row: row.size
+    tables: Tables = field(default_factory=Tables)
+    part_rows: int = 64
     seen: int = 0
 
     def __post_init__(self) -> None:
@@ -84,8 +95,28 @@ class Watcher:
         kind = None if self.kind is None else self.kind.value
         model = dict(self.model)
         identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
-        identity |= self.chunking.config()
+        identity |= self.chunking.config() | self.tables.config()
         return f"result-{digest(identity)[:40]}.jsonl"
+
+    def archive_run(self, info: ObjectInfo) -> CloudRun:
+        """The run over the members of an archive, whose output is the archive's result."""
+        run = CloudRun(
+            f"{self.store.url}/{info.key}",
+            self.model,
+            kind=self.kind,
+            part_rows=self.part_rows,
+            limits=self.limits,
+            ahead=self.ahead,
+            retry=self.retry,
+            stall_s=self.output.stall_s,
+            storage=self.output.options,
+            weigh=self.weigh,
+            created=self.created,
+            chunking=self.chunking,
+            tables=self.tables,
+        )
+        name = digest({"format": FORMAT, "etag": info.etag, **run.config()})[:40]
+        return replace(run, output=f"{self.output.url}/result-{name}")
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
         """Runs until ``announcements`` end or ``most`` objects are done. Raises CloudError where results cannot be
@@ -123,11 +154,33 @@ class Watcher:
         name = self.result_name(listed.info)
         turn = self._turns.setdefault(name, asyncio.Lock())
         async with turn:  # one of several announcements of a version at a time, so that it is inferred once
-            if not await self._there(name):
+            if listed.failure is None and self.tables.archives and is_archive(listed.info.key):
+                await self._infer_archive(listed)
+            elif not await self._there(name):
                 data = await self._inferred(listed)
                 with suppress(ObjectExists):  # another watcher has written it meanwhile
                     await self.retry.run(self.output.create, name, data)
         await announced.done()
+
+    async def _infer_archive(self, listed: Listed) -> None:
+        """Writes the parts that its result lacks. While another watcher writes them, waits for its end."""
+        run = self.archive_run(listed.info)
+        assert run.output is not None
+        name = run.output.removeprefix(f"{self.output.url}/")
+        identity = identify(run.config(), int(time.time()) if run.created is None else run.created)
+        planned = RunPlan(run, identity, InputLocation(self.store), [listed], self.output, Done())
+        waits = False
+        while not await self._there(f"{name}/{done_name(1, 1)}"):
+            try:
+                failed = await write(planned, self.infer, self.metrics)
+            except InUse:
+                if not waits:
+                    self.report(f"{listed.info.key}: another watcher infers it; waiting for its end")
+                waits = True
+                await asyncio.sleep(_LOOK_S)
+                continue
+            if failed:
+                self.report(f"{listed.info.key}: {failed} of its rows failed; they are in {run.output}")
 
     async def _listed(self, key: str) -> Listed:
         """The object's current version.
@@ -146,7 +199,15 @@ class Watcher:
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
         infer = self.infer
-        whole = Source(self.store, [listed], self.kind, retry=self.retry, ahead=self.ahead, chunking=self.chunking)
+        whole = Source(
+            self.store,
+            [listed],
+            self.kind,
+            retry=self.retry,
+            ahead=self.ahead,
+            chunking=self.chunking,
+            tables=self.tables,
+        )
         source: Source | ObjectSequences = whole
         if self.chunking.sequences:
             source = infer = ObjectSequences(whole, infer, self.metrics, self.objects, self._again)

@@ -232,6 +232,7 @@ def guided(kind: str) -> values.Reader:
 
 
 def text(value: Any, info: ModelInfo) -> str:
+    """Reads a string that is not empty."""
     if not values.is_text(value) or not value:
         raise ValueError(f"must be a string that is not empty, got {values.shown(value)}")
     return str(value)

@@ -47,6 +47,7 @@ _Metadata = Annotated[
 
 
 def is_id(prefix: str, text: object) -> bool:
+    """Whether a text is an id that the server made, with this prefix."""
     return isinstance(text, str) and text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 
@@ -100,6 +101,7 @@ _OPERATIONS: tuple[tuple[str, str, str, str, str, tuple[str, ...]], ...] = (
 
 
 def batch_paths() -> JsonObject:
+    """Returns the OpenAPI paths of files and batches."""
     paths: dict[str, dict[str, Any]] = {}
     for path, method, operation, summary, schema, errors in _OPERATIONS:
         content = {"application/json": {"schema": reference(schema)}} if schema else _LINES
@@ -126,6 +128,7 @@ def _query(query: type[Body]) -> list[JsonObject]:
 
 
 def batch_schemas() -> JsonObject:
+    """Returns the OpenAPI schemas of files, batches and their lists."""
     file_id, batch_id = (
         {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{{ID_DIGITS}}}$"} for prefix in (FILE, BATCH)
     )

@@ -29,6 +29,7 @@ _ITEM_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
 
 
 def response_schemas() -> JsonObject:
+    """Returns the OpenAPI schemas of what ``/v1/responses`` answers."""
     items = [
         reference(name)
         for name in ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomCallItem", "WarningItem")

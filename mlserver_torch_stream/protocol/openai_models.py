@@ -32,6 +32,7 @@ from mlserver_torch_stream.protocol.constraints import Choices, JsonGuide, Respo
 from mlserver_torch_stream.protocol.parameters import (
     LEAST_REPETITION_PENALTY,
     MAX_BAD_WORDS,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_STRINGS,
     Effort,
 )
@@ -95,6 +96,7 @@ class Generation(_OfEveryBody, NamedModel, extra="forbid"):
     guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Annotated[NonEmpty, MaxLen(MAX_SALT_CHARACTERS)] | None = None
     priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
     # Of this runtime alone.
     timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None

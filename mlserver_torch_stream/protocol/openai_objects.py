@@ -71,6 +71,8 @@ class CompletionBuilder:
 
 
 class ChatCompletion(CompletionBuilder):
+    """Builds the objects of ``/v1/chat/completions``: one whole answer, or the chunks of a stream."""
+
     id_prefix = "chatcmpl"
     chunk_kind = "chat.completion.chunk"
 
@@ -154,6 +156,7 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def reason_of(choice: ChatChoice) -> str | None:
+    """Returns a choice's ``finish_reason`` as it is written in JSON."""
     reason = choice.finish_reason
     return reason.value if isinstance(reason, FinishReason) else reason
 
@@ -181,6 +184,7 @@ def finite(logprob: float | None) -> float | None:
 
 
 def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Returns the three numbers of tokens that each ``usage`` has."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -189,6 +193,7 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def usage_of(tally: TokenCounts) -> dict[str, Any]:
+    """Returns an answer's ``usage``: its tokens, those from the prefix cache, and those of its reasoning."""
     usage = usage_counts(tally.prompt_tokens, tally.completion_tokens)
     if tally.cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
@@ -205,6 +210,8 @@ def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: To
 
 
 class TextCompletion(CompletionBuilder):
+    """Builds the objects of ``/v1/completions``: one whole answer, or the chunks of a stream."""
+
     id_prefix = "cmpl"
     chunk_kind = "text_completion"  # also of the whole answer
 

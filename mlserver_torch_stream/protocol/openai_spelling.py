@@ -115,6 +115,8 @@ class OpenAISpelling(Spelling):
 
 
 class OpenAIChat(OpenAISpelling):
+    """The spelling of ``/v1/chat/completions``."""
+
     prompt = MESSAGES
     body: type[Body] = ChatCompletionRequest
 
@@ -131,6 +133,8 @@ class OpenAIChat(OpenAISpelling):
 
 
 class OpenAICompletions(OpenAISpelling):
+    """The spelling of ``/v1/completions``."""
+
     prompt = PROMPT
     body: type[Body] = CompletionRequest
 

@@ -25,6 +25,7 @@ def object_schema(**properties: Schema) -> JsonObject:
 
 
 def reference(name: str) -> JsonObject:
+    """Returns a reference to a schema of the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 

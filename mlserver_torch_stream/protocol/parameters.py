@@ -11,6 +11,7 @@ from mlserver_torch_stream.types import ModelInfo
 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
+MAX_SALT_CHARACTERS = 256
 MAX_STRING_BYTES = 4096  # of all strings of one parameter: the engine's thread searches for them in every answer
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
@@ -113,6 +114,12 @@ PARAMETERS: tuple[Parameter, ...] = (
         values.integer(0, 20),
     ),
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
+    _sampling(
+        "cache_salt",
+        "A string of up to 256 characters. The prefix cache shares tokens only between requests of the same salt, so "
+        "nobody else can tell from the time of an answer how a prompt begins.",
+        values.bounded_text(MAX_SALT_CHARACTERS),
+    ),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
     Parameter(
         "add_generation_prompt",

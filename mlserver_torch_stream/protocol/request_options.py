@@ -122,6 +122,7 @@ def read_defaults(info: ModelInfo) -> Merged:
 
 
 def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
+    """Returns the entries of a parameter that is a JSON object, or its JSON text. Raises InvalidInput for others."""
     return [] if value is None else list(named(name, json_object, value, info).items())
 
 
@@ -240,6 +241,7 @@ def build_request(
 
 
 def check_id(request_id: str | None) -> None:
+    """Raises InvalidInput if a request's id is too long."""
     if len(request_id or "") > MAX_ID_CHARACTERS:
         raise InvalidInput("id", f"must have at most {MAX_ID_CHARACTERS} characters")
 
@@ -296,6 +298,7 @@ def _effort_argument(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
 
 
 def require_template(field: str, info: ModelInfo) -> None:
+    """Raises InvalidInput, which names the field, if the model has no chat template."""
     if not info.has_chat_template:
         raise InvalidInput(field, "the model has no chat template")
 

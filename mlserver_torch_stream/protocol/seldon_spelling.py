@@ -61,6 +61,7 @@ def spelling_of(inputs: Iterable[str]) -> V2Tensors:
 
 
 def has_message(inputs: Iterable[str]) -> bool:
+    """Whether one of the input tensors is a message of Seldon's translator."""
     return any(name in MESSAGE_TENSORS for name in inputs)
 
 

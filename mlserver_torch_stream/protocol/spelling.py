@@ -278,6 +278,7 @@ def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
 
 
 def logprob_objects(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Returns tokens and their most likely alternatives as JSON objects. Log-probabilities are natural ones."""
     return [
         {
             "token_id": entry.token_id,
@@ -328,6 +329,7 @@ def totals(usage: UsageCounter) -> dict[str, int]:
 
 
 def shortened(message: str) -> str:
+    """Returns an error's message, cut off where it is too long for an event."""
     return message if len(message) <= _MAX_ERROR_CHARACTERS else f"{message[: _MAX_ERROR_CHARACTERS - 1]}…"
 
 

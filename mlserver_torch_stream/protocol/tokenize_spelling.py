@@ -49,6 +49,8 @@ class DetokenizeRequest(OptionallyNamedModel):
 
 
 class Tokenize(PromptSpelling, OpenAIChat):
+    """The spelling of ``/tokenize``: a prompt or a conversation in, its token ids out, as in vLLM."""
+
     body: type[Body] = TokenizeRequest
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -74,6 +76,8 @@ class Tokenize(PromptSpelling, OpenAIChat):
 
 
 class Detokenize(Tokenize):
+    """The spelling of ``/detokenize``: token ids in, their text out, as in vLLM."""
+
     body = DetokenizeRequest
 
     def answer(self, request: GenerationRequest, codec: PromptCodec, info: ModelInfo) -> JsonObject:

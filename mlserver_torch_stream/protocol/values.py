@@ -150,6 +150,7 @@ def is_text(value: Any) -> bool:
 
 
 def to_integer(value: Any) -> int:
+    """Returns a whole number, which may be spelled ``2.0`` or ``"2"``. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -160,6 +161,7 @@ def to_integer(value: Any) -> int:
 
 
 def to_number(value: Any) -> float:
+    """Returns a finite number, which may be spelled as a string. Raises ValueError."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -174,6 +176,7 @@ def to_number(value: Any) -> float:
 
 
 def boolean(value: Any, info: ModelInfo) -> bool:
+    """Reads true or false, which may be spelled as a string."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -182,6 +185,8 @@ def boolean(value: Any, info: ModelInfo) -> bool:
 
 
 def integer(low: int, high: int | None = None) -> Reader:
+    """Makes a reader of whole numbers from ``low`` to ``high``; None: without an upper bound."""
+
     def read(value: Any, info: ModelInfo) -> int:
         result = to_integer(value)
         if result < low or (high is not None and result > high):
@@ -193,6 +198,8 @@ def integer(low: int, high: int | None = None) -> Reader:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Reader:
+    """Makes a reader of numbers from ``low`` to ``high``. ``above_low``: ``low`` itself is refused."""
+
     def read(value: Any, info: ModelInfo) -> float:
         result = to_number(value)
         if result < low or result > high or (above_low and result == low):
@@ -220,6 +227,7 @@ def seed(value: Any, info: ModelInfo) -> int:
 
 
 def row_count(value: Any, info: ModelInfo) -> int:
+    """Reads a number of answers, from 1 to the model's ``max_num_seqs``."""
     return int(integer(1, info.max_num_seqs)(value, info))
 
 
@@ -233,6 +241,7 @@ def logprobs(value: Any, info: ModelInfo) -> tuple[bool, int | None]:
 
 
 def token_id(value: Any, info: ModelInfo) -> int:
+    """Reads a token id of the model's vocabulary."""
     result = to_integer(value)
     if not 0 <= result < info.vocab_size:
         raise ValueError(f"token id {result} is outside the vocabulary of {info.vocab_size}")
@@ -247,6 +256,17 @@ def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
     if len(elements) > MAX_TOKEN_IDS:
         raise ValueError(f"must be at most {MAX_TOKEN_IDS} token ids, got {len(elements)}")
     return tuple(token_id(element, info) for element in elements)
+
+
+def bounded_text(limit: int) -> Reader:
+    """Reads a string of 1 to ``limit`` characters."""
+
+    def read(value: Any, info: ModelInfo) -> str:
+        if not is_text(value) or not 0 < len(value) <= limit:
+            raise ValueError(f"must be a string of 1 to {limit} characters, got {shown(value)}")
+        return str(value)
+
+    return read
 
 
 def strings(limit: int, max_bytes: int) -> Reader:
@@ -305,6 +325,7 @@ def tool_choice(value: Any, info: ModelInfo) -> Any:
 
 
 def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
+    """Reads an object of token ids, each once, and biases from -100 to 100."""
     read_bias = number(-100, 100)
     given, biases = json_object(value, info), dict[int, float]()
     if len(given) > MAX_TOKEN_IDS:
@@ -318,6 +339,7 @@ def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
 
 
 def adapter(value: Any, info: ModelInfo) -> str:
+    """Reads the name of a loaded LoRA adapter."""
     if info.adapters is None:
         raise ValueError(NOT_IMPLEMENTED)
     if not isinstance(value, str) or value not in info.adapters:
@@ -334,6 +356,8 @@ def thinking(value: Any, info: ModelInfo) -> bool:
 
 
 def one_of(*choices: str) -> Reader:
+    """Makes a reader of strings that accepts ``choices`` only."""
+
     def read(value: Any, info: ModelInfo) -> str:
         if not isinstance(value, str) or value not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}, got {shown(value)}")
@@ -360,7 +384,6 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": (),
     # vLLM's
     "allowed_token_ids": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "early_stopping": (False,),

@@ -94,6 +94,7 @@ def wrap(hook: Hook, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
 
 
 def is_wrapped(hook: Hook) -> bool:
+    """Whether a method of MLServer has been wrapped before."""
     owner, name = hook.value
     return _WRAPPED in vars(getattr(owner, name))
 
@@ -229,6 +230,7 @@ class ServerHost:
 
 
 def registry_of(owner: DataPlane | InferenceServicer | MLServer) -> MultiModelRegistry:
+    """Returns the registry of models behind a server, a data plane or a gRPC servicer."""
     if isinstance(owner, InferenceServicer):
         owner = owner._data_plane
     return owner._model_registry
@@ -267,6 +269,7 @@ def versioned(versions: SingleModelRegistry) -> list[MLModel]:
 
 
 def set_default(versions: SingleModelRegistry, model: MLModel | None) -> None:
+    """Makes a model the default version of its name; None: there is none."""
     versions._default = model
 
 
@@ -326,6 +329,7 @@ def _create_worker(settings: Settings, responses: Queue[Any], env: Any = None) -
 
 
 def is_worker_process() -> bool:
+    """Whether this process is one of MLServer's inference workers."""
     return isinstance(current_process(), Worker)
 
 
@@ -350,6 +354,7 @@ def guard_ports(aio_stand_in: Any, guarded: Callable[[uvicorn.Config, Settings, 
 
 
 def ports_are_guarded() -> bool:
+    """Whether the guarded repository has put its checks before MLServer's ports."""
     return grpc_server.aio is not aio
 
 
@@ -363,6 +368,7 @@ class Listeners:
 
 
 def listeners_of(server: MLServer) -> Listeners:
+    """Returns the servers of the REST, gRPC and metrics ports."""
     metrics = server._metrics_server
     return Listeners(
         server._rest_server._server, server._grpc_server._server, None if metrics is None else metrics._server
@@ -383,11 +389,13 @@ def send_headers(servicer: InferenceServicer, result: InferenceResponse, context
 
 
 def grpc_code(error: MLServerError) -> grpc.StatusCode:
+    """Returns the gRPC code that MLServer gives for an error."""
     code: grpc.StatusCode = utils._grpc_status_code(error)
     return code
 
 
 def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
+    """Adds gRPC codes for HTTP statuses that MLServer does not know."""
     utils.STATUS_CODE_MAPPING.update(codes)
 
 

@@ -82,6 +82,7 @@ def keep_out_of_the_cache(settings: ModelSettings) -> None:
 
 
 def refuse_worker_process() -> None:
+    """Raises LoadFailed in an inference worker of MLServer, which cannot stream."""
     if is_worker_process():
         raise LoadFailed(
             "this is an inference worker, which cannot stream (a model with environment_tarball always runs in one); "

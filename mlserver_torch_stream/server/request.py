@@ -242,6 +242,8 @@ _INTERNAL = "internal server error"
 
 
 class Closable(Protocol):
+    """Something that is closed when the request ends."""
+
     def close(self) -> None:
         """Synchronous and idempotent."""
 

@@ -63,6 +63,7 @@ class RefusedCall(MLServerError):  # type: ignore[misc]
 
 
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
+    """Returns an error as one that MLServer answers with its status."""
     status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
     return RefusedCall(error.message, status)
 

@@ -24,6 +24,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "huggingface-hub": ("huggingface_hub==2.4.0",),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
     "torch-model-archiver": ("torch-model-archiver==0.12.0",),
+    "httpx-sse": ("httpx-sse==0.4.3", "httpx==0.28.1"),
     "kserve": ("kserve==0.21.0",),
     "grpcio-tools": ("grpcio-tools==1.85.1", "googleapis-common-protos==1.76.0"),
     "grafana": ("grafana-foundation-sdk==1769699998!10.1.0",),

@@ -38,7 +38,7 @@ def test_two_gib_of_rows_need_no_more_memory_than_the_bounds_say() -> None:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("a.parquet", "Parquet"),
+        ("a.orc", "ORC"),
         ("a.jsonl.bz2", "compressed"),
         ("a.avro", "Avro"),
     ],
@@ -76,10 +76,10 @@ def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_l
 
 def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path, server: ModelServer) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "in" / "a.orc").write_bytes(b"ORC")
     (tmp_path / "in" / "b.txt").write_text("abc")
     watch = ("watch", "--input", tmp_path / "in", "--output", tmp_path / "out", "--poll", "0.05", "--limit", "2")
     assert cloud(*watch, "--url", server.url) == 1
     found = [json.loads(path.read_bytes()) for path in (tmp_path / "out").glob("result-*")]
     ends = {each["key"]: (trouble(each) or {"message": None})["message"] for each in found}
-    assert ends == {"a.parquet": "a.parquet: the model takes no Parquet", "b.txt": None}
+    assert ends == {"a.orc": "a.orc: the model takes no ORC", "b.txt": None}

@@ -9,6 +9,7 @@ import json
 import re
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
@@ -34,7 +35,9 @@ from tests.certificates import Authority
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.jobs import QUICK
 from tests.cloud.models import ModelServer
+from tests.cloud.ten_thousand_events import EVENTS, OBJECTS
 from tests.cloud.test_watch import _put, _results
+from tests.markdown import ROOT
 from tests.scripted_http import Handler, serving
 
 _SOON_S = 60.0
@@ -453,6 +456,19 @@ def test_an_accepted_event_has_its_result_though_the_watcher_is_killed_and_an_ev
     assert status == 0 and server.answered == ["hello"] and "1 events were refused" in err
     assert [row["key"] for row in _results(f"s3://{bucket}/out")] == ["a.txt"]
     assert json.loads(metrics.read_text())["refused_events"] == 1
+
+
+@pytest.mark.slow
+def test_more_events_than_may_wait_are_accepted_in_bounded_memory_and_each_object_is_inferred_once() -> None:
+    """In a process of its own, whose memory nothing else has touched. Each object is announced four times."""
+    script = [sys.executable, "-m", "tests.cloud.ten_thousand_events"]
+    told = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["accepted"] == EVENTS and found["refusals"] > 0 and found["most_open"] <= 10_000
+    assert (found["inferred"], found["inferred_most"]) == (OBJECTS, 1)
+    assert (found["results"], found["result_objects"], found["records"]) == (OBJECTS, OBJECTS, 0)
+    assert found["growth_mib"] <= 40
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def load(name: str) -> dict[str, Any]:
 KSERVE_RUNTIMES = {
     "kserve/cluster-serving-runtime.yaml": (
         "kserve/inference-service.yaml",
+        "kserve/inference-service-gguf.yaml",
         "kserve/inference-service-autoscaling.yaml",
         "kserve/inference-service-keys.yaml",
     ),

@@ -225,6 +225,7 @@ def test_the_runtime_that_the_service_names_is_ours(runtime_file: str, service_f
 
 _SETTINGS = {
     "kserve/inference-service.yaml": {"max_num_seqs": 16, "tensor_parallel_size": 1, "device_map": None},
+    "kserve/inference-service-gguf.yaml": {"max_num_seqs": 16, "weights": "packed"},
     "kserve/inference-service-autoscaling.yaml": {"max_num_seqs": 16},
     "kserve/inference-service-keys.yaml": {"max_num_seqs": 16},
     "kserve/inference-service-gpu.yaml": {"max_num_seqs": 64, "tensor_parallel_size": 1, "vllm": {}},

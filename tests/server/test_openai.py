@@ -71,6 +71,19 @@ def test_the_usage_counts_what_the_prefix_cache_had_of_the_prompts(server: Serve
     assert two["prompt_tokens_details"] == again["prompt_tokens_details"]
 
 
+def test_only_requests_of_the_same_salt_share_the_prefix_cache(server: Server) -> None:
+    said = "Another prompt, long enough for pages, that no other test of this server has begun with"
+
+    def cached(**salt: str) -> int:
+        usage = whole(server, CHAT, talk(said, max_tokens=1, **salt))["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    first, shared = cached(), cached()
+    assert first < shared
+    assert [cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0]
+    assert [cached(cache_salt="a"), cached(cache_salt="b"), cached()] == [shared] * 3
+
+
 def test_prompts_may_be_texts_or_ids_one_or_several(server: Server) -> None:
     ids = [40, 41, 42]
     one, other = (whole(server, TEXT, prompt(each, max_tokens=4, ignore_eos=True)) for each in ("Hello", ids))

@@ -65,8 +65,8 @@ def handle(data, context):
             send([f"piece {number}"], context.request_ids, "ok", 200, context)
         context.set_response_status(last, "Own", 0)
         return ["the end"]
-    if text == "code":
-        send(["lost"], context.request_ids, "enough", 429, context)
+    if str(text).startswith("code "):
+        send(["lost"], context.request_ids, "enough", int(text.split()[1]), context)
         send(["ignored"], context.request_ids, "ok", 200, context)
         return ["ignored"]
     if text == "late code":

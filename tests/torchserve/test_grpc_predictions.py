@@ -61,6 +61,13 @@ def handle(data, context):
         raise ValueError("as asked")
     if text == b"raise much":
         raise ValueError("\u00fc" * 3000)
+    if text.startswith(b"code "):
+        send(["lost"], context.request_ids, "enough", int(text.split()[1]), context)
+        return ["ignored"]
+    if text == b"late code":
+        send(["first"], context.request_ids, "ok", 200, context)
+        send(["lost"], context.request_ids, "enough", 429, context)
+        return ["ignored"]
     if text.startswith(b"exception "):
         raise PredictionException("no such thing", int(text.split()[1]))
     if text == b"memory":
@@ -252,6 +259,8 @@ def test_ping_tells_the_health_of_all_models(stub: Stub) -> None:
         (b"exception 409", grpc.StatusCode.ABORTED, "no such thing"),
         (b"exception 422", grpc.StatusCode.FAILED_PRECONDITION, "no such thing"),
         (b"exception 500", grpc.StatusCode.INTERNAL, "no such thing"),
+        (b"code 429", grpc.StatusCode.RESOURCE_EXHAUSTED, "enough"),
+        (b"code 206", grpc.StatusCode.UNAVAILABLE, "enough"),
     ],
 )
 def test_what_a_handler_raises_has_the_code_of_its_status(
@@ -267,6 +276,12 @@ def test_an_error_after_the_first_piece_ends_the_stream_with_its_reason(stub: St
     assert next(call).prediction == b"first"
     said = f"the handler raised ValueError: after the first piece\n{_SERVERS_ERROR}"
     assert _error(lambda: next(call)) == (grpc.StatusCode.UNAVAILABLE, said)
+
+
+def test_a_code_after_the_first_piece_ends_the_stream_with_its_message(stub: Stub) -> None:
+    call = stub.StreamPredictions(_ask(b"late code"), timeout=_TIMEOUT_S)
+    assert next(call).prediction == b"first"
+    assert _error(lambda: next(call)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, f"enough\n{_SERVERS_ERROR}")
 
 
 def test_an_error_whose_text_is_too_long_for_metadata_is_cut(stub: Stub) -> None:

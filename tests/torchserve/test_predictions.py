@@ -167,9 +167,15 @@ def test_the_status_of_a_stream_is_that_of_its_first_response(server: Server) ->
     assert _chunks(server, "predictions/echo", b"503 at last")[1] == [b"piece 0", b"piece 1", b"the end"]
 
 
-def test_a_code_of_an_error_ends_the_request_with_its_message(server: Server) -> None:
-    """The handler goes on: later responses to the request are dropped, and the next request is answered."""
-    assert _error(_post(server, content=b"code")) == (429, "InternalServerException", "enough")
+@pytest.mark.parametrize(
+    ("code", "status"), [(429, 429), (404, 404), (507, 507), (206, 503), (302, 503), (0, 503), (999, 503)]
+)
+def test_another_code_than_200_ends_the_request_with_its_message(server: Server, code: int, status: int) -> None:
+    """A code that is no error's counts as 503."""
+    assert _error(_post(server, content=b"code %d" % code)) == (status, "InternalServerException", "enough")
+
+
+def test_what_a_handler_sends_after_a_code_is_dropped_and_the_next_request_is_answered(server: Server) -> None:
     with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
         _post(server, content=b"late code")
     assert _post(server, content=b"created").status_code == 201

@@ -161,6 +161,11 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
+def salt_digest(salt: str | None) -> bytes:
+    """Returns the parent's digest of a first page. Only sequences of the same salt find each other's pages."""
+    return b"" if salt is None else blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest()
+
+
 class _GroupPages:
     """The pages of one group. A page is free, held by sequences, or cached: without holder, found by digest."""
 

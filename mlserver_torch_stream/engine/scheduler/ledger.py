@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest
+from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest, salt_digest
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduler.page_scores import PageScores
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
@@ -27,10 +27,11 @@ class SequencePages:
     ones.
     """
 
-    def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds) -> None:
+    def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds, salt: str | None = None) -> None:
         self._spec = spec
         self._pool = pool
         self._token_ids = token_ids
+        self._salt = salt
         self._digests: list[bytes] = []
         self.tables = tuple(array("i") for _ in spec.groups)
         self._slides = any(group.span is not None for group in spec.groups)
@@ -96,7 +97,7 @@ class SequencePages:
     def _digest(self, index: int) -> bytes:
         size = self._spec.page_size
         for each in range(len(self._digests), index + 1):
-            parent = self._digests[-1] if self._digests else b""
+            parent = self._digests[-1] if self._digests else salt_digest(self._salt)
             self._digests.append(page_digest(parent, self._token_ids(each * size, (each + 1) * size)))
         return self._digests[index]
 
@@ -210,7 +211,7 @@ class SequencePages:
 
     def fork(self, token_ids: TokenIds) -> SequencePages:
         """Returns the pages of another sequence with the same tokens so far, which shares all of them."""
-        twin = SequencePages(self._spec, self._pool, token_ids)
+        twin = SequencePages(self._spec, self._pool, token_ids, self._salt)
         twin.tables = tuple(table[:] for table in self.tables)
         twin._first = self._first[:]
         twin._digests = self._digests[: self.computed // self._spec.page_size]
@@ -278,7 +279,7 @@ class ScheduledSequence:
         self.request = sequence.request  # kept alive here: the sequence does not do that
         self._spec = spec
         self.forks: tuple[SequenceState, ...] = ()
-        self.pages = SequencePages(spec, pool, sequence.token_ids)
+        self.pages = SequencePages(spec, pool, sequence.token_ids, sequence.request.params.cache_salt)
         self.slot = NO_SLOT
         self.order: Order = (0, 0, 0)
         self.part: StepPart | None = None  # planned, and not back from its forward

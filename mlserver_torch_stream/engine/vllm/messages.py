@@ -29,7 +29,8 @@ _IDS = "I"
 class Addition:
     """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
-    ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter.
+    ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter,
+    ``salt`` that of the prefix cache.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Addition:
     grammar: str | None = None
     bad_words: Sequence[Sequence[int]] = ()
     adapter: int | None = None
+    salt: str | None = None
 
 
 def encode_additions(additions: Sequence[Addition]) -> bytes:
@@ -51,6 +53,7 @@ def encode_additions(additions: Sequence[Addition]) -> bytes:
             "grammar": each.grammar,
             "bad_words": each.bad_words,
             "adapter": each.adapter,
+            "salt": each.salt,
         }
         for each in additions
     ]
@@ -69,7 +72,7 @@ def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
     for each in header["requests"]:
         prompt = ids[position : position + each["prompt"]].tolist()
         position += each["prompt"]
-        rest = {key: each[key] for key in ("params", "priority", "grammar", "bad_words", "adapter")}
+        rest = {key: each[key] for key in ("params", "priority", "grammar", "bad_words", "adapter", "salt")}
         found.append(Addition(each["id"], prompt, **rest))
     if position != len(ids):
         raise BrokenFrame("more ids than the prompts have")

@@ -272,7 +272,18 @@ class VllmBatcher(Batcher):
         for number, sequence in enumerate(request.sequences):
             params = self._writer.params(request, number)
             self._last_number += 1
-            additions.append(Addition(self._last_number, request.prompt, params, priority, grammar, bad_words, adapter))
+            additions.append(
+                Addition(
+                    self._last_number,
+                    request.prompt,
+                    params,
+                    priority,
+                    grammar,
+                    bad_words,
+                    adapter,
+                    request.params.cache_salt,
+                )
+            )
             self._running[self._last_number] = sequence
             self._requests[self._last_number] = request
         return additions

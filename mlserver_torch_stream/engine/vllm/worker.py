@@ -284,7 +284,7 @@ class Worker:
         number = addition.number
         try:
             async for output in self._llm.generate(
-                {"prompt_token_ids": addition.prompt},
+                _prompt(addition),
                 _sampling_params(addition),
                 request_id=str(number),
                 priority=addition.priority if self._by_priority else 0,
@@ -340,6 +340,12 @@ def _token_bytes(config: Any) -> int:
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
     return int(2 * layers * heads * model.get_head_size() * model.dtype.itemsize)
+
+
+def _prompt(addition: Addition) -> Any:
+    """vLLM's ``TokensPrompt``, whose salt may not be None."""
+    prompt = {"prompt_token_ids": addition.prompt}
+    return prompt if addition.salt is None else {**prompt, "cache_salt": addition.salt}
 
 
 def _sampling_params(addition: Addition) -> Any:

@@ -200,6 +200,7 @@ def model_name(archive: Archive, given: str | None, file_name: str) -> str:
 
 
 def model_version(archive: Archive) -> str | None:
+    """Returns the version that the archive's manifest gives, or None."""
     return None if (found := archive.model.get("modelVersion")) is None else str(found)
 
 

@@ -83,6 +83,7 @@ def is_true(value: object) -> bool:
 
 
 def words(keys: str) -> frozenset[str]:
+    """Returns the words of a text, which spaces separate."""
     return frozenset(keys.split())
 
 
@@ -165,6 +166,7 @@ def model_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_number(key: str, value: str) -> int:
+    """Reads the value of a key of ``config.properties``. Raises SettingsError, which names the key."""
     try:
         return int(value)
     except ValueError:

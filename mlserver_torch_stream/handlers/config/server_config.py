@@ -86,6 +86,8 @@ _TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_p
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """The host and port on which a server listens."""
+
     host: str
     port: int
 

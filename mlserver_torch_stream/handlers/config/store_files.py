@@ -34,14 +34,17 @@ class ManagementRefusal(RequestError):
 
 
 def bad_request(message: str) -> ManagementRefusal:
+    """Returns a refusal with status 400."""
     return ManagementRefusal(400, "BadRequestException", message)
 
 
 def no_model(message: str) -> ManagementRefusal:
+    """Returns a refusal with status 404."""
     return ManagementRefusal(404, "ModelNotFoundException", message)
 
 
 def internal(message: str) -> ManagementRefusal:
+    """Returns a refusal with status 500."""
     return ManagementRefusal(500, "InternalServerException", message)
 
 
@@ -153,6 +156,7 @@ class _AllowedRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def is_remote(url: str) -> bool:
+    """Whether the URL of an archive begins with ``http://`` or ``https://``."""
     return url.lower().startswith(("http://", "https://"))
 
 

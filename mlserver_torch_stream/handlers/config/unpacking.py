@@ -52,6 +52,7 @@ Wanted = Callable[[str], bool]  # whether the member of this name is unpacked
 
 
 def everything(name: str) -> bool:
+    """Accepts each name of an archive."""
     return True
 
 

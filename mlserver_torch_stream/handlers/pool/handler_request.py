@@ -97,6 +97,8 @@ class HandlerRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResponsePiece:
+    """One piece of a handler's answer, with the status and headers that it asks for. ``last``: no other follows."""
+
     value: bytes
     last: bool
     content_type: str = ""

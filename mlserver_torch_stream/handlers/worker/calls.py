@@ -107,6 +107,7 @@ def mismatch(returned: Any, count: int) -> str | None:
 
 
 def add_prediction_time(context: HandlerContext, began: float) -> None:
+    """Adds TorchServe's metric ``PredictionTime``, in milliseconds since ``began``, a time of the monotonic clock."""
     context.metrics.add_time("PredictionTime", round((time.monotonic() - began) * 1000, 2))
 
 

@@ -209,6 +209,7 @@ def _shim_lacks(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
+    """Returns the type and the text of an error in one line."""
     text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -26,6 +26,7 @@ from mlserver_torch_stream.handlers.worker.channel import Channel
 
 
 def main(descriptor: int) -> None:
+    """Runs a worker on the connection ``descriptor``: loads the handler, then calls it until the connection ends."""
     logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

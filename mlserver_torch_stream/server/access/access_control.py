@@ -102,6 +102,8 @@ _GRPC_REPOSITORY = frozenset(
 
 @dataclass(frozen=True)
 class OpenEndpoints:
+    """The endpoints that need no key: health always, the others if the settings say so."""
+
     metrics: bool
     repository: bool
     page: Set[str] = frozenset()  # the paths of its files

@@ -121,6 +121,8 @@ _REFUSED = grpc.stream_stream_rpc_method_handler(_abort)
 
 
 class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses gRPC calls without a valid key in the metadata ``authorization``, before their messages are read."""
+
     def __init__(self, access: AccessControl) -> None:
         self._access = access
 

@@ -298,6 +298,7 @@ async def _with_first(
 
 
 def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
+    """Sets the code and the details of an error on a call, and logs it unless the request has a line of its own."""
     code = grpc_code(error)
     if not isinstance(error, RefusedCall):  # else the request has its line in the log
         logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines

@@ -112,6 +112,7 @@ _REASONS: tuple[tuple[type[RequestError], str], ...] = (
 
 
 def code_of(error: RequestError) -> grpc.StatusCode:
+    """Returns the gRPC code that TorchServe's services give for an error."""
     if isinstance(error, InvalidInput):
         return grpc.StatusCode.INVALID_ARGUMENT
     other = grpc.StatusCode.FAILED_PRECONDITION if error.status < 500 else grpc.StatusCode.INTERNAL

@@ -67,6 +67,7 @@ _BOOLEANS = ("synchronous", "customized")
 
 
 def document() -> dict[str, Any]:
+    """Returns the OpenAPI document of the management API."""
     paths: dict[str, Any] = {}
     for path, method, operation, query, statuses in _OPERATIONS:
         in_path = [part[1:-1] for part in path.split("/") if part.startswith("{")]

@@ -85,6 +85,7 @@ _TOKENS: dict[str, Callable[[EngineStats], float]] = {
 def vllm_families(
     gauges: dict[Labels, EngineStats], counters: dict[Labels, EngineStats], requests: list[tuple[Labels, ModelRequests]]
 ) -> Iterator[Metric]:
+    """Yields the metrics under vLLM's names."""
     used = _by_name(gauges, lambda stats: stats.kv_cache_bytes)
     budget = _by_name(gauges, lambda stats: stats.kv_cache_budget)
     usage = {name: used[name] / budget[name] if budget[name] else 0.0 for name in used}
@@ -153,6 +154,7 @@ _LATENCIES: dict[str, Callable[[ModelRequests], float]] = {
 
 
 def torchserve_families(requests: list[tuple[Labels, ModelRequests]]) -> Iterator[Metric]:
+    """Yields the metrics under TorchServe's names."""
     host = socket.gethostname()
     total = CounterMetricFamily(
         "ts_inference_requests", "TorchServe's metric of requests that have ended", None, _TORCHSERVE_LABELS

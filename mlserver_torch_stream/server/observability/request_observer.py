@@ -230,6 +230,7 @@ def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]
 
 
 def end_span(span: Span, record: RequestRecord) -> None:
+    """Writes tokens, times in seconds and the error of a request into its span, by OpenTelemetry's names for GenAI."""
     span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
     span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
     span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])

@@ -34,6 +34,8 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class PageFile:
+    """A file of the page: its bytes, and the headers of its responses."""
+
     content: bytes
     headers: Mapping[str, str]
 
@@ -44,6 +46,7 @@ def page_files() -> dict[str, PageFile]:
 
 
 def page_paths() -> frozenset[str]:
+    """Returns the REST paths of the page's files."""
     return frozenset(page_files())
 
 

@@ -35,6 +35,7 @@ _NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 def add_routes(host: ServerHost, options: ServerOptions) -> None:
+    """Adds the paths that load and unload LoRA adapters, if the server's settings allow it."""
     if not options.runtime_lora_updating:
         return
     adapters = _AdapterRoutes(host, options)

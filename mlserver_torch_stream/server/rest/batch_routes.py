@@ -148,6 +148,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def add_batch_routes(host: ServerHost, batches: Batches, options: ServerOptions) -> None:
+    """Adds OpenAI's paths of files and batches."""
     endpoints = _BatchEndpoints(batches, options)
     table: Mapping[str, Mapping[str, Handler]] = {
         "/files": {"POST": endpoints.create_file, "GET": endpoints.list_files},

@@ -63,6 +63,7 @@ def abort(scope: Scope) -> None:
 
 
 def reset(transport: Any) -> None:
+    """Closes a connection with a TCP reset, so that the client sees a broken stream and no end."""
     _set_option(transport, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
 
@@ -404,15 +405,18 @@ _NO_CONTENT = 204  # has no content-length, says RFC 9110
 
 
 async def send_refusal(send: Send, status: int, body: bytes, retry_after: int | None, headers: EncodedHeaders) -> None:
+    """Sends an error as a whole JSON response. ``retry_after`` is in seconds."""
     again = [(b"retry-after", str(retry_after).encode())] if retry_after is not None else []
     await send_json(send, status, body, [*headers, *again])
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
+    """Sends a whole response of JSON."""
     await send_whole(send, status, body, [(b"content-type", b"application/json"), *headers])
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
+    """Sends a whole response with its length."""
     always = [] if status == _NO_CONTENT else [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
     await send({"type": "http.response.body", "body": body})

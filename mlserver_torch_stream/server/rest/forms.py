@@ -24,6 +24,8 @@ class PartBegan:
 
 @dataclass(frozen=True, slots=True)
 class PartPiece:
+    """A piece of the content of a form's part."""
+
     data: bytes
 
 

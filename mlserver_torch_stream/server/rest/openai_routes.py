@@ -79,6 +79,7 @@ async def _document(request: Request) -> JSONResponse:
 
 
 def shown_model(model: TokenModel) -> dict[str, Any]:
+    """Returns a model as ``/v1/models`` lists it."""
     shown = {"id": model.name, "object": "model", "created": model.created, "owned_by": _OWNER}
     with suppress(NotServing):
         info = model.generator(EndpointKind.REST_UNARY).info
@@ -92,6 +93,7 @@ def shown_adapter(model: TokenModel, name: str) -> dict[str, Any]:
 
 
 def openai_answer(request: Request, status: int, body: dict[str, Any]) -> JSONResponse:
+    """Returns a JSON response with the headers of OpenAI's API."""
     request_id = OPENAI_CHAT.request_id({}, request.headers) or str(uuid4())
     return JSONResponse(body, status, dict(OPENAI_CHAT.headers(request_id)))
 

@@ -159,6 +159,7 @@ def check_status(status: int) -> None:
 
 
 def body_of(status: int, value: bytes) -> bytes:
+    """Returns the body of a response; statuses such as 204 have none."""
     return b"" if status in _WITHOUT_BODY else value
 
 
@@ -187,6 +188,8 @@ _SPELLED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE  # TorchServe's spell
 
 
 class NoSuchModel(RequestError):
+    """No model has this name, in TorchServe's words."""
+
     status = 404
 
     def __init__(self, name: str) -> None:
@@ -194,6 +197,8 @@ class NoSuchModel(RequestError):
 
 
 class NoSuchVersion(RequestError):
+    """The model has no such version, in TorchServe's words."""
+
     status = 404
 
     def __init__(self, name: str, version: str) -> None:
@@ -201,6 +206,8 @@ class NoSuchVersion(RequestError):
 
 
 class NoSuchPath(RequestError):
+    """There is no such endpoint, in TorchServe's words, with those that there are."""
+
     status = 404
 
     def __init__(self, rest: str, paths: Sequence[str]) -> None:
@@ -208,6 +215,8 @@ class NoSuchPath(RequestError):
 
 
 class WrongMethod(RequestError):
+    """Predictions are asked for by POST or PUT, in TorchServe's words."""
+
     status = 405
 
     def __init__(self) -> None:
@@ -215,6 +224,8 @@ class WrongMethod(RequestError):
 
 
 class MissingParameter(InvalidInput):
+    """A request of the gRPC service lacks a parameter, in TorchServe's words."""
+
     def __init__(self, name: str) -> None:
         super().__init__(name, "is required")
         self.message = f"Parameter {name} is required."
@@ -237,10 +248,12 @@ _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
 
 
 def status_and_body(error: RequestError) -> tuple[int, bytes]:
+    """Returns the status and the JSON body that TorchServe has for an error."""
     kind, status = next((kind, status) for each, kind, status in _TYPES if isinstance(error, each))
     code = error.status if status is None else status
     return code, as_json({"code": code, "type": kind, "message": error.message})
 
 
 def as_json(body: dict[str, object]) -> bytes:
+    """Returns JSON as TorchServe writes it."""
     return orjson.dumps(body, option=_SPELLED)

@@ -40,19 +40,26 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def sections(measured: Mapping[str, Sequence[Measured]]) -> list[str]:
+    """A table of the cases that differ under each heading, and the names of the others."""
     lines = []
     for heading, rows in measured.items():
+        same = [case.name for case, theirs, ours in rows if are_the_same(theirs, ours)]
+        differing = [_row(*each) for each in rows if each[0].name not in same]
         lines += ["", f"## {heading}", ""]
-        lines += table(("case", "request", "TorchServe 0.12", "here", "why"), (_row(*each) for each in rows))
+        lines += table(("case", "request", "TorchServe 0.12", "here", "why"), differing) if differing else []
+        lines += ["", f"The same ({len(same)} of {len(rows)}): {'; '.join(same)}."] if same else []
     return lines
+
+
+def are_the_same(theirs: Sequence[Reply], ours: Sequence[Reply]) -> bool:
+    return len(theirs) == len(ours) and not any(each.differs(other) for each, other in zip(theirs, ours, strict=True))
 
 
 def _row(case: Case, theirs: Sequence[Reply], ours: Sequence[Reply]) -> list[str]:
     asked = ["<br>".join(f"`{line}`" for line in case.requests), " (at once)" if case.together else ""]
     pairs = list(zip(theirs, ours, strict=True))
-    same = not any(each.differs(other) for each, other in pairs)
     cells = ["<br>".join(_shown(*pair) for pair in pairs), "<br>".join(_shown(*pair[::-1]) for pair in pairs)]
-    return [case.name, "".join(asked), cells[0], "the same" if same else cells[1], case.why]
+    return [case.name, "".join(asked), *cells, case.why]
 
 
 def _shown(reply: Reply, other: Reply) -> str:

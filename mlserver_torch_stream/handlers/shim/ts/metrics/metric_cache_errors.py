@@ -2,24 +2,24 @@
 
 
 class MetricsCacheValueError(Exception):
-    pass
+    """A value of a metric cannot be used."""
 
 
 class MetricsCacheTypeError(Exception):
-    pass
+    """A metric has another type."""
 
 
 class MetricsCacheKeyError(Exception):
-    pass
+    """The cache has no such metric."""
 
 
 class MetricsCacheIOError(Exception):
-    pass
+    """The file of metrics cannot be read."""
 
 
 class MetricsCachePyYamlError(Exception):
-    pass
+    """The file of metrics is no YAML."""
 
 
 class GeneralMetricsCacheError(Exception):
-    pass
+    """Any other failure of the metrics."""

@@ -12,4 +12,5 @@ from ts.utils.util import deprecated
 def send_intermediate_predict_response(
     ret: Any, req_id_map: dict[int, str], message: str, code: int, context: Any
 ) -> None:
+    """Sends one piece of each request's answer, as ``ts.handler_utils.utils`` does."""
     utils.send_intermediate_predict_response(ret, req_id_map, message, code, context)

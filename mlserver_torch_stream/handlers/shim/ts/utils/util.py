@@ -63,6 +63,7 @@ def check_valid_pt2_backend(backend: str) -> bool:
 
 
 def get_yaml_config(yaml_file_path: str) -> Any:
+    """Returns what a YAML file holds."""
     import yaml
 
     with open(yaml_file_path, encoding="utf-8") as file:

@@ -8,6 +8,8 @@ from ts.torch_handler.request_envelope.base import BaseEnvelope
 
 
 class BodyEnvelope(BaseEnvelope):
+    """TorchServe's envelope ``body``: the handler gets each row's ``data`` or ``body``."""
+
     def parse_input(self, data: Any) -> Any:
         return [row.get("data") or row.get("body") for row in data]
 

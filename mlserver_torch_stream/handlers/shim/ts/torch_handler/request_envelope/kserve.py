@@ -9,6 +9,8 @@ from ts.torch_handler.request_envelope.base import BaseEnvelope
 
 
 class KServeEnvelope(BaseEnvelope):
+    """TorchServe's envelope ``kserve``: KServe's V1 protocol, ``instances`` in and ``predictions`` out."""
+
     def parse_input(self, data: Any) -> Any:
         body = data[0].get("data") or data[0].get("body")
         return (json.loads(body) if isinstance(body, (bytes, bytearray)) else body).get("instances")
