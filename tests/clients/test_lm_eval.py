@@ -21,7 +21,7 @@ from tests.clients.lm_eval_choices import (
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, serve
 
-_EXAMPLES = 20
+_EXAMPLES = 25  # two of them have a choice that is the model's own answer
 _APART = 1e-4  # of a token's log-probability; a word has at least one
 
 pytestmark = [
@@ -59,7 +59,7 @@ def test_the_scores_are_those_of_hf(
     concurrent: int, batch: int, python: str, task: Path, expected: Scores, server: Server
 ) -> None:
     found = score_by_server(python, task, server.url, float32_folder(), concurrent, batch)
-    assert found.greedy == expected.greedy
+    assert found.greedy == expected.greedy and any(found.greedy)
     assert found.accuracy == expected.accuracy
     apart = [abs(ours - theirs) for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True)]
     assert all(each < _APART * words for each, words in zip(apart, found.words, strict=True))
