@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 # Of each environment: what is installed beside the dependencies that these packages ask for.
@@ -18,6 +19,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "litellm-mcp": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),  # LiteLLM needs it for an argument `tools`
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
     "instructor": ("instructor==1.17.0",),
+    "lm-eval": ("lm-eval[api]==0.4.13",),
     "llama-index": ("llama-index-llms-openai-like==0.8.1",),
     "huggingface-hub": ("huggingface_hub==2.4.0",),
     "openapi-python-client": ("openapi-python-client==0.29.1",),
@@ -30,6 +32,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "playwright": ("playwright==1.65.2", "axe-playwright-python==0.1.8"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
 }
+_BESIDE_OURS = ("lm-eval",)  # these environments have the packages of this one too: torch is large
 _INSTALL_S = 900
 
 
@@ -38,6 +41,10 @@ def make_environment(folder: Path, name: str) -> Path:
     environment = folder / name
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=_INSTALL_S)
     python = environment / "bin" / "python"
+    if name in _BESIDE_OURS:
+        (packages,) = environment.glob("lib/python3*/site-packages")
+        ours = sysconfig.get_path("purelib")
+        (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
     subprocess.run([*pip, *PACKAGES[name]], check=True, timeout=_INSTALL_S)
     return python
