@@ -111,8 +111,10 @@ def redirected(url: URL, location: str) -> URL:
 
 
 class UrlStore:
-    """Objects by their keys in ``urls``, each read from its own host or bucket. ``options``: of the object-store library,
-    for the buckets alone; these are of one kind then. ``stall_s``: the longest silence in seconds within one answer.
+    """Reads the objects of ``urls``, by their keys, each from its own host or bucket.
+
+    ``options`` are those of the object-store library, for buckets alone; all buckets are then of one kind. ``stall_s`` is
+    the longest silence within one answer, in seconds.
 
     Objects over HTTP are read while the store is ``connected``.
     """
