@@ -22,7 +22,7 @@ _IN_THE_REPOSITORY = re.compile(r"(?:mlserver_torch_stream|tests|benchmarks|docs
 _CLASS = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z0-9]+)+")
 # Files of other projects, and examples of a user's.
 _OF_OTHERS = {
-    "docs/cloud.md": {"ml/inference/base.py", "transforms/util.py", "execution_options.py"},
+    "docs/cloud-python.md": {"ml/inference/base.py", "transforms/util.py", "execution_options.py"},
     "docs/compatibility.md": {"ts_scripts/torchserve_grpc_client.py"},
     "docs/moving-from-torchserve.md": {"model-store/"},
     "docs/torchserve.md": {"assistant/"},

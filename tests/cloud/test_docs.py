@@ -1,4 +1,4 @@
-"""docs/cloud.md names options that there are."""
+"""The pages on objects in clouds name options that there are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from mlserver_torch_stream.cli.cloud_options import parser
 from tests import markdown
 
+_PAGES = [page for page in markdown.pages() if page.startswith("docs/cloud")]
 _COMMANDS = [
     line
-    for block in markdown.blocks("docs/cloud.md")
+    for page in _PAGES
+    for block in markdown.blocks(page)
     for line in block.code.splitlines()
     if line.startswith("mlserver-torch-stream cloud ")
 ]
@@ -30,8 +32,8 @@ def test_every_option_that_the_page_names_is_one(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit):
             parser().parse_args([command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    page = "".join(line for line in markdown.read("docs/cloud.md").splitlines(True) if not line.startswith("pip "))
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known
+    lines = [line for page in _PAGES for line in markdown.read(page).splitlines() if not line.startswith("pip ")]
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(lines))) <= known
 
 
 def test_the_install_lines_bring_the_embedded_model_as_the_makefile_does() -> None:
