@@ -10,7 +10,7 @@ import pytest
 from mlserver_torch_stream.cli.cloud_options import parser
 from tests import markdown
 
-_PAGES = [page for page in markdown.pages() if page.startswith("docs/cloud")]
+_PAGES = [page for page in markdown.pages() if page.startswith("docs/cloud") or "bucket" in page]
 _COMMANDS = [
     line
     for page in _PAGES
