@@ -184,10 +184,10 @@ def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> Non
     changes = {"max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5}
     changes |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}}
     changes |= {"stop_token_ids": (5,), "seed": 3}
-    generated(start(record=str(record)), SamplingParameters(**changes))
+    generated(start(record=str(record)), SamplingParameters(**changes, cache_salt="ours"))
     (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
-    assert changes.keys() <= request["params"].keys()
-    assert {each.name for each in fields(SamplingParameters)} == changes.keys() | _HERE | _OTHERWISE
+    assert changes.keys() <= request["params"].keys() and request["salt"] == "ours"
+    assert {each.name for each in fields(SamplingParameters)} == changes.keys() | {"cache_salt"} | _HERE | _OTHERWISE
 
 
 def test_a_stop_string_ends_the_answer_here_and_the_sequence_in_the_worker(start: Start, tmp_path: Path) -> None:
