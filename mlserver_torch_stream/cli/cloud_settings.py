@@ -25,7 +25,7 @@ OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
-    """``models``: names that a row may have as its ``model``, beside those of --served-model-name."""
+    """Returns how prompts become requests. A row's ``model`` may be a name in ``models`` or in --served-model-name."""
     media = arguments.url is not None and arguments.api == "openai"
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 

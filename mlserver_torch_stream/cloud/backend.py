@@ -40,6 +40,7 @@ from mlserver_torch_stream.cloud.endpoint import (
     OK,
     UNREADABLE,
     Backend,
+    RowBackend,
     RowFailed,
     RowRejected,
     ServerEndpoint,
@@ -93,7 +94,7 @@ async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
         await backend.aclose()
 
 
-class GenerationBackend(Backend):
+class GenerationBackend(RowBackend):
     """Asks for a generation for each row, streamed or whole."""
 
     async def _one(self, row: Row) -> Outcome:
@@ -153,7 +154,7 @@ _BUSY = ("ServiceUnavailableException",)  # a full queue or no worker; a failing
 _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
 
-class PredictionBackend(Backend):
+class PredictionBackend(RowBackend):
     """Posts each object or chunk to ``/predictions/{model}``; the model is the handler's name, or ``name/version``."""
 
     async def _one(self, row: Row) -> Outcome:
@@ -195,7 +196,7 @@ class PredictionBackend(Backend):
         return lasting_refusal(text, status, missing=kind in _UNKNOWN)
 
 
-class TensorBackend(Backend):
+class TensorBackend(RowBackend):
     """Sends each object or chunk as a BYTES tensor. The prediction is the list of the output tensors."""
 
     async def _one(self, row: Row) -> Outcome:

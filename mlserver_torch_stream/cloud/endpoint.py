@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import socket
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from yarl import URL
 from mlserver_torch_stream.client.http_transport import error_message, retry_after_s
 from mlserver_torch_stream.cloud.answers import parse
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
+from mlserver_torch_stream.cloud.connections import close_session, make_connector
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
@@ -39,7 +40,6 @@ JSON = {"Content-Type": "application/json"}
 FRAMES = {"Content-Type": "application/octet-stream"}
 BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
 _CONNECT_S = 10.0
-_CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed their sockets
 _TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
 _SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
 _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
@@ -96,12 +96,11 @@ class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
     """The server will not answer again."""
 
 
-class Backend:
+class Backend(ABC):
     """Infers batches with the ``model`` of an endpoint. ``retries`` counts the requests that were sent again.
 
     Raises StoreUnavailable if the server does not answer within all tries, AccessDenied for a wrong key and
-    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row. If the
-    connection breaks at each try of one row while the server answers other rows, only that row fails.
+    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row.
     """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
@@ -110,63 +109,15 @@ class Backend:
         self.gate = Gate(Concurrency(endpoint.concurrency))
         self.retries = 0
         self._url = endpoint.url.rstrip("/")
-        self._answers = 0
         self._session = _session(endpoint.key, endpoint.timeout, endpoint.concurrency)
 
+    @abstractmethod
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
-        tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """Returns the outcome of each row. Raises CloudError if the run ends."""
 
     async def aclose(self) -> None:
         """Closes the connections to the server."""
-        await self._session.close()
-        await asyncio.sleep(_CLOSING_S)
-
-    async def _one(self, row: Row) -> Outcome:
-        raise NotImplementedError
-
-    async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
-        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
-
-        It is called with True at the row's last try, and then sends the row while no other is in flight: another row in
-        the same batch of the server may have caused the failures before.
-        """
-        failures = breaks = 0
-        before: int | None = None  # all answers before the second break; some may have come after the first
-
-        async def attempt() -> Outcome:
-            nonlocal failures, breaks, before
-            try:
-                outcome = await once(failures == _TRIES_OF_A_ROW - 1)
-                self._answers += 1
-                return outcome
-            except ServerUnready:
-                raise
-            except StoreUnavailable:
-                breaks += 1
-                before = self._answers if breaks == 2 else before
-                raise
-            except RowFailed as error:
-                failures += 1
-                if failures == _TRIES_OF_A_ROW:
-                    raise RowRejected(error.failure) from None
-                raise
-
-        try:
-            return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
-        except RowRejected as error:
-            return Outcome(failure=error.failure)
-        except StoreUnavailable as error:
-            if isinstance(error, ServerUnready) or before in (None, self._answers):
-                raise
-            text = f"{error.message}, at each of {breaks} tries, while other rows were answered"
-            return Outcome(failure=row_failure("server_error", text, UNREADABLE, None))
+        await close_session(self._session)
 
     def _count_retry(self, error: CloudError) -> None:
         self.retries += 1
@@ -216,28 +167,73 @@ class Backend:
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 
-class _Socket(socket.socket):
-    """A socket that closes no descriptor when it is collected.
+class RowBackend(Backend):
+    """Sends each row in a request of its own.
 
-    uvloop closes the descriptor of a connection that is cancelled before it is made, but leaves the socket object open:
-    the object, once collected, would close the file that has the same number by then.
+    If the connection breaks at each try of one row while the server answers other rows, only that row fails.
     """
 
-    def __del__(self) -> None:
-        self.detach()
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
+        super().__init__(endpoint, model)
+        self._answers = 0
 
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
+        tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """An unconnected socket for the ``address``, a tuple of getaddrinfo()."""
-    family, kind, protocol, *_ = address
-    return _Socket(family, kind, protocol)
+    @abstractmethod
+    async def _one(self, row: Row) -> Outcome:
+        """Infers a row."""
+
+    async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
+        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+
+        It is called with True at the row's last try, and then sends the row while no other is in flight: another row in
+        the same batch of the server may have caused the failures before.
+        """
+        failures = breaks = 0
+        before: int | None = None  # all answers before the second break; some may have come after the first
+
+        async def attempt() -> Outcome:
+            nonlocal failures, breaks, before
+            try:
+                outcome = await once(failures == _TRIES_OF_A_ROW - 1)
+                self._answers += 1
+                return outcome
+            except ServerUnready:
+                raise
+            except StoreUnavailable:
+                breaks += 1
+                before = self._answers if breaks == 2 else before
+                raise
+            except RowFailed as error:
+                failures += 1
+                if failures == _TRIES_OF_A_ROW:
+                    raise RowRejected(error.failure) from None
+                raise
+
+        try:
+            return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
+        except RowRejected as error:
+            return Outcome(failure=error.failure)
+        except StoreUnavailable as error:
+            if isinstance(error, ServerUnready) or before in (None, self._answers):
+                raise
+            text = f"{error.message}, at each of {breaks} tries, while other rows were answered"
+            return Outcome(failure=row_failure("server_error", text, UNREADABLE, None))
 
 
 def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout),
-        connector=aiohttp.TCPConnector(limit=concurrency, socket_factory=_socket),
+        connector=make_connector(concurrency),
         skip_auto_headers=("Accept-Encoding",),  # compression hides where the pieces of an answer end
         trust_env=True,
     )

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from yarl import URL
 
+from mlserver_torch_stream.cloud.connections import make_connector
 from mlserver_torch_stream.cloud.rows import StoreUnavailable
 
 _AWS = re.compile(r"sns\.[a-z]{2,}(-[a-z]+)+-\d\.amazonaws\.com(\.cn)?")
@@ -123,7 +124,7 @@ class SnsVerifier:
         tls: ssl.SSLContext | bool = True if self._tls is None else self._tls
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                aiohttp.ClientSession(connector=make_connector(), timeout=timeout, trust_env=True) as session,
                 session.get(url, allow_redirects=False, ssl=tls) as response,
             ):
                 if response.status != 200:

@@ -217,7 +217,7 @@ class Source:
     async def _rows(
         self, reading: _Object, index: int, piece: ObjectRange, data: bytes | CloudError
     ) -> AsyncGenerator[Iterable[Row], None]:
-        """The rows of a range, some at a time; of Parquet those of the whole object."""
+        """Yields the rows of a range in groups. A range of a Parquet object yields the rows of the whole object."""
         try:
             if isinstance(data, CloudError):
                 raise data

@@ -116,7 +116,7 @@ class TableBroken(Damaged):
 
 
 class Record:
-    """The fields of one CSV record, line after line, as bytes of UTF-8. ``fields``: those that have ended."""
+    """Reads one CSV record, line after line. ``fields`` has the bytes of each field whose end has been read."""
 
     def __init__(self, delimiter: bytes, quote: bytes) -> None:
         self._delimiter = delimiter

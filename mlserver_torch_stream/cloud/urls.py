@@ -19,6 +19,7 @@ import aiohttp
 from yarl import URL
 
 from mlserver_torch_stream.client.http_transport import retry_after_s
+from mlserver_torch_stream.cloud.connections import close_session, make_connector
 from mlserver_torch_stream.cloud.listing import manifest_entries
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
@@ -39,7 +40,6 @@ _AS_IT_IS = re.compile(r"[\x21-\x7e]+")  # a URL that is not encoded again, beca
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 _LATER = (408, 425, 429)
 _CONNECT_S = 10.0
-_CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed their sockets
 
 
 def read_url_list(data: bytes) -> dict[str, str]:
@@ -141,7 +141,9 @@ class UrlStore:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._stall_s)
             jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(cookie_jar=jar, timeout=limits, auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                connector=make_connector(), cookie_jar=jar, timeout=limits, auto_decompress=False
+            )
         self._users += 1
         try:
             yield
@@ -149,8 +151,7 @@ class UrlStore:
             self._users -= 1
             if not self._users:
                 session, self._session = self._session, None
-                await session.close()
-                await asyncio.sleep(_CLOSING_S)
+                await close_session(session)
 
     async def head(self, key: str) -> ObjectInfo:
         """The object as it is now. Over HTTP its first byte is asked for, because a URL may be signed for GET alone."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import math
 from collections.abc import AsyncGenerator, Sequence
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
-from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.requests import RowRequest
 from mlserver_torch_stream.cloud.rows import (
@@ -329,32 +327,3 @@ def test_a_gate_lets_through_what_fits_and_a_task_that_leaves_holds_no_place() -
         return most
 
     assert asyncio.run(run()) == 2
-
-
-class _Unwell(Handler):
-    def do_POST(self) -> None:
-        self.received()
-        self.answer(500)
-
-
-def test_a_request_cancelled_while_it_connects_closes_no_descriptor_twice() -> None:
-    """uvloop closes the descriptor at the cancel and leaves the socket object, whose end would close it again."""
-
-    async def cancelled_after(turns: int, infer: Backend) -> None:
-        request = asyncio.ensure_future(infer([_row(0)]))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-
-    async def cancel_at_each_turn(url: str) -> None:
-        infer = await open_backend(ServerEndpoint(url, "m", retry=_QUICK))
-        try:
-            for turns in range(40):
-                await cancelled_after(turns, infer)
-        finally:
-            await infer.aclose()
-
-    with serving(_Unwell) as url:
-        uvloop.run(cancel_at_each_turn(url))
-        gc.collect()  # an open socket would warn here, which fails the test

@@ -43,9 +43,10 @@ def check_packed(folder: Path, name: str, kernels: KernelOptions) -> tuple[Nativ
 
 
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Returns the kernels' forward of ``decoder``, after comparing its logits with those of ``model``.
+    """Makes the kernels' forward of ``decoder``, and compares its logits with those of ``model``.
 
-    ``model`` was loaded by ``gguf_packed``. Raises NotPacked, or LoadFailed as ``NativeForward`` does.
+    Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
+    loads it. Raises NotPacked if the logits differ, and LoadFailed as ``NativeForward`` does.
     """
 
     def make() -> NativeForward:

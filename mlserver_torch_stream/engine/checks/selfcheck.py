@@ -84,7 +84,10 @@ class SameLogits(Check[F]):
         return None if differing is None else f"its logits differ from the model's by {differing}"
 
     def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
-        """Returns how much the logits differ and where. ``lengths`` are compared beside those that the config names."""
+        """Returns how much the logits differ and at which position; None if they agree.
+
+        Beside the sequence lengths that the config names, sequences of ``lengths`` tokens are compared.
+        """
         layout = CacheLayout(self.expected.model.config)
         trial = self.trial = Trial(
             self.expected, layout, forward, self.small_page, self.chunked, same_operations=same_operations

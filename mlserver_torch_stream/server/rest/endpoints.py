@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Reported(Exception):
     """A stream has failed and its client has been told; MLServer counts a failure because it sees this exception."""
 
 
-class HttpRequest(Request[R]):
+class HttpRequest(Request[R], ABC):
     """A request over HTTP. A subclass reads it and sends the reply in ``serve``, and an error in ``send_error``."""
 
     def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send, kind: EndpointKind) -> None:
@@ -110,12 +111,13 @@ class HttpRequest(Request[R]):
         except Exception as error:
             await self.send_error(self.refuse(error))
 
+    @abstractmethod
     async def serve(self) -> None:
-        """Raises any error while nothing has been sent, later Reported alone."""
-        raise NotImplementedError
+        """Answers the request. Raises any error while nothing has been sent, later Reported alone."""
 
+    @abstractmethod
     async def send_error(self, error: RequestError) -> None:
-        raise NotImplementedError
+        """Answers with the error, before anything else has been sent."""
 
     async def end_failed(self, why: str) -> None:
         logger.warning(f"A stream of model '{self.name}' failed: {why}")
