@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from itertools import pairwise
 
 import grpc
@@ -14,7 +16,7 @@ from mlserver_torch_stream import client
 from mlserver_torch_stream.server.observability.request_metrics import ERRORS, REQUEST_REASONS
 from tests import plain_http
 from tests.server import v2
-from tests.server.harness import Server
+from tests.server.harness import HOST, Server
 from tests.server.scrape import Scrape, on_metrics_port, on_rest_port, settled
 from tests.server.test_statuses import queue_filled
 
@@ -171,6 +173,7 @@ def test_nothing_that_a_client_writes_becomes_a_label(observed: Server) -> None:
         "version": {"v1", ""},
         "finish_reason": set(REQUEST_REASONS),
         "status_code": set(ERRORS),
+        "reason": {"new", "weights", "code", "chip", "damaged", "foreign"},
     }
     for label, value in on_rest_port(observed).label_values("torch_stream_"):
         assert label == "le" or value in allowed[label]
@@ -239,6 +242,22 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
     for earlier, later in pairwise(seen):
         assert all(later[key] >= value for key, value in earlier.items())
     assert seen[-1][tokens] == seen[0][tokens] + 4
+
+
+def test_no_counter_falls_from_one_of_several_scrapes_in_flight_to_the_next(observed: Server) -> None:
+    def counters(scrape: Scrape) -> dict[tuple[str, str], float]:
+        totals = (each for each in scrape.samples if each.name.endswith(("_total", "_count", "_sum", "_bucket")))
+        return {(each.name, str(each.labels)): each.value for each in totals}
+
+    with ExitStack() as stack:
+        scrapers = [stack.enter_context(closing(HTTPConnection(HOST, observed.http_port))) for _ in range(6)]
+        for _ in range(10):  # rounds; nearly each of them fails if the scrapes run at the same time
+            for scraper in scrapers:
+                scraper.request("GET", "/metrics")
+                time.sleep(0.003)  # so that the server sees them in this order
+            shown = [counters(Scrape(scraper.getresponse().read().decode())) for scraper in scrapers]
+            for earlier, later in pairwise(shown):
+                assert {key: value for key, value in earlier.items() if later[key] < value} == {}
 
 
 def test_health_is_readiness(observed: Server) -> None:

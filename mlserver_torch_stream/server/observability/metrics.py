@@ -18,8 +18,9 @@ microseconds have no suffix ``_total``, and so the type ``untyped``: prometheus_
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 
@@ -28,6 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -323,7 +325,7 @@ def install(
     export_metrics(registry)
     routes = [Route(_HEALTH, partial(_health, host))]
     if settings.metrics_endpoint:
-        routes.append(Route(settings.metrics_endpoint, partial(_scrape, settings, registry)))
+        routes.append(Route(settings.metrics_endpoint, _scraper(partial(registry, settings))))
     host.add_routes(routes)
     join_mlservers_log()
     structured = settings.use_structured_logging
@@ -342,9 +344,20 @@ def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorR
     return registry
 
 
-def _scrape(settings: Settings, registry: Callable[[Settings], CollectorRegistry], request: Request) -> Response:
-    """No coroutine, so that starlette runs it in a thread."""
-    return Response(generate_latest(registry(settings)), media_type=CONTENT_TYPE_LATEST)
+def _scraper(registry: Callable[[], CollectorRegistry]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint answers one scrape after the other, in the order of their arrival.
+
+    A scraper that does not wait for its last answer, such as aiperf, would otherwise see counters that fall: of two
+    threads that read the counters, the one that reads first may answer last.
+    """
+    turn = asyncio.Lock()
+
+    async def scrape(request: Request) -> Response:
+        async with turn:
+            text = await run_in_threadpool(lambda: generate_latest(registry()))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return scrape
 
 
 async def _health(host: ServerHost, request: Request) -> Response:
