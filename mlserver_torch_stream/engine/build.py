@@ -38,8 +38,6 @@ from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
 from mlserver_torch_stream.work_threads import WorkCancelled
 
-DEFAULT_MAX_TOKENS = 256
-
 OnDeath = Callable[[BaseException], None]
 T = TypeVar("T")
 
@@ -263,7 +261,7 @@ def _info(
         max_model_len=context,
         max_num_seqs=max_num_seqs,
         has_chat_template=codec.has_chat_template,
-        default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **default_sampling},
+        default_sampling=default_sampling,
         tool_parser=codec.chat_format.tools,
         reasons=codec.chat_format.reasons,
         template_arguments=codec.chat_format.arguments,

@@ -119,9 +119,15 @@ class EngineCore:
             raise ValueError("an open prompt is the only request of its stream")
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
         mailbox = Mailbox(loop, sequences, self._closed)
-        context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
         accepted = [
-            RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
+            RequestState(
+                request,
+                mailbox,
+                self._codec,
+                self._eos_token_ids,
+                self._admission.longest(request, len(request.prompt_ids), self._batcher.refusal),
+                self._queue_limits.request_timeout,
+            )
             for request in requests
         ]
         self._open[mailbox] = accepted  # at once: the watchdog must find it even if the thread never takes it in
@@ -148,7 +154,8 @@ class EngineCore:
             self._admission.check_prompt(open_request, prompt_ids, known, self._batcher.refusal, whole=whole)
             if whole and (requests := self._open.get(mailbox)):
                 (request,) = requests
-                request.seal(prompt_ids)
+                longest = self._admission.longest(open_request, known, self._batcher.refusal)
+                request.seal(prompt_ids, longest)
                 self._watchdog.watch_wait(request)
                 self._queue(mailbox, requests)
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
+# Answers without ``max_tokens`` may fill the context, but most of them end long before.
+_ASSUMED_TOKENS = 1024
+
 
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
@@ -197,7 +200,7 @@ class RequestState:
         max_model_len: int,
         default_timeout: float | None = None,
     ) -> None:
-        """``max_model_len`` is the longest sequence: the model's context, or less if the cache is small."""
+        """``max_model_len``: as ``Admission.longest`` returns it; ``seal`` replaces it for an open request."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
@@ -244,8 +247,12 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """The most tokens that the request can need: of its prompt and of all its sequences."""
-        return len(self.prompt) + self.params.n * self.max_tokens
+        """The most tokens that the request can need: of its prompt and of all its sequences.
+
+        An answer without ``max_tokens`` counts as at most ``_ASSUMED_TOKENS``.
+        """
+        answer = min(self.max_tokens, _ASSUMED_TOKENS) if self.params.max_tokens is None else self.max_tokens
+        return len(self.prompt) + self.params.n * answer
 
     @property
     def max_tokens(self) -> int:
@@ -257,8 +264,9 @@ class RequestState:
         """The most tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
-    def seal(self, prompt_ids: Ids[int]) -> None:
-        """Gives the open request its whole prompt. Its wait begins."""
+    def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
+        """Gives the open request its whole prompt and its longest sequence. Its wait begins."""
+        self.max_model_len = max_model_len
         self.input.prompt_ids = tuple(prompt_ids)
         self.input.open = False
         self.whole_at = time.monotonic()
