@@ -189,6 +189,7 @@ def _run_vllm(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         info,
         model.eos_token_ids,
         queue_limits=_queue_limits(resolved.settings),
+        stream_interval=resolved.settings.stream_interval,
         rebuild=model.rebuild,
         on_death=on_death,
         name=resolved.source.name,
@@ -238,6 +239,7 @@ def _start(
         info,
         loaded.eos_token_ids,
         queue_limits=_queue_limits(settings),
+        stream_interval=settings.stream_interval,
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         threads=1 if prepared.has_threads else load.threads,
         fair_lock=prepared.fair_lock,

@@ -40,7 +40,8 @@ class EngineCore:
     """An ``Engine`` (see ``engine.api``) over any batcher.
 
     ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
-    the engine stays dead and its thread calls ``on_death``. ``fair_lock`` is None for an engine that shares its device
+    the engine stays dead and its thread calls ``on_death``. Events have ``stream_interval`` tokens at least, except the
+    first and the last of a sequence. ``fair_lock`` is None for an engine that shares its device
     with no other. While a step does not return, the watchdog enforces the deadlines, and in the end abandons the
     thread.
     """
@@ -53,6 +54,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         *,
         queue_limits: QueueLimits | None = None,
+        stream_interval: int = 1,
         threads: int = 1,
         fair_lock: FairLock | None = None,
         rebuild: Callable[[], Batcher] | None = None,
@@ -65,6 +67,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._queue_limits = queue_limits or QueueLimits()
         self._admission = Admission(info, self._queue_limits)
+        self._stream_interval = stream_interval
         self._threads = threads
         self._fair_lock = fair_lock
         self._replacement = BatcherReplacement(rebuild)
@@ -127,6 +130,7 @@ class EngineCore:
                 self._eos_token_ids,
                 self._admission.longest(request, len(request.prompt_ids), self._batcher.refusal),
                 self._queue_limits.request_timeout,
+                self._stream_interval,
             )
             for request in requests
         ]

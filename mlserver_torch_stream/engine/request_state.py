@@ -50,6 +50,8 @@ class SequenceState:
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
         self._prompt_shown = False
+        self._interval = request.stream_interval
+        self._next_event_at = 0  # tokens of the sequence
 
     @property
     def request(self) -> RequestState:
@@ -158,10 +160,15 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        It also returns none while a character or a possible stop string is held back.
+        It also returns none while a character or a possible stop string is held back, or while there are fewer new
+        tokens than an event should have.
         """
-        if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
+        goes_on = self.finish_reason is None
+        if self.last_event_taken or (goes_on and len(self.tokens) < self._next_event_at):
             return ()
+        if goes_on and not self._writer.has_output:
+            return ()
+        self._next_event_at = len(self.tokens) + self._interval
         events = self._writer.take()
         for event in events:
             event.prompt_ids = self._input.prompt_ids
@@ -199,11 +206,13 @@ class RequestState:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         default_timeout: float | None = None,
+        stream_interval: int = 1,
     ) -> None:
         """``max_model_len``: as ``Admission.longest`` returns it; ``seal`` replaces it for an open request."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
+        self.stream_interval = stream_interval
         self.end_ids = _end_ids(input.sampling, eos_token_ids)
         # From submit to the last token.
         self.timeout_s = default_timeout if input.timeout_s is None else input.timeout_s
