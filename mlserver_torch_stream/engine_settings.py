@@ -183,6 +183,9 @@ class EngineSettings(BaseModel):
     smaller value means shorter pauses between tokens, a later first token, and fewer tokens per second
     ([scaling.md](scaling.md#pauses-between-tokens)). If decoding alone takes about as long as the target or longer,
     prompts get a quarter of that time on top."""
+    stream_interval: int = Field(default=1, gt=0)
+    """Least tokens of each event of a stream but the first and the last, as in vLLM. A larger value means fewer events,
+    which cost the server and its clients less time, and text in larger pieces."""
     kv_cache_memory: Bytes | None = None
     """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""

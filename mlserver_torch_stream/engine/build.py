@@ -38,8 +38,6 @@ from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import ModelInfo
 from mlserver_torch_stream.work_threads import WorkCancelled
 
-DEFAULT_MAX_TOKENS = 256
-
 OnDeath = Callable[[BaseException], None]
 T = TypeVar("T")
 
@@ -191,6 +189,7 @@ def _run_vllm(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         info,
         model.eos_token_ids,
         queue_limits=_queue_limits(resolved.settings),
+        stream_interval=resolved.settings.stream_interval,
         rebuild=model.rebuild,
         on_death=on_death,
         name=resolved.source.name,
@@ -240,6 +239,7 @@ def _start(
         info,
         loaded.eos_token_ids,
         queue_limits=_queue_limits(settings),
+        stream_interval=settings.stream_interval,
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         threads=1 if prepared.has_threads else load.threads,
         fair_lock=prepared.fair_lock,
@@ -263,7 +263,7 @@ def _info(
         max_model_len=context,
         max_num_seqs=max_num_seqs,
         has_chat_template=codec.has_chat_template,
-        default_sampling={"max_tokens": DEFAULT_MAX_TOKENS, **default_sampling},
+        default_sampling=default_sampling,
         tool_parser=codec.chat_format.tools,
         reasons=codec.chat_format.reasons,
         template_arguments=codec.chat_format.arguments,

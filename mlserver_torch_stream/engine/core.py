@@ -40,7 +40,8 @@ class EngineCore:
     """An ``Engine`` (see ``engine.api``) over any batcher.
 
     ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
-    the engine stays dead and its thread calls ``on_death``. ``fair_lock`` is None for an engine that shares its device
+    the engine stays dead and its thread calls ``on_death``. Events have ``stream_interval`` tokens at least, except the
+    first and the last of a sequence. ``fair_lock`` is None for an engine that shares its device
     with no other. While a step does not return, the watchdog enforces the deadlines, and in the end abandons the
     thread.
     """
@@ -53,6 +54,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         *,
         queue_limits: QueueLimits | None = None,
+        stream_interval: int = 1,
         threads: int = 1,
         fair_lock: FairLock | None = None,
         rebuild: Callable[[], Batcher] | None = None,
@@ -65,6 +67,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._queue_limits = queue_limits or QueueLimits()
         self._admission = Admission(info, self._queue_limits)
+        self._stream_interval = stream_interval
         self._threads = threads
         self._fair_lock = fair_lock
         self._replacement = BatcherReplacement(rebuild)
@@ -119,9 +122,16 @@ class EngineCore:
             raise ValueError("an open prompt is the only request of its stream")
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
         mailbox = Mailbox(loop, sequences, self._closed)
-        context, default_timeout = self.info.max_model_len, self._queue_limits.request_timeout
         accepted = [
-            RequestState(request, mailbox, self._codec, self._eos_token_ids, context, default_timeout)
+            RequestState(
+                request,
+                mailbox,
+                self._codec,
+                self._eos_token_ids,
+                self._admission.longest(request, len(request.prompt_ids), self._batcher.refusal),
+                self._queue_limits.request_timeout,
+                self._stream_interval,
+            )
             for request in requests
         ]
         self._open[mailbox] = accepted  # at once: the watchdog must find it even if the thread never takes it in
@@ -148,7 +158,8 @@ class EngineCore:
             self._admission.check_prompt(open_request, prompt_ids, known, self._batcher.refusal, whole=whole)
             if whole and (requests := self._open.get(mailbox)):
                 (request,) = requests
-                request.seal(prompt_ids)
+                longest = self._admission.longest(open_request, known, self._batcher.refusal)
+                request.seal(prompt_ids, longest)
                 self._watchdog.watch_wait(request)
                 self._queue(mailbox, requests)
 

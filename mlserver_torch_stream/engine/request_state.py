@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
+# Answers without ``max_tokens`` may fill the context, but most of them end long before.
+_ASSUMED_TOKENS = 1024
+
 
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
@@ -47,6 +50,8 @@ class SequenceState:
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
         self._prompt_shown = False
+        self._interval = request.stream_interval
+        self._next_event_at = 0  # tokens of the sequence
 
     @property
     def request(self) -> RequestState:
@@ -155,10 +160,15 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        It also returns none while a character or a possible stop string is held back.
+        It also returns none while a character or a possible stop string is held back, or while there are fewer new
+        tokens than an event should have.
         """
-        if self.last_event_taken or (self.finish_reason is None and not self._writer.has_output):
+        goes_on = self.finish_reason is None
+        if self.last_event_taken or (goes_on and len(self.tokens) < self._next_event_at):
             return ()
+        if goes_on and not self._writer.has_output:
+            return ()
+        self._next_event_at = len(self.tokens) + self._interval
         events = self._writer.take()
         for event in events:
             event.prompt_ids = self._input.prompt_ids
@@ -196,11 +206,13 @@ class RequestState:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         default_timeout: float | None = None,
+        stream_interval: int = 1,
     ) -> None:
-        """``max_model_len`` is the longest sequence: the model's context, or less if the cache is small."""
+        """``max_model_len``: as ``Admission.longest`` returns it; ``seal`` replaces it for an open request."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
+        self.stream_interval = stream_interval
         self.end_ids = _end_ids(input.sampling, eos_token_ids)
         # From submit to the last token.
         self.timeout_s = default_timeout if input.timeout_s is None else input.timeout_s
@@ -244,8 +256,12 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """The most tokens that the request can need: of its prompt and of all its sequences."""
-        return len(self.prompt) + self.params.n * self.max_tokens
+        """The most tokens that the request can need: of its prompt and of all its sequences.
+
+        An answer without ``max_tokens`` counts as at most ``_ASSUMED_TOKENS``.
+        """
+        answer = min(self.max_tokens, _ASSUMED_TOKENS) if self.params.max_tokens is None else self.max_tokens
+        return len(self.prompt) + self.params.n * answer
 
     @property
     def max_tokens(self) -> int:
@@ -257,8 +273,9 @@ class RequestState:
         """The most tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
-    def seal(self, prompt_ids: Ids[int]) -> None:
-        """Gives the open request its whole prompt. Its wait begins."""
+    def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
+        """Gives the open request its whole prompt and its longest sequence. Its wait begins."""
+        self.max_model_len = max_model_len
         self.input.prompt_ids = tuple(prompt_ids)
         self.input.open = False
         self.whole_at = time.monotonic()

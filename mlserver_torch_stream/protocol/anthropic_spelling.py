@@ -25,8 +25,6 @@ from mlserver_torch_stream.protocol.spelling import (
 )
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
-_MAX_TOKENS = "max_tokens"
-
 
 class AnthropicMessages(OpenAISpelling):
     """A body is read as a chat. Streams name their events, and nothing follows the last one."""
@@ -44,8 +42,6 @@ class AnthropicMessages(OpenAISpelling):
         request = super().decode(replace(posted, json=body), info, streaming=streaming, request_id=request_id)
         if request.constraint is not None:  # the engine may refuse it later
             request = replace(request, constraint=replace(request.constraint, field=own_name(request.constraint.field)))
-        if posted.json.get(_MAX_TOKENS) is None:  # also where the model's settings say less
-            request = replace(request, sampling=replace(request.sampling, max_tokens=None))
         return request
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:

@@ -141,7 +141,7 @@ class _Talk(Generation):
 
 
 class ChatCompletionRequest(_Choices, _Talk):
-    """The body of ``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``. Without ``max_tokens`` the answer may fill the context."""
 
     echo: Annotated[Any, Refused((False,))] = None
 
@@ -160,7 +160,10 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 
 
 class CompletionRequest(_Choices):
-    """The body of ``/v1/completions``. Its prompt is a text, several, the ids of one prompt, or of several."""
+    """The body of ``/v1/completions``. Its prompt is a text, several, the ids of one prompt, or of several.
+
+    Without ``max_tokens`` the answer has at most 256 tokens.
+    """
 
     prompt: Annotated[
         Annotated[NonEmpty, Tag("a text")]
@@ -390,7 +393,10 @@ Included = Literal[
 
 
 class ModelResponseRequest(_Talk):
-    """The body of ``/v1/responses``. The server keeps no responses."""
+    """The body of ``/v1/responses``. The server keeps no responses.
+
+    Without ``max_output_tokens`` the answer may fill the context.
+    """
 
     input: OrList[NonEmpty, Annotated[list[Item], MinLen(1), FAIL_FAST, SPENDS]]
     instructions: Text | None = None

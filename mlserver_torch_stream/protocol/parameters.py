@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from mlserver_torch_stream.protocol import constraints, values
 from mlserver_torch_stream.types import ModelInfo
 
+DEFAULT_MAX_TOKENS = 256  # of answers to prompts; answers in conversations may fill the context
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_SALT_CHARACTERS = 256
@@ -53,8 +54,9 @@ def _stream_mode(value: Any, info: ModelInfo) -> str:
 PARAMETERS: tuple[Parameter, ...] = (
     _sampling(
         "max_tokens",
-        "Most tokens of the answer; 256 unless the model or its settings name another default. 0, with `echo` or "
-        "`prompt_logprobs`: the prompt is scored alone.",
+        "Most tokens of the answer. Default: that of `default_sampling`, else of the model's generation config; if "
+        "neither has one, 256 for an answer to a prompt, and for an answer to messages as many as the context and the "
+        "cache hold. 0, with `echo` or `prompt_logprobs`: the prompt is scored alone.",
         values.integer(0),
         "max_new_tokens",
         "max_completion_tokens",

@@ -19,6 +19,7 @@ from mlserver_torch_stream.protocol.constraints import GUIDE, GUIDE_TYPE, GUIDED
 from mlserver_torch_stream.protocol.openai_models import StreamOptions
 from mlserver_torch_stream.protocol.parameters import (
     BY_SPELLING,
+    DEFAULT_MAX_TOKENS,
     OPENAI_BODIES,
     PARAMETERS,
     SILENT,
@@ -79,10 +80,15 @@ def merge_parameters(
 
 
 def resolve_sampling(
-    given: Merged, info: ModelInfo, *, need_logprobs: bool = False, echo: bool = False
+    given: Merged,
+    info: ModelInfo,
+    *,
+    max_tokens: int | None = None,
+    need_logprobs: bool = False,
+    echo: bool = False,
 ) -> SamplingParameters:
-    """The sampling parameters of a request, or the model's defaults where it gives none. ``need_logprobs``: the reply
-    shows log-probabilities. ``echo``: it repeats the prompt."""
+    """The sampling parameters of a request, or the model's defaults where it gives none. ``max_tokens`` holds where
+    neither has one. ``need_logprobs``: the reply shows log-probabilities. ``echo``: it repeats the prompt."""
     default = read_defaults(info)
     effective = {**default, **given}
     fields = {
@@ -90,6 +96,7 @@ def resolve_sampling(
         for parameter in PARAMETERS
         if parameter.field is not None and parameter.name in effective
     }
+    fields.setdefault("max_tokens", max_tokens)
     fields["temperature"] = _temperature(given, default, info)
     fields["logprobs"], fields["top_logprobs"] = _logprobs(given, default, need_logprobs)
     sampling = SamplingParameters(**fields)
@@ -224,11 +231,15 @@ def build_request(
         prompts = tuple(
             replace(each, add_special_tokens=adds) if isinstance(each, TextPrompt) else each for each in prompts
         )
+    converses = all(isinstance(prompt, ChatPrompt) for prompt in prompts)
+    max_tokens = None if converses else DEFAULT_MAX_TOKENS
     microseconds = _read_positive(given, "timeout")
     return GenerationRequest(
         request_id=request_id,
         prompts=prompts,
-        sampling=resolve_sampling(given, info, need_logprobs=need_logprobs, echo=reply.echo_prompt),
+        sampling=resolve_sampling(
+            given, info, max_tokens=max_tokens, need_logprobs=need_logprobs, echo=reply.echo_prompt
+        ),
         reply=reply,
         stream=stream,
         stream_mode=mode,

@@ -34,12 +34,16 @@ def _format(*, parallel: bool = True) -> AnswerFormat:
 
 
 def _events(
-    model: PreTrainedModel, said: str, answer: AnswerFormat | None, params: SamplingParameters | None = None
+    model: PreTrainedModel,
+    said: str,
+    answer: AnswerFormat | None,
+    params: SamplingParameters | None = None,
+    stream_interval: int = 1,
 ) -> list[TokenEvent]:
     ids = spelled(said)
     asked = EngineRequest(prompt_of(5), params or greedy(len(ids)), answer=answer)
 
-    with running(model, context=8192) as engine, dictated(model, ids, prompt=5):
+    with running(model, context=8192, stream_interval=stream_interval) as engine, dictated(model, ids, prompt=5):
 
         async def scenario() -> list[TokenEvent]:
             return [event async for event in engine.submit([asked])]
@@ -79,6 +83,15 @@ def test_no_token_and_no_log_probability_is_lost(events: list[TokenEvent]) -> No
     assert len(whole.token_ids) == len(whole.logprobs) == whole.usage.num_output_tokens
     reasoning = len(spelled(f"<think>\n{_THOUGHT}\n</think>"))
     assert abs(whole.usage.num_reasoning_tokens - reasoning) <= len(spelled("<think>"))
+
+
+def test_fewer_events_keep_the_order_of_reasoning_text_and_calls(model: PreTrainedModel) -> None:
+    said = f"<think>\nHm.\n</think>\n\nI look.\n{_CALL}".replace("ARGS", _ARGUMENTS)
+    events = _events(model, said, _format(), stream_interval=20)
+    assert len(events) < 20 and all(earlier.goes_before(later) for earlier, later in pairwise(events))
+    whole = _whole(events)
+    assert (whole.reasoning, whole.text, whole.tool_calls[0].arguments) == ("Hm.", "I look.", _ARGUMENTS)
+    assert list(whole.token_ids) == spelled(said)
 
 
 def test_a_late_reader_gets_events_within_the_bound(events: list[TokenEvent]) -> None:

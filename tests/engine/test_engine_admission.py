@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull
-from mlserver_torch_stream.types import SamplingParameters
+from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import (
     CONTEXT,
     VOCAB,
@@ -128,6 +128,26 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
     budget = bytes_for(model, 1, length=200)
     with running(model, cache_bytes=budget) as engine:
         assert 190 <= engine.info.max_model_len < CONTEXT
+        run(scenario(engine))
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "in pieces"])
+def test_rows_without_a_bound_end_where_the_cache_is_full(model: PreTrainedModel, pieces: bool) -> None:
+    async def scenario(engine: EngineCore) -> None:
+        unbounded = SamplingParameters(ignore_eos=True, n=3)
+        for prompt in (prompt_of(20), prompt_of(90)):
+            stream = engine.submit([EngineRequest(() if pieces else prompt, unbounded, open=pieces)])
+            if pieces:
+                stream.extend(prompt)
+                stream.seal(prompt)
+            events = [event async for event in stream]
+            reasons = [event.finish_reason for event in events if event.finish_reason is not None]
+            assert reasons == [FinishReason.LENGTH] * 3
+            lengths = {event.usage.num_output_tokens + len(prompt) for event in events if event.usage is not None}
+            assert len(lengths) == 1 and 100 <= lengths.pop() < engine.info.max_model_len
+
+    with running(model, cache_bytes=bytes_for(model, 3, length=100)) as engine:
+        assert engine.info.max_model_len == CONTEXT
         run(scenario(engine))
 
 

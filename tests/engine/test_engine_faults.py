@@ -163,6 +163,25 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
         run(scenario(engine, watch))
 
 
+def test_the_culprit_among_sixteen_is_found_in_eight_forwards(model: PreTrainedModel, watch: Watch) -> None:
+    prompts = [prompt_of(4, seed) for seed in range(16)]
+    expected = [reference(model, prompt, 3) for prompt in prompts]
+    poison = min(set(range(VOCAB)) - {token for ids in (*prompts, *expected) for token in ids})
+    answers = [greedy(3)] * 5 + [forced(3, poison)] + [greedy(3)] * 10
+    requests = [EngineRequest(*each, index) for index, each in enumerate(zip(prompts, answers, strict=True))]
+
+    async def scenario(engine: EngineCore) -> None:
+        watch.calls.clear()
+        watch.fail = raise_on(poison)
+        events = await collect(engine, requests)
+        assert events.pop(5).finish_reason is FinishReason.ERROR
+        assert all(list(event.token_ids) == expected[index] for index, event in events.items())
+        prefill, *steps = [len(call) for call in watch.calls]
+        assert prefill == 16 and steps == [16, 8, 4, 4, 2, 1, 1, 2, 8, 15]
+
+    run_with_engine(scenario, model, max_num_seqs=16, prefill_tokens=64)
+
+
 @pytest.mark.parametrize("family", ["llama", "lfm2", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) -> None:
     model = tiny_model(family, tie_word_embeddings=False)

@@ -1,6 +1,7 @@
 """What a reader is told: whole characters, in order, merged when it lags."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -144,6 +145,42 @@ def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(
 
     with running(model) as engine, dictated(model, ids, prompt=5):
         run(scenario(engine))
+
+
+def test_events_between_the_first_and_the_last_have_the_tokens_of_an_interval(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    said = "The quick brown fox 日本 jumps."
+    ids = spelled(said)
+
+    async def scenario(engine: EngineCore) -> list[TokenEvent]:
+        watch.fail = in_step_with(asyncio.get_running_loop())
+        return await events_of(engine, prompt_of(5), greedy(len(ids), logprobs=True))
+
+    with running(model, stream_interval=8) as engine, dictated(model, ids, prompt=5):
+        first, *others, last = run(scenario(engine))
+    assert len(first.token_ids) == 1 and last.finish_reason is FinishReason.LENGTH
+    assert others and all(len(event.token_ids) >= 8 for event in others)
+    events = [first, *others, last]
+    assert [token for event in events for token in event.token_ids] == ids
+    assert [entry.token_id for event in events for entry in event.logprobs] == ids
+    assert "".join(event.text for event in events) == said
+
+
+def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrainedModel, watch: Watch) -> None:
+    """A time limit ends the answer after its first event and before the second."""
+
+    async def scenario(engine: EngineCore) -> list[TokenEvent]:
+        watch.fail = lambda ids: time.sleep(0.02)
+        request = EngineRequest(prompt_of(5), greedy(150), timeout_s=1.0)
+        return [event async for event in engine.submit([request])]
+
+    with running(model, stream_interval=1000) as engine:
+        first, last = run(scenario(engine))
+    assert last.finish_reason is FinishReason.TIMEOUT and last.usage is not None
+    assert len(first.token_ids) + len(last.token_ids) == last.usage.num_output_tokens
+    assert first.text + last.text == CODEC.decode((*first.token_ids, *last.token_ids), True)
+    assert last.text
 
 
 def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: PreTrainedModel) -> None:

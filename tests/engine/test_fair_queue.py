@@ -15,10 +15,12 @@ from mlserver_torch_stream.engine.watchdog import Deadlines
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 
 
-def request(codec: TextCodec, prompt: int, sequence: int, *, client: str = "", priority: int = 100) -> RequestState:
+def request(
+    codec: TextCodec, prompt: int, answer: int | None, *, client: str = "", priority: int = 100
+) -> RequestState:
     loop = asyncio.new_event_loop()
     loop.close()
-    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=sequence), client=client, priority=priority)
+    given = EngineRequest((1,) * prompt, SamplingParameters(max_tokens=answer), client=client, priority=priority)
     return RequestState(given, Mailbox(loop, 1, lambda mailbox: None), codec, (), 10_000)
 
 
@@ -53,6 +55,13 @@ def test_a_short_job_passes_long_ones_that_came_before(codec: TextCodec) -> None
     long = [request(codec, 1000, 4000, client="a") for _ in range(10)]
     short = request(codec, 10, 10, client="b")
     assert drain(queue_of(*long, short))[0] is short
+
+
+def test_an_answer_without_a_bound_counts_as_1024_tokens(codec: TextCodec) -> None:
+    unbounded = request(codec, 10, None, client="a")
+    shorter, longer = request(codec, 10, 1000, client="b"), request(codec, 10, 1040, client="b")
+    assert drain(queue_of(longer, unbounded)) == [unbounded, longer]
+    assert drain(queue_of(unbounded, shorter)) == [shorter, unbounded]
 
 
 def test_a_clients_flood_does_not_delay_another_client(codec: TextCodec) -> None:

@@ -29,6 +29,19 @@ def test_a_fault_happens_at_the_call_it_names(faults: str, tokens: int) -> None:
     assert list(event.token_ids) == expected[:tokens]
 
 
+def test_the_sequence_that_fails_in_each_half_ends_alone() -> None:
+    """The fifth step of eight sequences raises, then its first four, then the first two, then the first one."""
+    model = tiny_model()
+    requests = [EngineRequest((*PROMPT, 7 + index), greedy(10), index) for index in range(8)]
+    faults = read_faults({VARIABLE: ",".join(f"decode:{call}:raise" for call in range(5, 9))})
+    with running(model, prefill_tokens=100, faults=faults) as engine:
+        events = run(collect(engine, requests))
+    failed = [index for index, event in events.items() if event.finish_reason is FinishReason.ERROR]
+    assert failed == [0]
+    for index in range(1, 8):
+        assert list(events[index].token_ids) == reference(model, requests[index].prompt_ids, 10)
+
+
 def test_a_death_ends_the_stream_with_an_error() -> None:
     event, _ = answer_under("decode:4:death")
     assert event.finish_reason is FinishReason.ERROR and "died" in str(event.error)

@@ -52,6 +52,24 @@ def test_a_loop_goes_on() -> None:
     assert index_of(1, 2, 3, 1, 2, 3, 1, 2, 3).lookup(7) == [1, 2, 3, 1, 2, 3, 1]
 
 
+@given(st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=8), st.integers(5, 20), st.integers(1, 8))
+def test_the_index_is_that_of_the_window(pieces: list[list[int]], window: int, most: int) -> None:
+    index = NgramIndex(window)
+    tokens: list[int] = []
+    for piece in pieces:
+        index.extend(piece)
+        tokens += piece
+        assert len(index) == len(tokens)
+        assert index.lookup(most) == index_of(*tokens[-window:]).lookup(most)
+
+
+def test_an_index_of_a_long_sequence_is_bounded() -> None:
+    index = index_of(*range(100_000))
+    for token in range(50_000):
+        index.extend([token])
+    assert sum(len(each) for each in vars(index).values() if isinstance(each, list | dict)) < 5 * 8192
+
+
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 8))
 def test_drafts_followed_the_same_two_tokens_somewhere(tokens: list[int], most: int) -> None:
     drafts = index_of(*tokens).lookup(most)

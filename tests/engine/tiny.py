@@ -101,6 +101,7 @@ def running(
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rebuild: Callable[[], Batcher] | None = None,
+    stream_interval: int = 1,
     **more: Any,
 ) -> Iterator[EngineCore]:
     """An engine over the model, batched unless a batcher is given, that is shut down at the end.
@@ -117,6 +118,7 @@ def running(
     engine = EngineCore(
         *(batcher, codec, info, eos_token_ids),
         queue_limits=queue_limits,
+        stream_interval=stream_interval,
         fair_lock=fair_lock,
         rebuild=rebuild,
         name="test",

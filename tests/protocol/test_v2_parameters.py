@@ -17,6 +17,8 @@ from mlserver_torch_stream.protocol.v2_request import decode_request
 from mlserver_torch_stream.types import ModelInfo, SamplingParameters
 from tests.protocol.wire import T, Wire, over_grpc, over_rest, text
 
+_DEFAULT = SamplingParameters(max_tokens=256)  # of an answer to a prompt
+
 
 def sampling(payload: InferenceRequest, info: ModelInfo) -> SamplingParameters:
     return decode_request(payload, info, streaming=False, request_id="r").sampling
@@ -66,7 +68,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("key", "value", "expected"), GOOD)
 def test_a_parameter_fills_its_field(info: ModelInfo, key: str, value: Any, expected: dict[str, Any]) -> None:
-    assert with_parameters(info, **{key: value}) == replace(SamplingParameters(), **expected)
+    assert with_parameters(info, **{key: value}) == replace(_DEFAULT, **expected)
 
 
 @pytest.mark.parametrize(("key", "value", "expected"), GOOD)
@@ -77,7 +79,7 @@ def test_over_grpc_the_same_value_may_be_a_string(
     if key == "max_completion_tokens":
         as_string = "5"
     payload = over_grpc(text("x"), parameters={key: as_string})
-    assert sampling(payload, info) == replace(SamplingParameters(), **expected)
+    assert sampling(payload, info) == replace(_DEFAULT, **expected)
 
 
 BAD = [
@@ -141,12 +143,12 @@ def test_what_is_not_implemented_is_refused_by_name(info: ModelInfo, key: str) -
 
 def test_a_default_of_something_unimplemented_asks_for_nothing(info: ModelInfo) -> None:
     body = {"response_format": {"type": "text"}, "service_tier": "auto", "best_of": 1, "user": "u", "model": "m"}
-    assert with_parameters(info, llm_parameters=body) == SamplingParameters()
+    assert with_parameters(info, llm_parameters=body) == _DEFAULT
 
 
 def test_transport_parameters_pass_silently(info: ModelInfo) -> None:
     passed = {"headers": {"a": "b"}, "content_type": "str", "binary_data_output": True}
-    assert with_parameters(info, **passed) == SamplingParameters()
+    assert with_parameters(info, **passed) == _DEFAULT
 
 
 def test_a_double_that_grpc_lost_is_refused_rather_than_ignored(info: ModelInfo) -> None:
@@ -230,7 +232,7 @@ def test_naming_a_sampling_parameter_means_sampling(info: ModelInfo, key: str) -
 
 def test_defaults_mean_sampling_by_naming_it_unless_do_sample_says_no(info: ModelInfo) -> None:
     default = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    as_default = SamplingParameters(temperature=0.6, top_p=0.9, top_k=20)
+    as_default = replace(_DEFAULT, temperature=0.6, top_p=0.9, top_k=20)
     for loud in (default, {**default, "do_sample": True}):
         assert with_parameters(replace(info, default_sampling=loud)) == as_default
         assert with_parameters(replace(info, default_sampling=loud), temperature=0).greedy
@@ -244,7 +246,7 @@ def test_defaults_mean_sampling_by_naming_it_unless_do_sample_says_no(info: Mode
 
 def test_every_field_of_the_vocabulary_can_be_a_default(info: ModelInfo) -> None:
     defaults = {
-        field.name: getattr(SamplingParameters(), field.name)
+        field.name: getattr(_DEFAULT, field.name)
         for field in fields(SamplingParameters)
         if field.name not in ("stop", "bad_words", "stop_token_ids")
     }
@@ -307,7 +309,7 @@ def test_defaults_that_contradict_each_other_are_refused(info: ModelInfo) -> Non
 
 def test_null_inside_a_body_means_not_given(info: ModelInfo) -> None:
     body = {"temperature": None, "stop": None, "n": None}
-    assert with_parameters(info, sampling_parameters=body, llm_parameters=body) == SamplingParameters()
+    assert with_parameters(info, sampling_parameters=body, llm_parameters=body) == _DEFAULT
 
 
 @pytest.mark.parametrize("wrong", [{"top_p": 7}, {"n": 1000}, {"stop_token_ids": [10**9]}, {"top_logprobs": 3}])

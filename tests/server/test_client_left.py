@@ -63,6 +63,11 @@ async def _cancel_while_waiting_for_a_response(runtime: TorchStreamRuntime) -> N
     await _cancelled(_read_all(runtime))
 
 
+async def _cancel_an_answer_without_a_bound(runtime: TorchStreamRuntime) -> None:
+    said = v2.bytes_tensor("messages", '[{"role": "user", "content": "Hello"}]')
+    await _cancelled(runtime.predict(InferenceRequest(**v2.rest_body(inputs=[said], ignore_eos=True))))
+
+
 async def _cancel_a_unary_call(runtime: TorchStreamRuntime) -> None:
     await _cancelled(runtime.predict(InferenceRequest(**_LONG)))
 
@@ -113,6 +118,7 @@ async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
         _close_from_another_task,
         _cancel_while_waiting_for_a_response,
         _cancel_a_unary_call,
+        _cancel_an_answer_without_a_bound,
     ],
 )
 def test_rows_are_free_before_the_second_step(tiny_model: Path, leave: Leave) -> None:

@@ -440,7 +440,7 @@ class PageLedger:
         return scheduled is None or scheduled.part is not part
 
     def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
-        """Prepares the parts of a failed forward to be tried again, each alone.
+        """Prepares the parts of a failed forward to be tried again, without the others.
 
         Returns the sequences that are computed again instead; their part, in this batch or in a later one, is void.
         They share pages that were not written, or the batch had a copy for them, whether it was made or not.

@@ -240,11 +240,21 @@ class Admission:
 
     def _check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         context, asked = self._info.max_model_len, request.sampling.max_tokens
-        final = context if asked is None else min(context, prompt + asked)
+        final = prompt + 1 if asked is None else min(context, prompt + asked)
         reason = refusal(request.sampling.n, prompt, final)
         if reason is not None:
             too_many = request.sampling.n > 1 and refusal(1, prompt, final) is None
             raise InvalidInput("n" if too_many else "max_tokens", reason)
+
+    def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
+        """Returns the most tokens, prompt included, of one sequence of a request with ``prompt`` tokens of prompt.
+
+        Without ``max_tokens`` it is at most the length at which all sequences of the request fit the cache together.
+        """
+        context, n = self._info.max_model_len, request.sampling.n
+        if n == 1 or request.sampling.max_tokens is not None:
+            return context
+        return largest(context, lambda length: length <= prompt or refusal(n, prompt, length) is None)
 
     def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats, open_prompts: int) -> None:
         """Checks whether the queue has room, from the batcher's ``stats``, and the engine for one more open prompt."""

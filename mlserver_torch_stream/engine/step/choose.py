@@ -1,9 +1,9 @@
 """Holds the result of a step: which parts were computed, and the tokens that their sequences get.
 
 The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
-forward of all sequences raises, each sequence runs again alone. That is safe for its pages: a sequence writes the same
-keys and values to the same pages. The copies of the batch are not made again, as another sequence may have taken the
-source page.
+forward of all sequences raises, halves of the batch run again, until each sequence that fails is known. That is safe
+for its pages: a sequence writes the same keys and values to the same pages. The copies of the batch are not made again,
+as another sequence may have taken the source page.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
     return StepResult(_rows(plan.parts), logits)
 
 
-def each_alone(
+def in_halves(
     plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
 ) -> StepResult:
-    """Runs each sequence of a plan alone, except the ``void`` ones, after the forward of all sequences raised
-    ``error``.
+    """Runs the parts of a plan again after the forward of all parts raised ``error``; parts of ``void`` sequences not.
 
-    If only the batch as a whole fails, for example for lack of memory, no sequence fails. A plan of one sequence is not
-    run again.
+    It runs the first half and the second half, and halves again what raises again. A part that raises alone has failed.
+    If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not run
+    again.
     """
     result = no_result()
     if len(plan.parts) == 1:
@@ -122,18 +122,28 @@ def each_alone(
         return result
     computed: list[StepPart] = []
     logits: list[torch.Tensor] = []
-    for part in plan.parts:
-        if part.sequence in void:
-            continue
+    pending = _halves([part for part in plan.parts if part.sequence not in void])
+    while pending:
+        parts = pending.pop()
         try:
-            logits.append(run(Batch((part.input,))).tensor.clone())  # the next call may overwrite them
-            computed.append(part)
+            rows = run(Batch(tuple([part.input for part in parts]))).tensor
+            logits.append(rows.clone())  # the next call may overwrite them
+            computed += parts
         except Exception as failure:
             drop_tracebacks(failure)
-            result.failures[part] = failure
+            if len(parts) == 1:
+                result.failures[parts[0]] = failure
+            else:
+                pending += _halves(parts)
     if logits:
         result.rows, result.logits = _rows(computed), Logits(torch.cat(logits))
     return result
+
+
+def _halves(parts: list[StepPart]) -> list[list[StepPart]]:
+    """Returns the second half and the first half of parts, without empty halves."""
+    middle = len(parts) // 2
+    return [half for half in (parts[middle:], parts[:middle]) if half]
 
 
 def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:

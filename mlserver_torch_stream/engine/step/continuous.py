@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.step.batcher import PROMPT_LOGPROBS, Batcher, Deliver, Poll, YieldDevice
-from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, each_alone, no_result, whole_result
+from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, in_halves, no_result, whole_result
 from mlserver_torch_stream.engine.step.drafts import Drafter, PromptLookup
 from mlserver_torch_stream.engine.step.step_cost import StepCost
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput
@@ -337,7 +337,7 @@ class ContinuousBatcher(Batcher):
             drop_tracebacks(error)
             self._check_devices()
             void = self._scheduler.ledger.isolate(plan.parts)
-            result = each_alone(plan, void, self._run_alone, error)
+            result = in_halves(plan, void, self._run_again, error)
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():
             phase = "prefill" if part.prefills else "decode"
@@ -349,8 +349,8 @@ class ContinuousBatcher(Batcher):
         result.drop(self._release(failed, forget=True))
         return result
 
-    def _run_alone(self, batch: Batch) -> Logits:
-        self.progress.at("the step of a sequence alone", batch.tokens)
+    def _run_again(self, batch: Batch) -> Logits:
+        self.progress.at("a part of a step that failed", batch.tokens)
         return self._forward(batch, self._cache)
 
     # --- the end of sequences ---

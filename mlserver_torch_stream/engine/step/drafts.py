@@ -19,25 +19,49 @@ from mlserver_torch_stream.engine.step.step_cost import StepCost
 
 # Longer n-grams first: their continuations are right more often.
 _SIZES = (4, 3, 2)
+_WINDOW = 8192  # tokens: an index of them takes about 4 MB
 
 
 class NgramIndex:
-    """Maps each n-gram of a sequence to the position after its last occurrence before the end of the sequence."""
+    """Maps each n-gram of the last ``window`` tokens of a sequence to the position after its last occurrence.
 
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
+    The n-gram at the end of the sequence is not an occurrence.
+    """
+
+    def __init__(self, window: int = _WINDOW) -> None:
+        self._window = window
+        self._tokens: list[int] = []  # the last ones, at least ``window``
+        self._first = 0  # the position of the first of them
         self._after: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        """The tokens of the sequence, also those before the window."""
+        return self._first + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > self._window:
+            self._first = len(self) + len(tokens) - self._window
+            self._tokens.clear()
+            self._after.clear()
+            tokens = tokens[-self._window :]
         for token in tokens:
             end = len(self._tokens)
             for size in _SIZES:
                 if end >= size:
-                    self._after[tuple(self._tokens[end - size :])] = end
+                    self._after[tuple(self._tokens[end - size :])] = self._first + end
             self._tokens.append(token)
+            if end >= self._window:
+                self._forget(end - self._window)
+        if len(self._tokens) >= 2 * self._window:
+            self._first += len(self._tokens) - self._window
+            del self._tokens[: -self._window]
+
+    def _forget(self, index: int) -> None:
+        """Forgets the n-grams that begin at this index of the tokens, unless they have occurred again."""
+        for size in _SIZES:
+            ngram = tuple(self._tokens[index : index + size])
+            if self._after.get(ngram) == self._first + index + size:
+                del self._after[ngram]
 
     @property
     def matching(self) -> int:
@@ -49,8 +73,8 @@ class NgramIndex:
         size, position = self._find()
         drafts: list[int] = []
         for index in range(position, position + most) if size else ():  # if the text repeats itself, so do the drafts
-            known = len(self._tokens)
-            drafts.append(self._tokens[index] if index < known else drafts[index - known])
+            known = len(self)
+            drafts.append(self._tokens[index - self._first] if index < known else drafts[index - known])
         return drafts
 
     def _find(self) -> tuple[int, int]:
