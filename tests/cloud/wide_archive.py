@@ -16,7 +16,7 @@ _MEMBER_ROWS = 1_000
 def wide_row(number: int) -> bytes:
     """The record ``number``, of 20,480 bytes with its end: the number, and a text."""
     head = b"%d," % number
-    text = base64.b64encode(random.Random(number).randbytes(3072)) * 5
+    text = base64.b64encode(random.Random(number).randbytes(3840)) * 4
     return head + text[: 20_479 - len(head)] + b"\n"
 
 
