@@ -40,12 +40,8 @@ def handle(data, context):
     state[name] = zlib.crc32(data[0]["body"], state.get(name, 0))
     return [state[name]]
 """
-_STATEFUL: dict[str, Any] = {
-    "batchSize": 1,
-    "sequenceBatching": True,
-    "sequenceMaxIdleMSec": 60_000,
-    "maxNumSequence": 4,
-}
+_SEQUENCES = 4  # at a time
+_STATEFUL = {"batchSize": 1, "sequenceBatching": True, "sequenceMaxIdleMSec": 60_000, "maxNumSequence": _SEQUENCES}
 
 
 @pytest.mark.slow
