@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Generic, Protocol, TypeVar
 
 from mlserver_torch_stream.cloud.backoff import Retry
@@ -67,6 +68,7 @@ class Prefetch(Generic[P]):
                     found = error
                 self._pending.popleft()
                 yield piece, found
+                found = b""  # so that its memory is free before the next piece is fetched
                 self._held -= piece.size
         finally:
             await self._cancel()
@@ -98,19 +100,20 @@ async def fetch_range(
 
     Raises CloudError once ``retry`` is used up, or at once if a retry cannot help.
     """
-    data = bytearray()
+    size = end - start
+    data = BytesIO(bytes(size))  # it has its whole size from the begin, so it is neither enlarged nor copied
 
     async def attempt() -> None:
-        if len(data) == end - start:  # the connection broke after the last byte, before the end of the answer
+        if data.tell() == size:  # the connection broke after the last byte, before the end of the answer
             return
-        async with aclosing(store.read(info, start + len(data), end)) as chunks:
+        async with aclosing(store.read(info, start + data.tell(), end)) as chunks:
             async for chunk in chunks:
-                data.extend(chunk)
-                if len(data) > end - start:
-                    data.clear()  # none of them can be relied on
+                if data.tell() + len(chunk) > size:
+                    data.seek(0)  # none of them can be relied on
                     raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
-        if len(data) < end - start:
-            raise StoreUnavailable(f"{info.key}: the body ended after {start + len(data)} of {end} bytes")
+                data.write(chunk)
+        if data.tell() < size:
+            raise StoreUnavailable(f"{info.key}: the body ended after {start + data.tell()} of {end} bytes")
 
     await retry.run(attempt, on_retry=on_retry)
-    return bytes(data)
+    return data.getvalue()

@@ -211,6 +211,7 @@ class Source:
                             index = row.index + (row.chunk is None or row.chunk.last or not row.chunk.joined)
                             if wanted(row.index):
                                 yield row
+                data = b""
                 if reading.over:
                     self._over.add(piece.ordinal)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.cli.cloud import main
 
+FULL_SIZE = "FULL_SIZE" in os.environ  # of the largest tests, which take an hour then
 PROCESS = [sys.executable, "-m", "mlserver_torch_stream.cli", "cloud"]
 
 
@@ -37,6 +39,20 @@ def finish(process: subprocess.Popen[bytes], seconds: float = 120.0) -> tuple[in
     finally:
         process.kill()
     return process.returncode, out, err.decode()
+
+
+def peak_mib(
+    process: subprocess.Popen[bytes], until: Callable[[], object] = lambda: False, seconds: float = 900.0
+) -> float:
+    """The peak memory of the command, which is watched until it ends, or until ``until`` is true."""
+    peak, end = 0.0, time.monotonic() + seconds
+    while process.poll() is None and not until():
+        assert time.monotonic() < end, "the run does not end"
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
+        peak = max([peak, *(int(each) / 1024 for each in found)])
+        time.sleep(0.1)
+    return peak
 
 
 def trouble(row: Mapping[str, Any]) -> dict[str, Any] | None:

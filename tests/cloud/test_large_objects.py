@@ -7,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cloud.command import finish, joined, start
+from tests.cloud.command import finish, joined, peak_mib, start
 from tests.cloud.handlers import predictions, rows, write
 from tests.cloud.sparse import MIB, SparseBucket, sparse_bucket
 from tests.markdown import ROOT
@@ -68,18 +67,6 @@ def _command(bucket: SparseBucket, folder: Path, out: str, mode: str) -> tuple[A
     return (*where, *bounds, *handler, "--batch-bytes", "16MiB", "--rows", mode)
 
 
-def _peak_mib(process: subprocess.Popen[bytes], until: Any = lambda: False) -> float:
-    """The peak memory of the command, which is watched until it ends, or until ``until`` is true."""
-    peak, end = 0.0, time.monotonic() + 900
-    while process.poll() is None and not until():
-        assert time.monotonic() < end, "the run does not end"
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
-        peak = max([peak, *(int(each) / 1024 for each in found)])
-        time.sleep(0.1)
-    return peak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["chunk", "object"])
 def test_500_images_and_5_gib_come_in_order_within_bounds_and_resume_byte_for_byte(tmp_path: Path, mode: str) -> None:
@@ -88,20 +75,20 @@ def test_500_images_and_5_gib_come_in_order_within_bounds_and_resume_byte_for_by
     images: dict[str, bytes | int] = {f"{number:04}.png": b"%04d" % number * 50 for number in range(500)}
     with sparse_bucket({**images, "0250-video.mp4": _GIB5}) as bucket:
         whole = start(*_command(bucket, tmp_path, "whole", mode))
-        peak = _peak_mib(whole)
+        peak = peak_mib(whole)
         assert finish(whole, 900)[0] == 0
         _check_rows(rows(joined(tmp_path / "whole")), mode)
         assert peak <= 450
 
         killed = start(*_command(bucket, tmp_path, "out", mode))
         part = tmp_path / "out" / f"part-{20 if mode == 'chunk' else 15:06d}.jsonl"
-        _peak_mib(killed, part.exists)
+        peak_mib(killed, part.exists)
         killed.send_signal(signal.SIGKILL)
         assert finish(killed)[0] == -signal.SIGKILL
         before = len(rows(joined(tmp_path / "out")))
         assert 0 < before < (1140 if mode == "chunk" else 501)
         again = start(*_command(bucket, tmp_path, "out", mode))
-        assert _peak_mib(again) <= 450 and finish(again, 900)[0] == 0
+        assert peak_mib(again) <= 450 and finish(again, 900)[0] == 0
     assert joined(tmp_path / "out") == joined(tmp_path / "whole")
 
 

@@ -277,6 +277,12 @@ def test_a_listener_whose_output_another_has_taken_over_accepts_nothing_and_ends
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
 
 
+def sns_verifier(url: str, authority: str) -> SnsVerifier:
+    """Verifies messages of the topic, with certificates from ``url``, whose own is signed by ``authority``."""
+    tls = ssl.create_default_context(cafile=authority)
+    return SnsVerifier([_TOPIC], re.compile(re.escape(url.removeprefix("https://"))), tls)
+
+
 class Sns:
     """A key and its certificate, at a host of this machine, and a count of confirmed subscriptions."""
 
@@ -293,8 +299,7 @@ class Sns:
         self.certificate = signed.public_bytes(serialization.Encoding.PEM)
 
     def verifier(self) -> SnsVerifier:
-        tls = ssl.create_default_context(cafile=str(self.authority.certificate))
-        return SnsVerifier([_TOPIC], re.compile(re.escape(self.url.removeprefix("https://"))), tls)
+        return sns_verifier(self.url, str(self.authority.certificate))
 
     def message(self, kind: str = "Notification", version: str = "2", **changes: Any) -> dict[str, Any]:
         """A signed message; ``changes`` are signed, too."""

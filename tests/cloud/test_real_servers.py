@@ -11,46 +11,19 @@ import base64
 import hashlib
 import hmac
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mlserver_torch_stream.cloud.store import Store, settle
 from tests import plain_http
 from tests.cloud.command import cloud
 from tests.cloud.models import ModelServer
+from tests.cloud.seaweedfs import running, seaweedfs
 from tests.server.harness import free_ports
-
-_START_S = 60.0
-
-
-@contextmanager
-def _running(command: list[str], url: str) -> Iterator[None]:
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
-    try:
-        end = time.monotonic() + _START_S
-        while True:
-            try:
-                plain_http.get(url, timeout=5)
-                break
-            except httpx.TransportError:
-                assert time.monotonic() < end and process.poll() is None, "the server did not start"
-                time.sleep(0.1)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # with its children; what it holds is thrown away
-        process.wait(20)
 
 
 def _program(name: str) -> str:
@@ -90,19 +63,9 @@ def _a_run_that_resumes(place: str, storage: dict[str, str], server: ModelServer
 
 
 @pytest.mark.slow
-def test_seaweedfs(tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seaweedfs(tmp_path: Path, server: ModelServer) -> None:
     program = _program("weed")
-    names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-    ports = dict(zip((*names, "s3.port", "s3.port.grpc"), free_ports(8), strict=True))
-    options = [f"-{name}={port}" for name, port in ports.items()]
-    fixed = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-dir={tmp_path}"]
-    url = f"http://127.0.0.1:{ports['s3.port']}"
-    with _running([program, "server", *fixed, *options, "-master.telemetry=false"], url):
-        end = time.monotonic() + _START_S
-        while plain_http.put(f"{url}/bucket", timeout=30).status_code != 200:
-            assert time.monotonic() < end, "it takes no bucket"
-            time.sleep(0.5)
-        storage = {"endpoint": url, "region": "us-east-1", "skip_signature": "true"}
+    with seaweedfs(program, tmp_path, "bucket") as storage:
         _a_run_that_resumes("s3://bucket", storage, server)
 
 
@@ -113,7 +76,7 @@ def test_fake_gcs_server(tmp_path: Path, server: ModelServer) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory"]
-    with _running([*command, "-public-host", f"127.0.0.1:{port}", "-external-url", url], url):
+    with running([*command, "-public-host", f"127.0.0.1:{port}", "-external-url", url], url):
         plain_http.post(f"{url}/storage/v1/b?project=p", json={"name": "bucket"}).raise_for_status()
         lines = "".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(20))
         for key, body in (("in/a.jsonl", lines.encode()), ("in/b.txt", b"x" * 20_000_000), ("other", b"{broken")):
@@ -135,7 +98,7 @@ def test_azurite(tmp_path: Path, server: ModelServer) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}/{_ACCOUNT}"
     command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(tmp_path), "--silent"]
-    with _running([*command, "--disableTelemetry", "--skipApiVersionCheck"], url):
+    with running([*command, "--disableTelemetry", "--skipApiVersionCheck"], url):
         _create_container(url, "bucket")
         storage = {"account_name": _ACCOUNT, "account_key": _KEY, "endpoint": url}
         _a_run_that_resumes("az://bucket", storage, server)
