@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.errors import InvalidInput, SettingsError
+from mlserver_torch_stream.errors import InvalidInput, LoadFailed, SettingsError
 from mlserver_torch_stream.protocol.request_options import check_defaults
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _importing = threading.Lock()
 _OWN_CODE = "mlserver_torch_stream.engine.own_engine"
 _VLLM_CODE = "mlserver_torch_stream.engine.vllm.vllm_engine"
+_NO_TORCH = "this environment has no torch, so vLLM must run the model: set parameters.extra.vllm, or install torch"
 
 
 def resolve(settings: ModelSettings, source: str | None) -> ResolvedSettings:
@@ -62,6 +63,10 @@ def _engine_builder(code: str) -> Callable[..., BuiltEngine]:
             gc.disable()
             try:
                 importlib.import_module(code)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                raise LoadFailed(_NO_TORCH) from None
             finally:
                 if collects:
                     gc.enable()
