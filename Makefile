@@ -268,9 +268,18 @@ docs: $(DOCS)/.installed ## the pages as a site with a search, into DOCS_DIR; a 
 docs-reference: $(INSTALLED) ## write the tables of reference in docs/ anew, from the code
 	$(BIN)/python -m docs.reference
 
+# Keeps the comment at the head of the file, and writes what uv has found below it.
+define write_lock
+	{ sed '/^[^#]/,$$d' $(1); \
+		sed -E "/^(nvidia|cuda)-|^triton==/d; s/(( and)? (python_full_version < '3.13'|sys_platform != 'emscripten'))+\$$//; \
+		s/(python_full_version < '3.13'|sys_platform != 'emscripten') and //g; s/ ;\$$//" $(VENV)/lock.txt; } > $(VENV)/lock.new
+	mv $(VENV)/lock.new $(1)
+endef
+
 # torch pins its CUDA packages itself, and its CPU builds need none of them. A new MLServer is a decision: its hooks have to
-# be looked at. Left out is what uv says of each line because of the limits in pyproject.toml.
-lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
+# be looked at. Left out is what uv says of each line because of the limits in pyproject.toml. requirements-vllm.txt is for
+# a server without torch: an override whose marker never holds removes a package, and with it what only it needs.
+lock: $(INSTALLED) ## write constraints.txt and requirements-vllm.txt anew from pyproject.toml
 	$(PIP) install --quiet uv
 	sed 's/ *;.*//' constraints.txt | grep '^mlserver==' > $(VENV)/lock.in
 	echo 'torch==$(TORCH_VERSION)' >> $(VENV)/lock.in
@@ -279,10 +288,12 @@ lock: $(INSTALLED) ## write constraints.txt anew from pyproject.toml
 		pyproject.toml --extra test --extra dev --extra quantised --extra cloud --extra zstd --extra parquet --extra ray --extra torchserve-handlers \
 		--extra wheel --extra docs --constraint $(VENV)/lock.in --no-annotate --no-header --no-emit-package setuptools \
 		--output-file $(VENV)/lock.txt > /dev/null
-	{ sed '/^[^#]/,$$d' constraints.txt; \
-		sed -E "/^(nvidia|cuda)-|^triton==/d; s/(( and)? (python_full_version < '3.13'|sys_platform != 'emscripten'))+\$$//; \
-		s/(python_full_version < '3.13'|sys_platform != 'emscripten') and //g; s/ ;\$$//" $(VENV)/lock.txt; } > $(VENV)/lock.new
-	mv $(VENV)/lock.new constraints.txt
+	$(call write_lock,constraints.txt)
+	printf '%s ; python_version < "3"\n' accelerate gguf torch > $(VENV)/lock.in
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 pyproject.toml --extra structured \
+		--override $(VENV)/lock.in --constraint constraints.txt --no-annotate --no-header --no-emit-package setuptools \
+		--output-file $(VENV)/lock.txt > /dev/null
+	$(call write_lock,requirements-vllm.txt)
 
 clean: ## remove .venv and every cache in this folder
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .metrics build dist *.egg-info

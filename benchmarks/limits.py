@@ -39,7 +39,7 @@ from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import load_weights
-from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions

@@ -14,7 +14,7 @@ from typing import Any
 
 _LOCATE = """
 import json, sys
-from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.loading.locate import locate
 from mlserver_torch_stream.settings import parse_settings
 print(locate(parse_settings(sys.argv[1], json.loads(sys.argv[2]))).location)
 """

@@ -147,6 +147,18 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationRules:
+    """The model's own rules: transformers' ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``,
+    ``forced_…``."""
+
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    forced_bos: tuple[int, ...] = ()  # after a prompt of one token
+    forced_eos: tuple[int, ...] = ()  # as the last token that a sequence may have
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyOptions:
     """The parts of the reply that the client asked for, apart from the text."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from mlserver_torch_stream.engine.loading.loader import load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.loading import build
@@ -29,11 +29,11 @@ def test_a_bad_default_sampling_fails_the_load_in_one_line_and_leaves_nothing_be
 _COLLECTED = """
 import gc, sys
 from concurrent.futures import ThreadPoolExecutor
-from mlserver_torch_stream.loading import _engine_builder, build
+from mlserver_torch_stream.loading import _OWN_CODE, _engine_builder, build
 from mlserver_torch_stream.settings import parse_settings
 
 with ThreadPoolExecutor(2) as pool:  # two models at the same time, each of which makes something then
-    made = list(pool.map(lambda _: [_engine_builder()], range(2)))
+    made = list(pool.map(lambda _: [_engine_builder(_OWN_CODE)], range(2)))
 seen = all(any(each is found for found in gc.get_objects()) for each in made)
 engines = [build(parse_settings(sys.argv[1], {"fast_path": "off"}, environ={}), n, print) for n in "ab"]
 gc.collect()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-
-import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.failures import in_short
@@ -41,9 +39,9 @@ class EngineCore:
 
     ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
     the engine stays dead and its thread calls ``on_death``. Events have ``stream_interval`` tokens at least, except the
-    first and the last of a sequence. ``fair_lock`` is None for an engine that shares its device
-    with no other. While a step does not return, the watchdog enforces the deadlines, and in the end abandons the
-    thread.
+    first and the last of a sequence. ``context`` makes the context in which the thread steps the batcher. ``fair_lock``
+    is None for an engine that shares its device with no other. While a step does not return, the watchdog enforces the
+    deadlines, and in the end abandons the thread.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class EngineCore:
         *,
         queue_limits: QueueLimits | None = None,
         stream_interval: int = 1,
-        threads: int = 1,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
         fair_lock: FairLock | None = None,
         rebuild: Callable[[], Batcher] | None = None,
         on_death: Callable[[BaseException], None] | None = None,
@@ -68,7 +66,7 @@ class EngineCore:
         self._queue_limits = queue_limits or QueueLimits()
         self._admission = Admission(info, self._queue_limits)
         self._stream_interval = stream_interval
-        self._threads = threads
+        self._context = context
         self._fair_lock = fair_lock
         self._replacement = BatcherReplacement(rebuild)
         self._on_death = on_death
@@ -279,10 +277,9 @@ class EngineCore:
         self._end(self._all_requests(), reason, error)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)
         while True:
             try:
-                with torch.inference_mode():
+                with self._context():
                     self._loop()
                 self._batcher.close()
                 return
@@ -359,7 +356,7 @@ class EngineCore:
 
     def _step(self) -> bool:
         lock = self._fair_lock
-        with contextlib.nullcontext(False) if lock is None else lock.held_by(self._batcher.progress) as waited:
+        with nullcontext(False) if lock is None else lock.held_by(self._batcher.progress) as waited:
             if waited:
                 self._batcher.others_stepped()
             began = time.monotonic()

@@ -11,6 +11,8 @@ from mlserver_torch_stream.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 
+_TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # by name: a server whose models vLLM runs has no torch
+
 
 class StepTimeout(RuntimeError):
     """A step did not return in time. A thread cannot be stopped, so the process has to end."""
@@ -25,11 +27,9 @@ def in_short(error: BaseException) -> str:
 
     A ``StepTimeout`` and a ``VllmLost`` keep their full text.
     """
-    import torch  # here: the scheduler works without torch
-
     if isinstance(error, StepTimeout | VllmLost):
         return str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_OUT_OF_MEMORY:
         return "out of memory"
     return f"{type(error).__name__}, of which the server's log says more"
 
@@ -65,6 +65,10 @@ class Unsuitable(Exception):
 
 class UnsupportedLayout(Unsuitable):
     """The model is not a decoder of the Llama layout, which our own kernels run."""
+
+
+class NotPacked(Unsuitable):
+    """A file's weights cannot be kept packed here; the message says why in one line."""
 
 
 def in_a_line(error: Exception) -> str:

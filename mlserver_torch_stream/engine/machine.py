@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlserver_torch_stream.engine_settings import EngineSettings
+
 KV_SHARE = 0.5  # of the available memory; the rest is for activations and for other allocations
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
@@ -164,3 +166,8 @@ def launched(environ: Mapping[str, str]) -> bool:
 def ranks_here(size: int, environ: Mapping[str, str]) -> int:
     """Returns how many of ``size`` ranks share this machine."""
     return int(environ.get("LOCAL_WORLD_SIZE", "1")) if launched(environ) else size
+
+
+def thread_count(settings: EngineSettings, host: Host) -> int:
+    """Returns the number of threads of this process: the setting, or else its share of the container's cores."""
+    return settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))

@@ -38,7 +38,8 @@ from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
 from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
-from mlserver_torch_stream.engine.loading.model_files import ModelFiles, no_packed_weights
+from mlserver_torch_stream.engine.loading.locate import no_packed_weights
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
     describe_moves,
@@ -54,7 +55,7 @@ from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
 from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
-from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
@@ -247,10 +248,3 @@ def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)
     return PreparedModel(weights, findings, ForwardChoice(ranks.forward), device, load.lock_on(device), ranks=ranks)
-
-
-def give_back_weights(lease: Lease[PreparedModel]) -> None:
-    """Ends one use of a model's weights. The last use also stops the other ranks, if the model has several."""
-    ranks = lease.value.ranks
-    if lease.end() and ranks is not None:
-        ranks.leader.stop()

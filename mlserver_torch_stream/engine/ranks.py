@@ -26,7 +26,8 @@ from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, set_threads
-from mlserver_torch_stream.engine.loading.model_files import ModelFiles, locate
+from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import open_kernels

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlserver_torch_stream.engine.loading.model_files import locate
+from mlserver_torch_stream.engine.loading.locate import locate
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.perplexity import TEXT
 from tests.server.conftest import QUIET

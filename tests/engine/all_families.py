@@ -15,7 +15,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_generate
-from mlserver_torch_stream.engine.loading.model_files import refuse_other_kinds
+from mlserver_torch_stream.engine.loading.locate import refuse_other_kinds
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.page_answers import Answers, check
 from tests.engine.shrunk import shrunk_config

@@ -22,8 +22,9 @@ from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
-from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_weights
+from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.own_engine import torch_inference
 from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
@@ -51,7 +53,8 @@ def batcher_of(kind: str, model: torch.nn.Module, max_num_seqs: int = 2) -> Batc
 
 def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **options: object) -> EngineCore:
     info = ModelInfo(vocab_size=VOCAB, max_model_len=CONTEXT, max_num_seqs=2)
-    return EngineCore(batcher, TextCodec(byte_tokenizer()), info, (), queue_limits=queue_limits, **options)  # type: ignore[arg-type]
+    codec, context = TextCodec(byte_tokenizer()), partial(torch_inference, 1)
+    return EngineCore(batcher, codec, info, (), queue_limits=queue_limits, context=context, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])

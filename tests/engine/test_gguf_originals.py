@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed, write_packed
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder

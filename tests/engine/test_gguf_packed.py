@@ -26,8 +26,8 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import packed_check
 from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
-from mlserver_torch_stream.engine.loading.loader import load_tokenizer
-from mlserver_torch_stream.engine.loading.model_files import locate_packed
+from mlserver_torch_stream.engine.loading.locate import locate_packed
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.model import ModelLoad, prepare
 from mlserver_torch_stream.engine.native import packed_rows, weights
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions

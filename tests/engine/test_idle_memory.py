@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mlserver_torch_stream.engine.loading.model_files import locate_packed
+from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.settings import parse_settings
 
 _MODEL = "embedded://smollm2-135m-instruct"
@@ -17,7 +17,7 @@ _LOADED = """
 import json, sys
 import mlserver.cli
 import mlserver_torch_stream.server.extension
-import mlserver_torch_stream.engine.build
+import mlserver_torch_stream.engine.own_engine
 from mlserver_torch_stream.loading import build
 from mlserver_torch_stream.settings import parse_settings
 

@@ -14,7 +14,8 @@ from huggingface_hub import constants
 from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config, ViTConfig
 
 from mlserver_torch_stream.engine.build import build_engine
-from mlserver_torch_stream.engine.loading.model_files import SERVED, refuse_other_kinds
+from mlserver_torch_stream.engine.loading.locate import refuse_other_kinds
+from mlserver_torch_stream.engine.loading.model_files import SERVED
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings

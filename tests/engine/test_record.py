@@ -14,7 +14,7 @@ import torch
 
 from mlserver_torch_stream.engine.checks import record
 from mlserver_torch_stream.engine.loading import loader
-from mlserver_torch_stream.engine.loading.model_files import locate, locate_packed
+from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
-from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, TokenEvent
+from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason, GenerationRules, TokenEvent
 from tests.engine.tiny import byte_tokenizer, collect, greedy, idle, prompt_of, run, running, until
 
 PROMPT = 5

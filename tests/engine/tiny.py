@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_tokenizer, load_weights
-from mlserver_torch_stream.engine.loading.model_files import locate
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_weights
+from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
+from mlserver_torch_stream.engine.own_engine import torch_inference
 from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.queue import QueueLimits, SchedulerLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher
@@ -33,7 +35,7 @@ from mlserver_torch_stream.engine.step.serial import SerialBatcher
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.settings import ResolvedSettings
-from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
+from mlserver_torch_stream.types import GenerationRules, ModelInfo, SamplingParameters, TokenEvent
 from tests.engine.tiny_models import (  # noqa: F401 tests import these from here, too
     CONTEXT,
     EOS,
@@ -119,6 +121,7 @@ def running(
         *(batcher, codec, info, eos_token_ids),
         queue_limits=queue_limits,
         stream_interval=stream_interval,
+        context=partial(torch_inference, 1),
         fair_lock=fair_lock,
         rebuild=rebuild,
         name="test",

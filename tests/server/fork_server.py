@@ -30,7 +30,7 @@ _IMPORTED = (
     "mlserver.cli",
     "mlserver.server",
     "mlserver_torch_stream.runtime",
-    "mlserver_torch_stream.engine.build",
+    "mlserver_torch_stream.engine.own_engine",
     "transformers.models.llama.modeling_llama",
 )
 # Variables that no import reads. The child puts PYTHONPATH into sys.path. The last two are in the tests' own process as

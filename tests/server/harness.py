@@ -131,8 +131,8 @@ def serve(
     """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
 
     ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port. ``command``:
-    another program of this environment, with its arguments, in the folder. ``forked`` false: in a Python of its own,
-    which imports all that the server needs, for tests of the start itself and of memory.
+    another program of this environment, or the path of a program, with its arguments, in the folder. ``forked`` false:
+    in a Python of its own, which imports all that the server needs, for tests of the start itself and of memory.
     """
     http_port, grpc_port, metrics_port, *more = free_ports(4 if triton else 3)
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
@@ -149,7 +149,7 @@ def serve(
         server_environment[TRITON_PORT] = str(more[0])
     log_path = folder.parent / f"{folder.name}.log"
     program, *arguments = command or ("mlserver", "start", str(folder))
-    script = [str(Path(sys.executable).with_name(program)), *arguments]
+    script = [str(Path(sys.executable).parent / program), *arguments]
     variables = {**_clean_environment(), **server_environment, **(environment or {})}
     with log_path.open("wb") as log:
         process: subprocess.Popen[bytes] | ForkedProcess

@@ -11,8 +11,8 @@ from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.record import NotRecordable, ProvedLoad, outline_of
 from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult
-from mlserver_torch_stream.engine.failures import UnsupportedLayout
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked, load_packed
+from mlserver_torch_stream.engine.failures import NotPacked, UnsupportedLayout
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
 from mlserver_torch_stream.engine.loading.placement import read_placement
 from mlserver_torch_stream.engine.machine import trim_heap

@@ -5,11 +5,8 @@ Model files are not trusted.
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import re
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,7 +32,6 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _SIZES = (*_LAYERS, *_WIDTHS, "vocab_size", "num_attention_heads", "n_head", "num_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # an escape with which a JSON key can spell ASCII letters
 _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
@@ -127,35 +123,6 @@ def check_finite(model: nn.Module) -> None:
                 continue
             if not all(bool(end.isfinite()) for end in torch.aminmax(weight)):
                 raise LoadFailed(f"{name} holds infinite values or NaN")
-
-
-def check_charsmap(file: Path) -> None:
-    """Refuses a tokenizer.json whose charsmap declares more bytes than it has. Raises LoadFailed.
-
-    The tokenizers library would allocate that many bytes, and a failed allocation ends the process.
-    """
-    text = file.read_bytes() if file.is_file() else b""
-    if b"precompiled_charsmap" not in text and _ESCAPED_ASCII.search(text) is None:
-        return
-    try:
-        level: list[Any] = [json.loads(text)]
-    except (ValueError, RecursionError):
-        return  # the tokenizer's reader reports the error
-    while level:
-        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
-        level = [value for value in level if isinstance(value, dict | list)]
-        for charsmap in (value.get("precompiled_charsmap") for value in level if isinstance(value, dict)):
-            if isinstance(charsmap, str) and not _holds_its_trie(charsmap):
-                raise LoadFailed(f"{file}: precompiled_charsmap is cut off or damaged")
-
-
-def _holds_its_trie(charsmap: str) -> bool:
-    try:
-        data = base64.b64decode(charsmap, validate=True)
-        (trie,) = struct.unpack("<I", data[:4])
-    except (ValueError, struct.error):
-        return False
-    return bool(trie <= len(data) - 4)
 
 
 def _levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
+from mlserver_torch_stream.types import GenerationRules
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RENAMED = {
@@ -93,3 +93,10 @@ def _ids(ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the end tokens of a generation config, which may be None, and of the tokenizer."""
+    own = config.eos_token_id if config else None
+    ids = list(own) if isinstance(own, list | tuple) else [own]
+    return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from mlserver_torch_stream.engine.failures import Unsuitable
+from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.native.packed_rows import (
     BLOCK_FORMATS,
     PackedEmbedding,
@@ -31,10 +31,6 @@ from mlserver_torch_stream.errors import LoadFailed
 
 WEIGHTS = "packed.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
-
-
-class NotPacked(Unsuitable):
-    """A file's weights cannot be kept packed here; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer onto the devices that the settings name.
+"""Loads a model onto the devices that the settings name.
 
 Blocks: call it in a thread.
 """
@@ -17,24 +17,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.config_fields import max_model_len, plain_config, read_config
+from mlserver_torch_stream.engine.config_fields import max_model_len, read_config
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
 from mlserver_torch_stream.engine.loading.checkpoint import (
     check_bytes,
-    check_charsmap,
     check_finite,
     check_loaded,
     check_model,
 )
 from mlserver_torch_stream.engine.loading.file_damage import FLOATS, StoredTensor, read_header
-from mlserver_torch_stream.engine.loading.generation_config import generation_defaults, generation_rules, not_honoured
+from mlserver_torch_stream.engine.loading.generation_config import (
+    eos_token_ids,
+    generation_defaults,
+    generation_rules,
+    not_honoured,
+)
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
-from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
-from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt, refuse_other_kinds
+from mlserver_torch_stream.engine.loading.locate import refuse_other_kinds
+from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_device_map, check_tied, read_placement
 from mlserver_torch_stream.engine.loading.quantised import (
@@ -47,11 +51,11 @@ from mlserver_torch_stream.engine.loading.quantised import (
     read_quantisation,
     wants_packed_gguf,
 )
-from mlserver_torch_stream.engine.machine import Host, ranks_here, read_host
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
+from mlserver_torch_stream.engine.machine import Host, read_host, thread_count
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.types import GenerationRules
 from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
@@ -120,7 +124,6 @@ def _bytes_of(tensor: StoredTensor, asked: torch.dtype | None) -> int:
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _PLACING = ("device_map", "max_memory", "offload_folder")  # errors name these settings
 
 
@@ -194,38 +197,6 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
     return LoadedWeights(model, model.generation_config, vocab_size, describe(name, model))
 
 
-def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
-    """Loads and checks the tokenizer that the settings or the files name. Raises LoadFailed."""
-    settings = resolved.settings
-
-    def load() -> Any:
-        if files.gguf_file is not None and settings.tokenizer is None:
-            return load_gguf_tokenizer(files.gguf_file)
-        check_charsmap(place / "tokenizer.json")
-        known: dict[str, Any] = {}
-        converted = resolved.source.kind in ("embedded", "gguf")  # the converted files name the tokenizer's class
-        if converted and settings.tokenizer is None:  # reading the model's config would import its modeling code
-            fields, _ = PreTrainedConfig.get_config_dict(files.location)
-            known["config"] = plain_config({**fields, "_name_or_path": files.location})
-        try:
-            return AutoTokenizer.from_pretrained(
-                settings.tokenizer or files.location,
-                **known,
-                revision=(settings.revision if settings.tokenizer is None else None) or "main",
-                trust_remote_code=settings.trust_remote_code,
-            )
-        except Exception as error:
-            if place.is_dir() and not any(any(place.glob(name)) for name in _TOKENIZER_FILES):
-                raise LoadFailed(f"no tokenizer in {place}; name one in parameters.extra.tokenizer") from error
-            raise
-
-    place = files.place if settings.tokenizer is None else Path(settings.tokenizer)
-    tokenizer = attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load, place)
-    if settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
-    return tokenizer
-
-
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
     """Adds the tokenizer and the settings of one model to the weights."""
     settings = resolved.settings
@@ -245,7 +216,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
 
 def set_threads(settings: EngineSettings, host: Host) -> int:
     """Sets and returns the number of torch's threads: the setting, or else the container's share of the cores."""
-    threads = settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))
+    threads = thread_count(settings, host)
     torch.set_num_threads(threads)
     return threads
 
@@ -361,10 +332,3 @@ def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> d
         os.makedirs(settings.offload_folder, exist_ok=True)
         options["offload_folder"] = settings.offload_folder
     return options
-
-
-def eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of a generation config, which may be None, and of the tokenizer."""
-    own = config.eos_token_id if config else None
-    ids = list(own) if isinstance(own, list | tuple) else [own]
-    return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))

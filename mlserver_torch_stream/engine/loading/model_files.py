@@ -1,55 +1,18 @@
-"""Finds the files of a model, and refuses models that are not causal language models.
-
-Finding the files blocks and may convert them, so call it in a thread. Some families of encoders also have a class for
-causal language models, whose output would make no sense with the weights of an encoder.
-"""
+"""Names the files of a model, and turns a failure to load them into one line that says what the user can do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.loading.checkpoint import Tensors, check_folder
-from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.loading.file_damage import find_damage
-from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
-from mlserver_torch_stream.engine.loading.gguf_packed import NotPacked
-from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
-from mlserver_torch_stream.engine_settings import EngineSettings
+from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.loading.file_damage import StoredTensor, find_damage
 from mlserver_torch_stream.errors import LoadFailed
-from mlserver_torch_stream.settings import ResolvedSettings
 
 SERVED = "this server runs causal language models, such as Llama, Qwen or GPT-2"
-
-
-def refuse_other_kinds(config: Any) -> None:
-    """Raises LoadFailed for the config of an encoder or of an encoder-decoder model."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise LoadFailed(f"{_name(config)} is an encoder-decoder model; {SERVED}")
-    if getattr(config, "is_decoder", None) is False and not _has_causal_weights(config):
-        raise LoadFailed(f"{_name(config)} is an encoder; {SERVED}")
-
-
-def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the class that would be loaded, or none.
-
-    Even decoders can have ``is_decoder`` False.
-    """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
-        return True  # transformers decides
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in config.architectures
-
-
-def _name(config: Any) -> str:
-    architecture = next(iter(config.architectures or ()), None)
-    return f"model type '{config.model_type}'" + (f" ({architecture})" if architecture else "")
 
 
 _OTHER_KIND = re.compile(r"Unrecognized configuration class <class '.*\.(\w+)Config'>")
@@ -66,60 +29,12 @@ class ModelFiles:
     location: str
     gguf_file: Path | None
     packed: bool = False
-    tensors: Tensors = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def place(self) -> Path:
         """The file or folder on this machine; for a hub id, a path that does not exist."""
         return self.gguf_file or Path(self.location)
-
-
-def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds the files, checks those of a folder, and converts a GGUF file if needed. Raises LoadFailed."""
-    settings, source = resolved.settings, resolved.source
-    if source.kind == "folder":
-        folder = Path(source.location)
-        return ModelFiles(source.location, None, tensors=attempt(source.name, lambda: check_folder(folder)))
-    if source.kind not in ("embedded", "gguf"):
-        return ModelFiles(source.location, None)
-    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
-        return ModelFiles("", file)
-    converted = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
-    return ModelFiles("", file) if converted is None else ModelFiles(str(converted), None)
-
-
-def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
-    """Finds a GGUF file whose weights are to stay packed; None if the settings do not ask for it. Raises LoadFailed."""
-    settings, source = resolved.settings, resolved.source
-    if settings.weights != "packed":
-        return None
-    if source.kind not in ("embedded", "gguf"):
-        raise no_packed_weights(f"{source.name} is not a GGUF file")
-    if not _on_our_kernels(settings):
-        raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
-    file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
-    try:
-        folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place), file)
-    except NotPacked as error:
-        raise no_packed_weights(str(error)) from error
-    if folder is None:
-        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=True)
-
-
-def no_packed_weights(why: str) -> LoadFailed:
-    """Returns the error for a model whose weights should stay packed and cannot."""
-    return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
-
-
-def _on_our_kernels(settings: EngineSettings) -> bool:
-    """Returns whether these settings let our own kernels run on the CPU.
-
-    Only these kernels read packed weights here.
-    """
-    return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
 
 
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from mlserver_torch_stream.engine.constraints.token_matcher import TokenMask, TokenMatcher
 from mlserver_torch_stream.engine.devices import from_host, sent
-from mlserver_torch_stream.types import SamplingParameters
+from mlserver_torch_stream.types import GenerationRules, SamplingParameters
 
 _Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -124,18 +124,6 @@ def _indices(
 
 def _sent(like: torch.Tensor, array: np.ndarray[Any, Any]) -> torch.Tensor:
     return sent(torch.from_numpy(array), like.device)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRules:
-    """The model's own rules: transformers' ``suppress_tokens``, ``begin_suppress_tokens``, ``bad_words_ids``,
-    ``forced_…``."""
-
-    suppressed: tuple[int, ...] = ()
-    suppressed_first: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    forced_bos: tuple[int, ...] = ()  # after a prompt of one token
-    forced_eos: tuple[int, ...] = ()  # as the last token that a sequence may have
 
 
 class RowRules:

@@ -14,7 +14,6 @@ from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.sampling.candidates import FAILED, UNDECIDED, RowDraw, draw
 from mlserver_torch_stream.engine.sampling.row_sampler import (
     NO_TOKEN,
-    GenerationRules,
     LogitAdjuster,
     RowEdits,
     RowSampler,
@@ -23,7 +22,7 @@ from mlserver_torch_stream.engine.sampling.row_sampler import (
 )
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import GenerationFailed
-from mlserver_torch_stream.types import SamplingParameters, TokenLogprob
+from mlserver_torch_stream.types import GenerationRules, SamplingParameters, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.request_state import RequestState
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.errors import InvalidInput
-from mlserver_torch_stream.types import SamplingParameters
+from mlserver_torch_stream.types import GenerationRules, SamplingParameters
 
 _MAX_TEMPERATURE = 2.0
 _SEEDS = 2**63

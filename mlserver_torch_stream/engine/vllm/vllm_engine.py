@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
+from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.generation_config import (
+    eos_token_ids,
     generation_defaults,
     generation_rules,
     not_honoured,
 )
-from mlserver_torch_stream.engine.loading.loader import eos_token_ids, load_tokenizer
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.machine import read_host
-from mlserver_torch_stream.engine.sampling.row_sampler import GenerationRules
+from mlserver_torch_stream.engine.running_engine import OnDeath, RunningEngine, model_info, queue_limits
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.vllm.adapters import LoraAdapters
@@ -31,6 +33,7 @@ from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, WorkerCo
 from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+from mlserver_torch_stream.types import GenerationRules
 from mlserver_torch_stream.work_threads import cancellation
 
 logger = logging.getLogger(__name__)
@@ -48,22 +51,10 @@ _GUIDANCE = "guidance"  # vLLM's backend of structured output that reads the gra
 _DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
 
 
-@dataclass(frozen=True)
-class VllmModel:
-    """A model that vLLM's worker has loaded. ``rebuild`` makes a batcher that starts another worker."""
-
-    batcher: VllmBatcher
-    rebuild: Callable[[], VllmBatcher]
-    codec: TextCodec
-    ready: Ready
-    default_sampling: Mapping[str, Any]
-    eos_token_ids: tuple[int, ...]
-    description: str
-    adapters: LoraAdapters | None
-
-
-def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResources) -> VllmModel:
-    """Blocks until the worker is ready. Raises LoadFailed."""
+def run_vllm(
+    resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
+) -> RunningEngine:
+    """Blocks until the worker is ready. ``threads``: the cores of all its ranks. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if source.kind in ("embedded", "gguf"):
         raise LoadFailed(f"parameters.uri: {_CONVERT}")
@@ -91,16 +82,30 @@ def load_vllm(resolved: ResolvedSettings, threads: int, resources: ProcessResour
     except BaseException:
         resources.release(codec)
         raise
-    return VllmModel(
-        batcher,
-        lambda: workers.next(writer, ready),
+    info = model_info(
         codec,
-        ready,
+        ready.vocab_size,
+        ready.max_model_len,
+        ready.max_num_seqs,
         {**generation_defaults(generation_config), **settings.default_sampling},
-        eos_token_ids(generation_config, tokenizer),
-        f"{source.name} by vLLM {ready.vllm} on {ready.device}; KV cache {ready.kv_cache_tokens} tokens",
-        workers.adapters if (settings.vllm or {}).get("enable_lora") else None,
     )
+    engine = EngineCore(
+        batcher,
+        codec,
+        info,
+        eos_token_ids(generation_config, tokenizer),
+        queue_limits=queue_limits(settings),
+        stream_interval=settings.stream_interval,
+        rebuild=lambda: workers.next(writer, ready),
+        on_death=on_death,
+        name=source.name,
+    )
+    adapters = workers.adapters if (settings.vllm or {}).get("enable_lora") else None
+    if adapters is not None:
+        adapters.show_in(engine)
+    cache = f"KV cache {ready.kv_cache_tokens} tokens; context {ready.max_model_len} tokens"
+    summary = f"{source.name} by vLLM {ready.vllm} on {ready.device}; {cache}"
+    return RunningEngine(engine, codec, summary, None, adapters=adapters)
 
 
 class _Workers:

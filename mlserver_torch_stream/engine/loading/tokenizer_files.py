@@ -1,0 +1,87 @@
+"""Loads the tokenizer of a model, and refuses files that the tokenizers library cannot survive.
+
+Imports no torch: transformers imports torch with its tokenizers wherever torch is installed, and does without it
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from mlserver_torch_stream.engine.config_fields import plain_config
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
+from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.settings import ResolvedSettings
+
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
+_ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # an escape with which a JSON key can spell ASCII letters
+
+
+def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
+    """Loads and checks the tokenizer that the settings or the files name. Raises LoadFailed."""
+    settings = resolved.settings
+
+    def load() -> Any:
+        if files.gguf_file is not None and settings.tokenizer is None:
+            from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+
+            return load_gguf_tokenizer(files.gguf_file)
+        _check_charsmap(place / "tokenizer.json")
+        known: dict[str, Any] = {}
+        converted = resolved.source.kind in ("embedded", "gguf")  # the converted files name the tokenizer's class
+        if converted and settings.tokenizer is None:  # reading the model's config would import its modeling code
+            fields, _ = PreTrainedConfig.get_config_dict(files.location)
+            known["config"] = plain_config({**fields, "_name_or_path": files.location})
+        try:
+            return AutoTokenizer.from_pretrained(
+                settings.tokenizer or files.location,
+                **known,
+                revision=(settings.revision if settings.tokenizer is None else None) or "main",
+                trust_remote_code=settings.trust_remote_code,
+            )
+        except Exception as error:
+            if place.is_dir() and not any(any(place.glob(name)) for name in _TOKENIZER_FILES):
+                raise LoadFailed(f"no tokenizer in {place}; name one in parameters.extra.tokenizer") from error
+            raise
+
+    place = files.place if settings.tokenizer is None else Path(settings.tokenizer)
+    tokenizer = attempt(settings.tokenizer or f"the tokenizer of {resolved.source.name}", load, place)
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
+
+
+def _check_charsmap(file: Path) -> None:
+    """Refuses a tokenizer.json whose charsmap declares more bytes than it has. Raises LoadFailed.
+
+    The tokenizers library would allocate that many bytes, and a failed allocation ends the process.
+    """
+    text = file.read_bytes() if file.is_file() else b""
+    if b"precompiled_charsmap" not in text and _ESCAPED_ASCII.search(text) is None:
+        return
+    try:
+        level: list[Any] = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return  # the tokenizer's reader reports the error
+    while level:
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in level if isinstance(value, dict | list)]
+        for charsmap in (value.get("precompiled_charsmap") for value in level if isinstance(value, dict)):
+            if isinstance(charsmap, str) and not _holds_its_trie(charsmap):
+                raise LoadFailed(f"{file}: precompiled_charsmap is cut off or damaged")
+
+
+def _holds_its_trie(charsmap: str) -> bool:
+    try:
+        data = base64.b64decode(charsmap, validate=True)
+        (trie,) = struct.unpack("<I", data[:4])
+    except (ValueError, struct.error):
+        return False
+    return bool(trie <= len(data) - 4)

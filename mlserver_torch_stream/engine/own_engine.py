@@ -1,0 +1,156 @@
+"""Runs a model on this package's own engine: loads and checks the model, and starts an engine core over its batcher."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from mlserver_torch_stream.engine.batching import choose_batcher
+from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.fingerprint import weights_key
+from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete
+from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
+from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
+from mlserver_torch_stream.engine.machine import read_host, trim_heap
+from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
+from mlserver_torch_stream.engine.replicas import Deaths, ReplicatedEngine, on_devices_of_their_own
+from mlserver_torch_stream.engine.running_engine import (
+    OnDeath,
+    RunningEngine,
+    give_back_weights,
+    model_info,
+    queue_limits,
+)
+from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
+from mlserver_torch_stream.engine.shared_pool import Lease, ProcessResources
+from mlserver_torch_stream.engine.step.batcher import Batcher
+from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.settings import ResolvedSettings
+
+T = TypeVar("T")
+
+
+def run_own(
+    resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
+) -> RunningEngine:
+    """Blocks until the engine runs. ``threads``: for torch and for our kernels. Raises LoadFailed."""
+    torch.set_num_threads(threads)
+    load = ModelLoad(resolved, threads, resources)
+    return (_run if resolved.settings.replicas == 1 else _run_replicas)(load, on_death)
+
+
+@contextmanager
+def torch_inference(threads: int) -> Iterator[None]:
+    """Gives torch this number of threads in the calling thread, and records no gradients."""
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        yield
+
+
+def _run_replicas(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    deaths = Deaths(load.resolved.settings.replicas, on_death)
+    parts: list[RunningEngine] = []
+    try:
+        for settings in on_devices_of_their_own(load.resolved.settings):
+            resolved = replace(load.resolved, settings=settings)
+            parts.append(_run(replace(load, resolved=resolved), deaths.died))
+    except BaseException:
+        for part in parts:
+            part.stop(load.resources)
+        raise
+    engines = [part.engine for part in parts]
+    first = parts[0]
+    summary = f"{len(parts)} replicas: {'; '.join(dict.fromkeys(part.summary for part in parts))}"
+    return RunningEngine(ReplicatedEngine(engines), first.codec, summary, first.weights, tuple(parts))
+
+
+def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
+    resolved, resources = load.resolved, load.resources
+    key = weights_key(resolved, load.threads)
+    files = locate_packed(resolved) or locate(resolved)
+    parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
+    trim_heap()  # reading a vocabulary frees 29 MB; later blocks would fragment it
+
+    def make() -> PreparedModel:
+        return prepare(files, load)
+
+    lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: _in_thread_that_ends(load.threads, make))
+    try:
+        loaded = complete(lease.value.weights, tokenizer, resolved)
+        codec.prepare_constraints()
+        trim_heap()  # it leaves 20 MB of free blocks
+        return _start(load, lease, loaded, codec, on_death)
+    except BaseException:
+        resources.release(codec)
+        give_back_weights(lease)
+        raise
+
+
+def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
+    """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
+
+    ``threads``: for torch's operations; each thread has its own number.
+    """
+    done: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            torch.set_num_threads(threads)
+            done.set_result(context.run(work))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=f"{threading.current_thread().name}: weights", daemon=True).start()
+    return done.result()
+
+
+def _start(
+    load: ModelLoad,
+    lease: Lease[PreparedModel],
+    loaded: LoadedModel,
+    codec: TextCodec,
+    on_death: OnDeath | None,
+) -> RunningEngine:
+    resolved, settings = load.resolved, load.resolved.settings
+    prepared, host = lease.value, read_host()
+    vocab_size = min(loaded.vocab_size, codec.vocab_size)
+    samplers = SamplerFactory(codec, vocab_size, loaded.rules)
+    choice = choose_batcher(load, prepared, loaded, samplers, codec)
+    codec.limit_prompts(choice.context)
+    info = model_info(codec, vocab_size, choice.context, settings.max_num_seqs, loaded.default_sampling)
+    engine = EngineCore(
+        choice.batcher,
+        codec,
+        info,
+        loaded.eos_token_ids,
+        queue_limits=queue_limits(settings),
+        stream_interval=settings.stream_interval,
+        # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
+        context=partial(torch_inference, 1 if prepared.has_threads else load.threads),
+        fair_lock=prepared.fair_lock,
+        rebuild=partial(_rebuild, choice.make, prepared),
+        on_death=on_death,
+        name=resolved.source.name,
+    )
+    if prepared.ranks is not None:
+        prepared.ranks.leader.watch_loss(engine.fail)
+    origin = resolved.origins["threads"] if settings.threads else host.threads_origin
+    how = f"{choice.description}; context {choice.context} tokens; {load.threads} threads ({origin})"
+    summary = f"{loaded.description}; {how}"
+    return RunningEngine(engine, codec, summary, lease)
+
+
+def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
+    """Makes a new batcher over the weights in memory. Raises the device's own error if a device is lost."""
+    prepared.check_devices()
+    return make()
