@@ -254,7 +254,7 @@ def test_a_variable_of_mlserver_wins_and_is_named(folder: Path, monkeypatch: pyt
     assert "MLSERVER_HTTP_PORT" not in variables
     assert variables["MLSERVER_GRPC_PORT"] == "8083", "8081 is the port of the metrics"
     assert "MLSERVER_HTTP_PORT: 8080, as the environment says, not 8085" in lines
-    assert "metrics_address: its host is that of inference_address, 0.0.0.0" in lines
+    assert "metrics_address: its host is ignored: metrics are on the host of inference_address, 0.0.0.0" in lines
 
 
 def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
@@ -280,7 +280,7 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
 
 def test_a_host_that_cannot_differ_is_named() -> None:
     _, lines = ServerConfig({"grpc_inference_address": "0.0.0.0"}, environ={}).environment(lambda: 0)
-    assert lines == ["grpc_inference_address: it is the host of inference_address, 127.0.0.1"]
+    assert lines == ["grpc_inference_address: ignored: gRPC listens on the host of inference_address, 127.0.0.1"]
 
 
 def test_gpus_are_hidden_only_where_there_are_more() -> None:
