@@ -393,7 +393,7 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
         (
             f"cannot unpack {broken}: ",
             f"{store}/folder: ",
-            f"{store}/gone.mar: there is no such archive",
+            f"{store}/gone.mar: the model store has no such archive",
             f"{store}/spaced.mar: 'a name of words' is not a valid name",
         )
     ):
@@ -408,7 +408,11 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
         ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: there is no", "{}/none.mar: there is no"]),
         ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is version 1.0 of x already"]),
         ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is version 1.0 of dog already"]),
-        ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', set(), ["{}/no.mar: there is no such archive"]),
+        (
+            'model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}',
+            set(),
+            ["{}/no.mar: the model store has no such archive"],
+        ),
     ],
 )
 def test_an_archive_that_is_missing_or_is_there_twice_costs_its_own_model_alone(
