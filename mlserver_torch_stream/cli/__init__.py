@@ -1,6 +1,6 @@
-"""The ``mlserver-torch-stream`` command: passes the command line to the subcommand that it names.
+"""The ``mlserver-torch-stream`` command: passes the command line to a subcommand.
 
-It is imported when it is chosen, so that ``--help`` is fast.
+A subcommand's module is imported only when it is chosen, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from importlib import import_module
 
 from mlserver_torch_stream.version import __version__
 
-_INTERRUPTED = 130  # as shells show the end by SIGINT
-# Subcommand -> its module here, and its line in --help.
+_INTERRUPTED = 130  # the exit status that shells show for SIGINT
+# Subcommand -> its module in this folder, and its line in --help.
 _COMMANDS = {
     "serve": ("serve", "serve a model or a folder of models, and print a request to copy"),
     "chat": ("chat", "chat in the terminal; answers appear token by token"),
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(f"{__name__}.{_COMMANDS[arguments.command][0]}")
         status: int = command.main(typed[typed.index(arguments.command) + 1 :])
-    except KeyboardInterrupt:  # before the command has a handler of its own: importing takes seconds
+    except KeyboardInterrupt:  # during the imports, which take seconds, before the command handles signals
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return status

@@ -1,4 +1,4 @@
-"""``python -m mlserver_torch_stream.cli`` runs the command where its script is not on the path."""
+"""``python -m mlserver_torch_stream.cli`` runs the command if its script is not on the path."""
 
 import sys
 

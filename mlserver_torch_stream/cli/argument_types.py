@@ -1,6 +1,6 @@
-"""Converts numbers for argparse, and reads API keys from the environment or a file.
+"""Parses numbers for argparse, and reads API keys from the environment or a file.
 
-No message holds a key.
+No error message contains a key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def port_number(text: str) -> int:
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``, ``[HOST]:PORT``, or a port of 127.0.0.1."""
+    """Reads ``HOST:PORT``, ``[HOST]:PORT``, or a port alone, whose host is 127.0.0.1."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", port_number(port)
 
@@ -48,7 +48,7 @@ def seconds(text: str) -> float:
 
 
 def nbytes(text: str) -> int:
-    """A number of bytes, plain or as ``4GiB``."""
+    """Reads a number of bytes, plain or with a unit, such as ``4GiB``. Raises ArgumentTypeError otherwise."""
     try:
         number = int(parse_bytes(text))
     except ValueError as error:
@@ -77,11 +77,14 @@ def _whole(text: str, least: int) -> int:
 
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-_SHORTEST_SECRET = 8  # characters
+_SHORTEST_SECRET = 8  # characters; shorter keys, such as EMPTY, are placeholders
 
 
 def openai_key() -> str | None:
-    """None where none is set. Raises ValueError for one that a header cannot carry: HTTP libraries would quote it."""
+    """Returns the key in the environment, or None.
+
+    Raises ValueError for a key that a header cannot contain; an HTTP library's own error would quote the key.
+    """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"{KEY_VARIABLE}: has characters that a header cannot carry")
@@ -89,7 +92,7 @@ def openai_key() -> str | None:
 
 
 def key_in_file(path: str, option: str = "--api-key-file") -> str:
-    """The first key of the option's file as the server reads it: one a line, without comments. Raises ValueError."""
+    """Returns the first key of a file of keys, one a line, in which comments are skipped. Raises ValueError."""
     try:
         lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as error:
@@ -101,14 +104,14 @@ def key_in_file(path: str, option: str = "--api-key-file") -> str:
 
 
 def without_key(text: str, key: str | None = None) -> str:
-    """The text without the key, by default the environment's, which a server may repeat in its error.
+    """Returns the text without the key, which a server may repeat in an error; by default the environment's key.
 
-    A key too short to be a secret, such as EMPTY, stays.
+    A key that is too short to be a secret is left in the text.
     """
     key = key or os.environ.get(KEY_VARIABLE, "").strip()
     return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header that carries the key."""
+    """Returns the header that carries the key; no header if there is no key."""
     return {"Authorization": f"Bearer {key}"} if key else {}

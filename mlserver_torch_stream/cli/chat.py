@@ -1,4 +1,4 @@
-"""Chats in a terminal: reads lines, shows answers as they stream, measures them, keeps the conversation."""
+"""Chats in a terminal: reads lines, shows answers as they stream, and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
-    """Times are in seconds on any clock. A delta without token ids counts as one token; unless the server tells its
-    own count at the end, the sum of such deltas is shown as an estimate."""
+    """Measures one answer's tokens per second and its time to the first token. Times are in seconds on any clock.
+
+    A delta without token ids counts as one token. If the server sends no count at the end, the sum is shown as an
+    estimate.
+    """
 
     def __init__(self, now: float) -> None:
         self._asked = now
         self._first = self._last = now
-        self._first_tokens = 0  # a delta may hold several
+        self._first_tokens = 0  # tokens of the first delta, which may have several
         self._tokens = 0
         self._estimated = False
 
     def add(self, delta: Delta, now: float) -> None:
+        """Counts the tokens of a delta that arrived at the time ``now``."""
         if delta.text or delta.reasoning or delta.tool_calls or delta.token_ids:
             count = len(delta.token_ids) or 1
             if not self._tokens:
@@ -43,7 +47,7 @@ class AnswerMeter:
             self._tokens, self._estimated = delta.usage.completion_tokens, False
 
     def summary(self) -> str:
-        """One line; empty if there was no token."""
+        """Returns the measurements in one line; an empty string if there was no token."""
         if not self._tokens:
             return ""
         parts = [f"{'~' if self._estimated else ''}{self._tokens} token{'' if self._tokens == 1 else 's'}"]
@@ -58,16 +62,17 @@ _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 
 
 class AnswerView:
-    """Without ``styled`` it shows the text alone, as the model wrote it."""
+    """Shows an answer as it streams. Unless ``styled``, only the answer's text is shown, as the model wrote it."""
 
     def __init__(self, sink: TextIO, *, styled: bool) -> None:
         self._sink = sink
         self._styled = styled
         self._dim = False
-        self._last: bool | None = None  # whether what was shown last is dimmed
-        self._call: int | None = None  # the call that is shown
+        self._last: bool | None = None  # whether the text that was shown last is dimmed
+        self._call: int | None = None  # the index of the tool call that is being shown
 
     def add(self, delta: Delta) -> None:
+        """Shows a delta."""
         if not self._styled:
             self._sink.write(delta.text)
             return
@@ -77,7 +82,7 @@ class AnswerView:
             self._show_call(call)
 
     def end(self) -> None:
-        """Ends the style, also of an answer that was stopped."""
+        """Resets the terminal's style, also after an answer that was stopped."""
         if self._call is not None:
             self._sink.write(")")
         if self._dim:
@@ -92,7 +97,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """``apart``: on a line of its own, as a change between reasoning and text is."""
+        """Shows a text; with ``apart``, or after a change between reasoning and text, on a new line."""
         if not text:
             return
         if not dim:
@@ -106,7 +111,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """The text without the control characters that would steer a terminal."""
+    """Returns the text without control characters, which a terminal would obey."""
     return text.translate(_CONTROL)
 
 
@@ -120,12 +125,12 @@ _MAX_ERROR_CHARACTERS = 500
 def main(argv: Sequence[str]) -> int:
     """Talks with a model in the terminal until the input ends, and returns the exit status."""
     arguments = _parser().parse_args(argv)
-    if None in (sys.stdin, sys.stdout):  # so Python says that they are closed
+    if None in (sys.stdin, sys.stdout):  # Python sets closed streams to None
         _complain("standard input and output must be open")
         return 1
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 ends no conversation
+            stream.reconfigure(errors="replace")  # characters that the terminal lacks become ?
     key = None
     try:
         key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
@@ -136,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     except (client.ClientError, ValueError) as error:
         _complain(error, key)
     except BrokenPipeError:
-        sys.stdout = None  # its reader has closed it: there is nothing to flush
+        sys.stdout = None  # its reader has closed it, so a flush at exit would fail
     except OSError as error:  # such as a full disk
         sys.stdout = None
         _complain(error)
@@ -151,11 +156,14 @@ class Chat:
     model: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
-    key: str | None = None  # kept out of what is printed
+    key: str | None = None  # removed from everything that is printed
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, source: TextIO, sink: TextIO, title: str) -> int:
-        """Answers lines until ``source`` ends. The exit status is 1 if a line of a file or a pipe failed."""
+        """Answers lines until ``source`` ends.
+
+        Returns the exit status, which is 1 if a line of a file or pipe failed.
+        """
         interactive = source.isatty() and sink.isatty()
         if interactive:
             with suppress(ImportError):
@@ -166,20 +174,20 @@ class Chat:
             try:
                 if line and not self._answer(line, sink, interactive) and not interactive:
                     return 1
-            except KeyboardInterrupt:  # just before an answer, or just after it
+            except KeyboardInterrupt:  # between the prompt and the answer
                 if not interactive:
                     raise
                 print(file=sink)
         return 0
 
     def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
-        """Obeys a command, or asks the model. False: it failed, and the reason is printed."""
+        """Runs a command, or asks the model. Returns False if that failed; the reason is printed."""
         command, _, rest = line.partition(" ")
         if command == "/clear":
             self.messages.clear()
         elif command == "/system":
             self.system = rest.strip() or None
-        elif command[:1] == "/" and command[1:].isalpha():  # a path has another slash
+        elif command[:1] == "/" and command[1:].isalpha():  # a path such as /etc/hosts is a question
             _complain(f"{command}: unknown command{did_you_mean_or_known(command, _COMMANDS, str)}")
             return False
         else:
@@ -187,7 +195,7 @@ class Chat:
         return True
 
     def turn(self, line: str, sink: TextIO, interactive: bool = False) -> bool:
-        """Streams the answer to one line, and keeps its text, also of an answer that was stopped."""
+        """Streams the answer to one line and keeps its text, even if it is stopped. Returns False if it failed."""
         said: list[str] = []
         meter = AnswerMeter(time.monotonic())
         error: client.ClientError | None = None
@@ -196,7 +204,7 @@ class Chat:
             self._stream(said, meter, sink, interactive)
         except KeyboardInterrupt:
             if not interactive:
-                raise  # of a file of questions the further ones are not asked either
+                raise  # the further questions of a file or pipe are not asked either
             sink.write(" [stopped]")
         except client.ClientError as failure:
             error = failure
@@ -229,11 +237,11 @@ class Chat:
 
 def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     said = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
-    return {**said, "return_token_ids": True}  # counted: an answer that the user stops has no usage
+    return {**said, "return_token_ids": True}  # counted for the speed, as a stopped answer has no usage
 
 
 def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO) -> str:
-    """The server's only model, or the one of several that is typed. Raises ClientError."""
+    """Returns the server's only model, or the one that the user chooses from several. Raises ClientError."""
     names = server.models()
     if len(names) == 1:
         return names[0]
@@ -245,7 +253,7 @@ def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO)
 
 
 def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
-    """Asks until a name or a number of the list is typed. Raises ClientError at the end of input."""
+    """Asks the user until a name or a number in the list is typed. Raises ClientError at the end of input."""
     for number, name in enumerate(names, 1):
         print(f"{number}  {log_text(name)}", file=sink)
     while (line := _read_line(source, sink, True, "model> ")) is not None:
@@ -258,7 +266,7 @@ def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
 
 
 def _read_line(source: TextIO, sink: TextIO, interactive: bool, prompt: str = _PROMPT) -> str | None:
-    """The next line without surrounding blanks; None at the end of input, or at Ctrl-C where a line is typed."""
+    """Returns the next line, stripped; None at the end of input, or if Ctrl-C is typed at the prompt."""
     if not interactive:
         line = source.readline()
         return line.strip() if line else None
@@ -270,7 +278,7 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool, prompt: str = _P
 
 
 def _complain(error: object, key: str | None = None) -> None:
-    """In one line, whatever the server said."""
+    """Prints an error in one line, without the key."""
     text = " ".join(without_key(str(error), key).split())[:_MAX_ERROR_CHARACTERS]
     print(f"error: {log_text(text)}", file=sys.stderr)
 
@@ -284,10 +292,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
     )
-    parser.add_argument("--api", default="v2", help="the protocol of --url: v2, which is the only one (default: v2)")
+    parser.add_argument("--api", default="v2", help="the protocol of --url; only v2 is implemented (default: v2)")
     parser.add_argument("--api-key-file", metavar="FILE", help="a file whose first line is the API key to send")
     parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities to trust")
-    parser.add_argument("--model", help="model name (default: the server's only model; of several it asks)")
+    parser.add_argument("--model", help="the model's name (default: the server's only model, or a choice)")
     parser.add_argument("--system", help="a system message that starts the conversation")
     parser.add_argument(
         "--max-tokens",

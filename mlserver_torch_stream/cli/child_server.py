@@ -1,7 +1,6 @@
-"""The server that ``--model`` and ``--handler`` start for a run: a child of the command, on loopback, with a key of
-its own.
+"""The server that ``--model`` and ``--handler`` start for a run: a child process, on loopback, with its own API key.
 
-It ends with the command, however that ends.
+It ends when the command ends, even if the command is killed.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from mlserver_torch_stream.cli.interruptible import LoadInterrupted
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.free_port import free_port
 
-NAME = "model"  # of the model in its server
+NAME = "model"  # the model's name in the child server
 _ENGINE_VARIABLES = ("CACHE", "FAULTS", "KERNEL", "VLLM_PYTHON")
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
-_END_S = 5.0  # for the server to end its workers
-_KEPT_BYTES = 1 << 16  # of the end of what the server prints
+_END_S = 5.0  # seconds that the server has to end its workers
+_KEPT_BYTES = 1 << 16  # the last bytes of the server's output are kept for an error
 _CANNOT_LOAD = re.compile(rb"Cannot load model '%s': (.*)" % NAME.encode())
 _RUN = f"from {__name__} import main; main()"
 
 
 class LoadRefused(Exception):
-    """The model cannot be loaded. The message is the server's."""
+    """The model cannot be loaded. The message is the last line of the server's output."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ChildServer:
     process: asyncio.subprocess.Process
 
     def ended(self) -> str | None:
-        """Why it will not answer again; None while it runs."""
+        """The reason why the server has ended; None while it runs."""
         from mlserver_torch_stream.engine.child_process import how_it_ended
 
         status = self.process.returncode
@@ -59,9 +58,9 @@ class ChildServer:
 async def child_server(
     implementation: str, uri: str, extra: Mapping[str, Any], metrics: RunMetrics
 ) -> AsyncIterator[ChildServer]:
-    """Starts a server with one model, and ends it with the block.
+    """Starts a server with one model, which ends with the block.
 
-    Raises LoadRefused if the model cannot be loaded, and LoadInterrupted if it is cancelled meanwhile.
+    Raises LoadRefused if the model cannot be loaded, and LoadInterrupted if the task is cancelled during the load.
     """
     began = time.monotonic()
     ports = [free_port(_HOST)]
@@ -72,7 +71,7 @@ async def child_server(
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=_environment(implementation, uri, extra, ports),
-        start_new_session=True,  # a signal of the terminal reaches the command alone, which then ends the server
+        start_new_session=True,  # Ctrl-C reaches only the command, which then ends the server
     )
     server = ChildServer(f"http://{_HOST}:{ports[0]}", secrets.token_urlsafe(32), process)
     printed = bytearray()
@@ -88,7 +87,7 @@ async def child_server(
 
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
-    """The child's environment: this one, without the variables that configure the MLServer of another process."""
+    """Returns the child's environment: this process's, without variables that would configure the child's MLServer."""
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]
@@ -111,7 +110,7 @@ async def _load(server: ChildServer, printing: asyncio.Task[None], printed: byte
     process = server.process
     assert process.stdin is not None
     try:
-        with suppress(ConnectionError):  # it has ended: what it printed says why
+        with suppress(ConnectionError):  # the server has ended, and its output says why
             process.stdin.write(f"{server.key}\n".encode())
             await process.stdin.drain()
         while not await _is_ready(server.url):
@@ -140,9 +139,9 @@ async def _is_ready(url: str) -> bool:
 
 
 def is_own_listener(port: int) -> bool:
-    """Whether only this user's processes listen on an IPv4 port; true on systems without /proc.
+    """Whether only this user's processes listen on an IPv4 port; True on systems without /proc.
 
-    Another user who took the port would get the key and the data.
+    If another user's process had taken the port, it would get the key and the data.
     """
     try:
         sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -168,7 +167,7 @@ def _reason(printed: bytes, status: int) -> str:
 
 
 async def _pass_on(process: asyncio.subprocess.Process, printed: bytearray) -> None:
-    """Prints what the server prints, but for the error of its load, which the command reports; keeps its end."""
+    """Prints the server's output, except the error of its load, which the command reports, and keeps the last bytes."""
     assert process.stderr is not None
     while data := await process.stderr.read(_KEPT_BYTES):
         printed += data
@@ -189,17 +188,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Also its descendants, such as a compiler in a session of its own."""
+    """Kills the process and its descendants, even those in other sessions, such as a compiler."""
     for pid in (process.pid, *_descendants(process.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
-    """The pids of the process's children and of theirs. Empty on systems without /proc."""
+    """Returns the pids of all descendants of a process; an empty list on systems without /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended meanwhile
+        with suppress(OSError):  # the process has just ended
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     found = list(children.get(pid, ()))
@@ -209,7 +208,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _peak_bytes(pid: int) -> int:
-    """0 on systems without /proc."""
+    """Returns the peak resident memory of a process; 0 on systems without /proc."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -218,14 +217,14 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """The child: reads its key from stdin, and serves until it or the command is ended."""
+    """Runs in the child: reads its key from stdin, and serves until it or the command is ended."""
     from mlserver_torch_stream.cli.serve import start_mlserver
     from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder
 
     key = sys.stdin.buffer.readline().strip()
     die_with(int(sys.argv[1]))
-    os.dup2(2, 1)  # what is printed is no output of the command
+    os.dup2(2, 1)  # the server's output must not mix with the command's results on stdout
     logging.disable(logging.INFO)
     folder = OwnFolder()
     try:

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
 
-Runs the subcommand, says what its end means to a shell, and spreads a run over a Ray cluster for ``--on ray``, as lanes
-that never share a part: a lane is the same command with ``--worker I/N``, in one of Ray's processes.
+Runs the subcommand and turns its end into an exit status. With ``--on ray`` it spreads a run over a Ray cluster: each
+of Ray's processes runs the same command with ``--worker I/N``, a lane of the output's parts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """The exit status: the largest of the lanes'."""
+    """Runs the lanes on a Ray cluster, and returns the largest of their exit statuses."""
     try:
         import ray
     except ImportError:
@@ -63,20 +63,20 @@ def _run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return await find_done(output, arguments.part_rows, Retry(arguments.tries))
 
     if arguments.dry_run:
-        raise RunRefused("--dry-run: says nothing of a cluster; leave --on away")
+        raise RunRefused("--dry-run: cannot be combined with --on")
     run_to_end(check())  # a wrong option is reported before any task is started
     count = arguments.workers
     typed = [*argv, "--progress", "off"]
     lane = ray.remote(run_lane)
     lanes = [lane.remote([*typed, "--worker", f"{index}/{count}"]) for index in range(1, count + 1)]
     status = int(max(ray.get(lanes)))
-    done = run_to_end(held())  # counts the parts of dead workers and of earlier runs, too
+    done = run_to_end(held())  # also counts the parts of earlier runs and of workers that died
     print(f"{done.rows} rows in {arguments.output}, {done.failed} failed; {count} workers", file=sys.stderr)
     return status
 
 
 def run_lane(argv: Sequence[str]) -> int:
-    """Runs one lane in one of Ray's processes. If that process dies, Ray starts the lane again.
+    """Runs one lane in one of Ray's processes. If the process dies, Ray runs the lane again in a new one.
 
     The new process keeps the parts that the lane has already written, and infers the rest.
     """
@@ -88,7 +88,7 @@ def run_lane(argv: Sequence[str]) -> int:
     while True:
         try:
             return run(arguments)
-        except InUse as error:  # perhaps by this lane, in a process that died with its machine
+        except InUse as error:  # the holder may be this lane's process on a machine that died
             if time.monotonic() > end:
                 return _refused(error)
             time.sleep(RENEW_S / 3)

@@ -11,8 +11,8 @@ from mlserver_torch_stream.cloud.rows import Kind
 from mlserver_torch_stream.cloud.tables import Column
 
 STDOUT = "-"
-URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # of options that need --url
-# Of options of tables, none of which is for records of --kafka.
+URL_DEFAULTS = {"concurrency": 32, "timeout": 300.0}  # the defaults of options that need --url
+# The defaults of options for tables, which cannot be combined with --kafka.
 TABLE_DEFAULTS = {
     "column": [],
     "header": False,
@@ -62,7 +62,7 @@ def _add_input(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
-    run.add_argument("--limit", type=positive, help="read only the first rows of the input, so many")
+    run.add_argument("--limit", type=positive, help="read only so many rows, the first ones of the input")
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
     run.add_argument("--workers", type=positive, default=2, help="workers that --on starts (default: %(default)s)")
 

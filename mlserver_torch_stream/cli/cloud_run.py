@@ -1,7 +1,4 @@
-"""Runs ``cloud run``: loads the model or asks its server, shows progress, writes parts or lines, prints a summary.
-
-Knows the stages and the terminal.
-"""
+"""Runs ``cloud run``: opens the model, runs the stages, shows progress, writes the results and prints a summary."""
 
 from __future__ import annotations
 
@@ -36,11 +33,12 @@ from mlserver_torch_stream.gunzip import Damaged
 from mlserver_torch_stream.log_text import log_text
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
-# A batch of the run is a batch of the handler, whose own queue adds no wait, and no bound: the run's window has one.
+# A batch of the run becomes a batch of the handler. So the handler's queue must not wait for more requests, and its own
+# bound is not needed, since the run's window is bounded.
 _BATCHED_BY_THE_RUN = {"maxBatchDelay": 0, "jobQueueSize": 1_000_000, "useJobTicket": False}
-_AHEAD = 3  # batches that wait in the server, so that a worker gets the next one at once
+_AHEAD = 3  # batches that wait in the server, so that a worker never waits for its next batch
 _CHILD_RETRY = Retry(tries=6, first=0.1, longest=2.0)
-_RESUME_HINT = "; what is written is kept; the same command goes on from there"
+_RESUME_HINT = "; the parts that were written are kept, and the same command continues the run"
 
 
 Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
@@ -48,27 +46,32 @@ Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
 
 
 class Stopwatch:
-    """Measures the seconds since the model was loaded; the load is a metric of its own."""
+    """Measures the seconds since the model was loaded; the duration of the load is a separate metric."""
 
     def __init__(self) -> None:
         self._began: float | None = None
 
     def start(self) -> None:
+        """Starts the clock, when the model is loaded."""
         self._began = time.monotonic()
 
     def elapsed(self) -> float:
+        """Returns the seconds since the start; 0 before it."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit status. Raises RunRefused where the run may not start, LeftBehind if a signal ends a load."""
+    """Runs ``cloud run`` and returns its exit status.
+
+    Raises RunRefused if the run may not start, and LeftBehind if a signal ends the load of the model.
+    """
     return finish(arguments, _run, "" if arguments.output == STDOUT else _RESUME_HINT)
 
 
 def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
-    """Does the work of a command to its end, or to a signal, and prints the summary; the exit status.
+    """Does the work of a command until its end or a signal, prints the summary and returns the exit status.
 
-    ``hint`` says what becomes of an interrupted command.
+    ``hint`` is added to the message about a signal, and says how to continue.
     """
     metrics, stopwatch = RunMetrics(), Stopwatch()
     try:
@@ -82,7 +85,7 @@ def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
         say(f"error: {error.message}{hint}")
         status = settings.ENDED
     except BrokenPipeError:
-        sys.stdout = None  # its reader has closed it: there is nothing to flush
+        sys.stdout = None  # its reader has closed it, so a flush at exit would fail
         status = settings.ENDED
     if not arguments.dry_run:
         for line in summary(metrics, stopwatch.elapsed()).splitlines():
@@ -111,7 +114,7 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
-    """Returns the handler, or ``--model``, or its default: the embedded model, or the only model of ``--url``."""
+    """Returns the handler, or ``--model``; its default is the embedded model, or the only model of ``--url``."""
     if arguments.handler is not None:
         return str(arguments.handler)
     if arguments.url is None:
@@ -120,7 +123,7 @@ async def model_name(arguments: argparse.Namespace) -> str:
 
 
 class OpenedModel(NamedTuple):
-    """What infers a batch, what weighs a row, and the limits of the stages."""
+    """A function that infers a batch, a function that returns a row's weight, and the limits of the stages."""
 
     infer: Infer
     weigh: Weigh
@@ -129,8 +132,10 @@ class OpenedModel(NamedTuple):
 
 @asynccontextmanager
 async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
-    """Asks the server of --url, or one that is started for the model or the handler. Raises RunRefused, or
-    LoadInterrupted if it is cancelled during the load."""
+    """Opens the server at ``--url``, or starts one for the model or the handler, which ends with the block.
+
+    Raises RunRefused, or LoadInterrupted if the task is cancelled during the load.
+    """
     if arguments.url is not None:
         async with _asked(settings.make_endpoint(arguments, name), metrics) as backend:
             yield OpenedModel(backend, lambda row: row.size, settings.make_limits(arguments))
@@ -156,7 +161,7 @@ async def _serve_model(arguments: argparse.Namespace, name: str, metrics: RunMet
     from mlserver_torch_stream.settings import parse_settings
 
     limits = settings.make_limits(arguments)
-    # The engine's queue has room for all rows that the stages submit.
+    # The engine's queue must have room for all rows that the stages submit.
     extra = {"max_queued_requests": max(256, limits.batch_rows * limits.batches), **arguments.extra}
     try:
         source = parse_settings(name, extra).source.name
@@ -211,7 +216,7 @@ async def _serve_handler(arguments: argparse.Namespace, name: str, metrics: RunM
 
 
 def _as_options(message: str) -> str:
-    """The message of the loader, which names settings of MLServer's, with the options that set them here."""
+    """Replaces the names of MLServer's settings in a loader's message with the options that set them."""
     for setting, option in (
         ("parameters.uri", "--handler"),
         ("parameters.extra.", "--extra: "),
@@ -236,18 +241,18 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
         form = closed_format(key, kind)
         if form is not None:
             raise RunRefused(
-                f"--input: holds {key}, which is {form}: that is not looked into; write its rows as JSONL, of any "
-                "size, or choose others with --glob"
+                f"--input: holds {key}, which is {form}, a form that is not read; write its rows as JSONL, of any "
+                "size, or exclude the object with --glob"
             )
         if not kind.many and not row_request.takes(kind):
             raise RunRefused(
                 f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
-                "choose others with --glob, or say with --as how to read them"
+                "exclude the object with --glob, or choose with --as how objects are read"
             )
 
 
 def check_libraries(planned: RunPlan) -> None:
-    """Raises RunRefused where an object is zstd or Parquet and the library for it is missing."""
+    """Raises RunRefused if an object is zstd or Parquet and the library that reads it is missing."""
     for each in planned.objects:
         if planned.run.kind_of(each.info.key) is Kind.PARQUET:
             try:
@@ -262,7 +267,7 @@ def check_libraries(planned: RunPlan) -> None:
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
-    """Prints the results on stdout, in order; the number of failed rows."""
+    """Prints the results on stdout, in order, and returns the number of failed rows."""
     async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
@@ -276,7 +281,7 @@ async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
 
 
 def _total(planned: RunPlan) -> Total:
-    """The input that this worker still has to read."""
+    """Returns the bytes and rows that this worker still has to read."""
     source, run, done = planned.objects, planned.run, planned.done
     failed_before = sum(count for number, count in done.failures.items() if run.owns(number))
     if run.retry_failed and done.complete:
@@ -327,7 +332,7 @@ def _described(planned: RunPlan) -> str:
     if planned.output is None:
         lines.append("output: stdout")
     else:
-        there = f"{len(planned.done.parts)} parts there already" if planned.done.parts else "nothing there yet"
+        there = f"{len(planned.done.parts)} parts exist already" if planned.done.parts else "no parts yet"
         if planned.done.failed:
             there += f" with {planned.done.failed} failed rows" + (" to try again" if run.retry_failed else "")
         lines.append(f"output: {planned.output.url}, parts of {run.part_rows} rows, {there}")
@@ -342,5 +347,5 @@ def _write_metrics(path: str, metrics: RunMetrics) -> None:
 
 
 def say(text: str) -> None:
-    """Prints one line, whatever a server, a handler or a key has put into it."""
+    """Prints a text on stderr in one line, without control characters."""
     print(log_text(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Checks the options of ``cloud``, and makes what the room ``cloud`` takes from them."""
+"""Checks the options of ``cloud run`` and ``cloud watch``, and turns them into the settings of the run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
-    """Returns how prompts become requests. A row's ``model`` may be a name in ``models`` or in --served-model-name."""
+    """Returns how rows become requests. A row's ``model`` may be a name in ``models`` or in --served-model-name."""
     media = arguments.url is not None and arguments.api == "openai"
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 
 
 def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
-    """The model of that name at --url."""
+    """Returns the endpoint of the model at --url."""
     return ServerEndpoint(
         arguments.url,
         model,
@@ -48,12 +48,15 @@ def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
-    """The model's name in answers, if --served-model-name sets one."""
+    """Returns the model's name in answers, if --served-model-name sets one; else None."""
     return arguments.served_model_name[0] if arguments.served_model_name else None
 
 
 def created() -> int | None:
-    """The time that output rows bear, if SOURCE_DATE_EPOCH sets one for a reproducible build. Raises RunRefused."""
+    """Returns the time for output rows if SOURCE_DATE_EPOCH sets one, so that runs are reproducible; else None.
+
+    Raises RunRefused.
+    """
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
         return None
@@ -63,7 +66,7 @@ def created() -> int | None:
 
 
 def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int = 8) -> PipelineLimits:
-    """``batch_rows``, ``batches``: the defaults for a model in this process."""
+    """Returns the limits of the stages. ``batch_rows`` and ``batches`` are the defaults of the options."""
     remote = arguments.url is not None
     rows = arguments.batch_rows or (1 if remote else batch_rows)
     batches = arguments.batches or (arguments.concurrency if remote else batches)
@@ -72,7 +75,7 @@ def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int
 
 
 def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """``model``: the model's name or location, which is part of the run's identity."""
+    """Returns the run. ``model`` is the model's name or location, which is part of the run's identity."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures
     return CloudRun(
@@ -100,7 +103,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns what shapes the answers of a run. A run with another identity does not resume the output."""
+    """Returns the options on which answers depend. A run with other values does not resume the output."""
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -110,7 +113,7 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused for options that contradict each other. It names the option."""
+    """Raises RunRefused, which names an option, if options contradict each other."""
     check_object_options(arguments)
     for name, default in URL_DEFAULTS.items():
         if arguments.url is None and getattr(arguments, name) is not None:
@@ -122,18 +125,18 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.url is not None and arguments.extra:
         raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
     if arguments.url is not None and arguments.batch_tokens:
-        raise RunRefused("--batch-tokens: the tokens of a server's prompts are not known here; use --batch-bytes")
+        raise RunRefused("--batch-tokens: with --url the prompts' tokens are not known; use --batch-bytes")
     if arguments.batch_tokens and arguments.batch_bytes:
         raise RunRefused("--batch-bytes: a batch is bounded by bytes or by --batch-tokens, not by both")
     if arguments.command == "run" and arguments.on is not None:
         if arguments.output == STDOUT:
             raise RunRefused("--on: several workers need an --output that they share")
         if arguments.worker != (1, 1):
-            raise RunRefused("--worker: is chosen by --on itself")
+            raise RunRefused("--worker: cannot be combined with --on, which sets it")
 
 
 def api_key() -> str | None:
-    """Returns the key of the environment, if any. Raises RunRefused if it is no key."""
+    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain it."""
     try:
         return openai_key()
     except ValueError as error:
@@ -152,14 +155,17 @@ def hands_objects(arguments: argparse.Namespace) -> bool:
 
 
 def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
-    """How all objects are read; None: by their endings."""
+    """Returns the kind as which all objects are read; None if the ending of a key decides."""
     if hands_objects(arguments) and not getattr(arguments, "column", None):
         return Kind.BYTES
     return None if arguments.kind is None else Kind(arguments.kind)
 
 
 def tables(arguments: argparse.Namespace) -> Tables:
-    """Raises RunRefused. Handlers and tensors take archives whole, unless an option looks into them."""
+    """Returns how tables and archives are read. Raises RunRefused.
+
+    A handler or a tensor gets an archive as it is, unless an option asks for its members.
+    """
     data = hands_objects(arguments)
     return Tables(
         tuple(arguments.column),
@@ -180,7 +186,7 @@ def chunking(arguments: argparse.Namespace) -> Chunking:
 
 
 def object_request(arguments: argparse.Namespace) -> ObjectRequest:
-    """Raises RunRefused."""
+    """Returns how whole objects become requests. Raises RunRefused for a header that cannot be sent."""
     headers = {}
     for name, value in arguments.parameters.items():
         if not isinstance(value, str | int | float) or not _HEADER.fullmatch(name) or not _TEXT.fullmatch(str(value)):
@@ -192,7 +198,7 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 
 def check_object_options(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if two options of whole objects, or one of them and an option of prompts, contradict."""
+    """Raises RunRefused if options for whole objects contradict each other, or an option for prompts."""
     if arguments.sequences:
         if arguments.handler is None:
             raise RunRefused("--sequences: is for a --handler")
@@ -212,7 +218,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
     _check_taker(arguments)
     columns = getattr(arguments, "column", None)
     if arguments.chunk_bytes is not None and (columns or getattr(arguments, "members", None)):
-        raise RunRefused("--chunk-bytes: splits whole objects; leave it away with --column and --members")
+        raise RunRefused("--chunk-bytes: splits whole objects; leave it out with --column and --members")
     if arguments.rows == "chunk" and arguments.chunk_bytes is None:
         raise RunRefused("--rows: chunk needs --chunk-bytes")
     if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
@@ -253,7 +259,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 
 def _check_message(arguments: argparse.Namespace) -> None:
-    """A chunk, or a whole object, and its headers are one message to a worker."""
+    """Raises RunRefused if a chunk or a whole object, with its headers, may exceed one message to a worker."""
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     most = MAX_BYTES - _MAX_HEADERS

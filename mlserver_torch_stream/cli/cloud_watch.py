@@ -1,7 +1,4 @@
-"""Runs ``cloud watch``: over a queue of notifications, events over HTTP, by polling, or over a Kafka topic.
-
-Knows the options and the model.
-"""
+"""Runs ``cloud watch``: new objects come from a queue, from events over HTTP or from polling; rows come from Kafka."""
 
 from __future__ import annotations
 
@@ -34,9 +31,12 @@ if TYPE_CHECKING:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """The exit status. Raises RunRefused, or LeftBehind where a signal ended it during a load."""
+    """Runs ``cloud watch`` and returns its exit status.
+
+    Raises RunRefused, or LeftBehind if a signal ends the load of the model.
+    """
     _check(arguments)
-    return finish(arguments, _watch, "; what has no result yet is delivered again")
+    return finish(arguments, _watch, "; objects and records without a result are delivered again")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -58,7 +58,7 @@ def _check(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name) is not None:
                 raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
-            raise RunRefused("--queue: SQS reports objects in s3:// alone; without it --input is polled")
+            raise RunRefused("--queue: SQS reports objects in s3:// only; without --queue, --input is polled")
         if arguments.queue is not None:
             _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
@@ -98,7 +98,7 @@ class _ListenerParts(TypedDict):
 
 
 def _make_listener_parts(arguments: argparse.Namespace) -> _ListenerParts:
-    """Raises RunRefused."""
+    """Reads the key, the certificate and the topics of ``--listen``. Raises RunRefused."""
     key, tls, sns = None, None, None
     if arguments.listen_key is not None:
         try:
@@ -109,7 +109,7 @@ def _make_listener_parts(arguments: argparse.Namespace) -> _ListenerParts:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             certificate, private_key = arguments.listen_tls
-            tls.load_cert_chain(certificate, private_key, password="")  # nobody is asked for a password
+            tls.load_cert_chain(certificate, private_key, password="")  # None would ask for one on the terminal
         except (OSError, ValueError) as error:
             raise RunRefused(f"--listen-tls: {error}") from None
     if arguments.sns_topic:
@@ -187,7 +187,7 @@ async def _objects(
 
 
 def _open_queue(arguments: argparse.Namespace) -> Queue:
-    """Raises RunRefused."""
+    """Connects to the SQS queue of ``--queue``. Raises RunRefused."""
     try:
         from mlserver_torch_stream.cloud.sqs import Queue
     except ImportError:
@@ -198,7 +198,7 @@ def _open_queue(arguments: argparse.Namespace) -> Queue:
 
 @asynccontextmanager
 async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
-    """Waits until no other command holds the lease: two commands that poll would both infer everything."""
+    """Waits until no other command holds the lease, because two commands that poll would both infer every object."""
     async with AsyncExitStack() as stack:
         standing_by = False
         while True:
@@ -239,4 +239,4 @@ async def _consume(
 
 
 def _report_foreign(message: str) -> None:
-    say(f"left in the queue, as it names no object below --input: {message}")
+    say(f"a notification names no object below --input, and stays in the queue: {message}")

@@ -1,4 +1,4 @@
-"""``mlserver-torch-stream import-mar``: makes a folder to serve from a TorchServe archive."""
+"""``mlserver-torch-stream import-mar``: writes a folder that MLServer can serve from a TorchServe archive."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
 def import_mar(
     uri: str, into: Path, name: str | None, force: bool, properties: Path | None, bounds: Mapping[str, int]
 ) -> list[str]:
-    """Writes the folder and returns lines for the user. Raises SettingsError or LoadFailed before writing, or OSError.
+    """Writes the model's folder, and returns lines to show to the user.
 
-    ``properties``: TorchServe's config.properties. ``bounds``: the limits of the unpacked size, by the keys of
-    ``parameters.extra``.
+    ``properties`` is the path of TorchServe's config.properties, and ``bounds`` the limits of the unpacked size, by
+    their keys in ``parameters.extra``. Raises SettingsError or LoadFailed before anything is written, or OSError.
     """
     from mlserver_torch_stream.handlers.config.archive import model_name, model_settings, model_version, open_archive
     from mlserver_torch_stream.handlers.config.properties import METRICS_CONFIG, carried, read_properties_file
@@ -79,14 +79,14 @@ def import_mar(
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
-    """Writes the folder as a whole or not at all: in a hidden folder beside it, which is renamed when it is complete.
+    """Writes the folder completely or not at all: a hidden folder beside it is renamed when it is complete.
 
-    ``copied``: file name in the folder -> file to copy. Raises SettingsError where the folder exists. With ``force``
-    the settings and the archive in it are replaced, and other files are left alone.
+    ``copied`` maps file names in the folder to the files to copy. If the folder exists, ``force`` replaces its settings
+    and its archive and leaves other files alone; without ``force`` SettingsError is raised.
     """
     _check_folder(folder, force)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staged = folder.parent / f".{folder.name}.{uuid4().hex}"  # MLServer looks into no hidden folder
+    staged = folder.parent / f".{folder.name}.{uuid4().hex}"  # MLServer skips hidden folders
     staged.mkdir()
     try:
         for name, file in copied.items():
@@ -96,7 +96,7 @@ def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any]
             staged.rename(folder)
             return
         for name in sorted((each.name for each in staged.iterdir()), key=lambda name: name == SETTINGS):
-            (staged / name).replace(folder / name)  # the settings last, as they name the archive
+            (staged / name).replace(folder / name)  # the settings last, because they name the archive
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -108,8 +108,8 @@ def _check_folder(folder: Path, force: bool) -> None:
         return
     if not force:
         raise SettingsError(
-            f"{folder} is there already: --force replaces its {SETTINGS} and archive, "
-            "--name or --into choose another folder"
+            f"{folder} exists already: --force replaces its {SETTINGS} and archive, --name or --into choose another "
+            "folder"
         )
     if not folder.is_dir() or (folder / SETTINGS).is_dir():
         raise SettingsError(f"{folder} is not the folder of a model: --name or --into choose another one")
@@ -127,7 +127,10 @@ def _property_notes(
 
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
-    """One line for each thing that TorchServe does and this runtime does not. Raises SettingsError."""
+    """Yields a line for each part of an archive that has an effect in TorchServe and none here.
+
+    Raises SettingsError.
+    """
     from mlserver_torch_stream.handlers.config.model_config import not_honoured, read_config
     from mlserver_torch_stream.handlers.config.worker_settings import not_installed
     from mlserver_torch_stream.handlers.worker.handler import BUILT_IN
@@ -139,7 +142,7 @@ def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iter
         yield not_installed(archive.packed_requirements, uri, config.useVenv)
     file = archive.handler.partition(":")[0].rsplit("/", 1)[-1].removesuffix(".py")
     if not (archive.folder / f"{file}.py").is_file() and not (archive.folder / file).is_dir():
-        known = f"TorchServe brings it; install {BUILT_IN[file]}" if file in BUILT_IN else None
+        known = f"it is one of TorchServe's own; install {BUILT_IN[file]}" if file in BUILT_IN else None
         yield f"handler {archive.handler}: {known or 'neither the archive nor TorchServe has it'}"
 
 
@@ -165,6 +168,6 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{what} that the archive may unpack to; goes into parameters.extra",
         )
     parser.add_argument(
-        "--force", action="store_true", help="replace the settings and the archive in a folder that is there already"
+        "--force", action="store_true", help="replace the settings and the archive in a folder that exists already"
     )
     return parser

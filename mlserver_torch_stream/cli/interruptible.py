@@ -1,4 +1,4 @@
-"""Ends a command at a signal, also a second one, in an orderly way."""
+"""Runs a command's work so that signals cancel it in an orderly way."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class LoadInterrupted(Exception):
 
 
 def run_to_end(work: Awaitable[T]) -> T:
-    """Runs ``work`` on a loop of its own; SIGINT and SIGTERM cancel it. Raises Interrupted, or what
-    ``work`` raises."""
+    """Runs ``work`` on a new event loop, and returns its result; SIGINT and SIGTERM cancel it.
+
+    Raises Interrupted after a signal, and every exception of ``work``.
+    """
 
     async def guarded() -> T:
         task = asyncio.ensure_future(work)
@@ -43,5 +45,5 @@ def run_to_end(work: Awaitable[T]) -> T:
 
     run: Callable[[Coroutine[object, object, T]], T] = asyncio.run
     if sys.platform != "win32":
-        from uvloop import run  # takes less of the processor for each row
+        from uvloop import run  # needs less processor time for each row
     return run(guarded())

@@ -1,7 +1,6 @@
 """``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams a device holds, and how fast they can be.
 
-It reads the model's config, loads no weights and needs no such device. Knows how to print; ``engine.planning`` does
-the arithmetic.
+It reads the model's config, loads no weights and does not need the device. ``engine.planning`` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _device(arguments: argparse.Namespace) -> DeviceSpec:
         device = find_device(arguments.device)
         for name in ("memory", "bandwidth", "tflops"):
             if getattr(arguments, name) is not None:
-                raise SettingsError(f"--{name}: that of --device {arguments.device} is known; leave one of both out")
+                raise SettingsError(f"--{name}: is known for --device {arguments.device}; leave one of the two out")
         return device
     name, memory = "a device", arguments.memory
     if arguments.device == _HOST:
@@ -63,7 +62,7 @@ def _device(arguments: argparse.Namespace) -> DeviceSpec:
 
 def _head(name: str, size: ModelSize, device: DeviceSpec, context: int) -> list[str]:
     flops = "" if device.flops is None else f", {device.flops / 1e12:,.4g} TFLOP/s in bf16"
-    experts = f", of which a token meets {size.active / 1e9:.2f}" if size.experts else ""
+    experts = f", {size.active / 1e9:.2f} of them active for a token" if size.experts else ""
     last = size.spec.sequence_bytes(context + size.spec.page_size) - size.spec.sequence_bytes(context)
     return [
         f"{name} ({size.kind}): {size.parameters / 1e9:.2f} billion parameters{experts}; {size.dtype}: "

@@ -1,7 +1,4 @@
-"""Draws a run's line of progress, and formats the summary at its end.
-
-Knows the metrics of a run and a terminal, and nothing of its stages.
-"""
+"""Draws a run's line of progress on the terminal, and formats the summary at its end."""
 
 from __future__ import annotations
 
@@ -20,14 +17,17 @@ _BAR = 20
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The bytes and rows of the input, each None where it is unknown before the input is read."""
+    """The bytes and rows of the input; a number is None if it is unknown until the input is read."""
 
     nbytes: int | None
     rows: int | None
 
 
 def share(metrics: RunMetrics, total: Total) -> float | None:
-    """The share that is done, from 0 to 1: of the rows if their number is known, else of the bytes; None: unknown."""
+    """Returns the share of the input that is done, from 0 to 1; None if it is unknown.
+
+    The share is of the rows if their number is known, else of the bytes.
+    """
     done, whole = (metrics.rows, total.rows) if total.rows is not None else (metrics.input_bytes, total.nbytes)
     if whole is None:
         return None
@@ -35,7 +35,10 @@ def share(metrics: RunMetrics, total: Total) -> float | None:
 
 
 def progress_line(metrics: RunMetrics, total: Total, elapsed: float, columns: int | None = None) -> str:
-    """Bar, rows, bytes, tokens per second, time left and failures, cut to ``columns``, since a longer line wraps."""
+    """Returns one line: bar, rows, bytes, tokens per second, time left and failures.
+
+    It is cut to ``columns`` characters, because a longer line would wrap.
+    """
     done = share(metrics, total)
     rows = f"{metrics.rows}/{total.rows}" if total.rows is not None else f"{metrics.rows}"
     left = _clock(elapsed * (1 - done) / done) if done and elapsed > 0 else "-:--"
@@ -55,7 +58,7 @@ def progress_line(metrics: RunMetrics, total: Total, elapsed: float, columns: in
 
 
 def summary(metrics: RunMetrics, elapsed: float) -> str:
-    """The counts of a run, its speed, and the engine's share of busy time."""
+    """Returns a run's counts, its speed and the share of time in which the engine was busy, in several lines."""
     busy = metrics.busy.share()
     lines = [
         f"{metrics.rows} rows, {metrics.failed} failed, in {elapsed:.1f} s: {_rate(metrics.rows, elapsed):.1f} rows/s, "
@@ -79,7 +82,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """Redraws the line while its block runs; draws nothing where ``shown`` is false."""
+    """Redraws the line while its block runs; draws nothing if ``shown`` is false."""
 
     def __init__(self, metrics: RunMetrics, total: Total, out: TextIO, shown: bool) -> None:
         self._metrics = metrics

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from mlserver import ModelSettings
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Seconds in which the other ranks have to start and read that there is no model. A start takes 5, more if busy.
+# Seconds for the other ranks to start and learn that there is no model. A start takes 5 s, longer on a busy machine.
 _PATIENCE = 60.0
-_ENDED = "rank 0 has ended before it had a model for the others: its log says why"
+_ENDED = "rank 0 ended before it had loaded a model: its log says why"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(folder: str) -> int:
-    """Serves. If that ends before the other ranks have a model, they get the message that there will be none."""
+    """Runs the server. If it ends before the other ranks have a model, they are told that there will be none."""
     from mlserver.cli.serve import load_settings
 
     from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched
@@ -59,7 +59,7 @@ def _lead(folder: str) -> int:
         from mlserver_torch_stream.engine.tensor_parallel.rendezvous import dismiss
         from mlserver_torch_stream.server.state import server_state
 
-        # A signal, which all ranks get, is no failure: MLServer returns 0 for both.
+        # MLServer returns 0 after a signal and after a failed load. A signal, which all ranks get, is not a failure.
         orderly = status == 0 and (server_state().lifecycle.draining or models == [])
         if dismiss(os.environ, reason, 1.0 if orderly else _PATIENCE) and not orderly:
             status = 1
@@ -78,7 +78,7 @@ def _serve(folder: str) -> int:
 
 
 def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
-    """Model name -> the ranks that it is split over. Models whose settings are wrong are left out: their load fails."""
+    """Returns, by model, the number of ranks that it is split over. Models with wrong settings are left out."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.loading import resolve
     from mlserver_torch_stream.server.host import source_of

@@ -1,6 +1,6 @@
 """``mlserver-torch-stream serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
 
-The command passes its choices to MLServer in MLServer's own environment variables. It prints no key.
+The command passes its choices to MLServer in MLServer's environment variables. It never prints a key.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 from mlserver_torch_stream.free_port import free_port, is_free
 from mlserver_torch_stream.model_source import EMBEDDED_SCHEME
 
-READY_SECONDS = 900.0  # the time may include the download of a hub model
+READY_SECONDS = 900.0  # long, because a hub model may have to be downloaded
 POLL_SECONDS = 0.2
 
 _EXAMPLE = {"text_input": "The capital of France is", "max_tokens": 16}
 _PREFIX = "MLSERVER_TORCH_STREAM_"
-_TRUE = ("1", "true", "t", "yes", "y", "on")  # as pydantic reads it
+_TRUE = ("1", "true", "t", "yes", "y", "on")  # the words that pydantic reads as true
 
 
 class Announcement:
-    """``environ``: the variables that the server is started with."""
+    """Waits until the server is ready, and prints requests to copy. ``environ`` is the server's environment."""
 
     def __init__(self, host: str, port: int, environ: Mapping[str, str]) -> None:
         self._keys_file = environ.get(f"{_PREFIX}API_KEYS_FILE", "")
@@ -48,7 +48,10 @@ class Announcement:
         self.url = f"{'https' if self._certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def wait_and_print(self, out: TextIO, limit: float = READY_SECONDS) -> None:
-        """Prints nothing if the server never gets ready, or wants a certificate of its clients."""
+        """Prints the requests once the server is ready.
+
+        Prints nothing if it is not ready within ``limit`` seconds, or if it demands certificates of its clients.
+        """
         end = time.monotonic() + limit
         while time.monotonic() < end and not self._asks_for_certificates:
             try:
@@ -64,7 +67,7 @@ class Announcement:
             return
 
     def _invitation(self, name: str, generates: bool) -> str:
-        """``generates``: whether the model generates tokens; a TorchServe handler says nothing of its inputs."""
+        """Returns the requests to copy. If the model does not generate tokens, it is a handler, and gets a file."""
         curl, chat = "curl -N", f"{_command()} chat --url {self.url} --model {shlex.quote(name)}"
         if self._certificate:
             curl += f" --cacert {shlex.quote(self._certificate)}"
@@ -91,14 +94,14 @@ class Announcement:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """Trusts the server's own certificate alone, whatever host it is for: the server is asked at its address."""
+    """Trusts only the server's own certificate, for any host, because the server is reached by its address."""
     context = tls_context(Path(certificate).read_bytes())
     context.check_hostname = False
     return context
 
 
 def _command() -> str:
-    """The installed command as the user can type it: a new virtual environment is not on the path."""
+    """Returns the command as the user can type it: with its path if its environment is not on PATH."""
     command = Path(sys.executable).with_name("mlserver-torch-stream")
     near = command.is_relative_to(Path.cwd())
     return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
@@ -110,7 +113,7 @@ MODEL_SETTINGS = "model-settings.json"
 PAGE = "MLSERVER_TORCH_STREAM_PAGE"
 PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
 EMBEDDED_MODEL = f"{EMBEDDED_SCHEME}smollm2-135m-instruct"
-# What suits streams on one's own machine, where neither a file nor a variable says otherwise.
+# MLServer's settings for streams on the user's own machine; a file or a variable beats them.
 DEFAULTS = {
     "host": "127.0.0.1",
     "parallel_workers": "0",
@@ -120,11 +123,11 @@ DEFAULTS = {
 }
 
 
-_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # the address of this machine where all of them are listened on
+_OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # "all addresses" -> an address at which to reach this machine
 
 
 class PortTaken(Exception):
-    """A given port is taken by another process, or by another endpoint of this server."""
+    """A chosen port is used by another process, or by another endpoint of this server."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     repository = Path(arguments.model) if arguments.model and is_repository(Path(arguments.model)) else None
     if repository is not None and arguments.name is not None:
-        sys.exit(f"error: --name: {repository} is a folder of models, which have names of their own")
-    folder = repository or Path(".")  # whose settings.json is the server's
+        sys.exit(f"error: --name: {repository} is a folder of models, which have their own names")
+    folder = repository or Path(".")  # the folder of the server's settings.json
     model = None if repository is not None else arguments.model or EMBEDDED_MODEL
     for key, value in DEFAULTS.items():
         os.environ.setdefault(f"MLSERVER_{key.upper()}", value)
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_mlserver(folder: str) -> None:
-    """Serves the models in the folder until the process is told to end."""
+    """Serves the models in the folder until a signal ends the process."""
     from mlserver.cli import main as mlserver
 
     sys.argv = ["mlserver", "start", folder]
@@ -175,14 +178,14 @@ def is_repository(folder: Path) -> bool:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises SettingsError, where ``mlserver start`` would end with a traceback that names no file."""
+    """Raises SettingsError, which names the file; ``mlserver start`` would end with a traceback that does not."""
     from mlserver_torch_stream.server.server_settings import check_server_settings
 
     check_server_settings(folder)
 
 
 def _check_embedded(model: str | None) -> None:
-    """Raises LoadFailed, which says how to install it, for an embedded model that is not there."""
+    """Raises LoadFailed, which says how to install it, if the embedded model is not installed."""
     if model is not None and model.startswith(EMBEDDED_SCHEME):
         from mlserver_torch_stream.engine.loading.embedded import find_embedded
 
@@ -190,9 +193,10 @@ def _check_embedded(model: str | None) -> None:
 
 
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
-    """The port of each role by the options, else by the server's settings, of which the file beats the variables.
+    """Returns the port of each role, from the options or from the server's settings; None if neither sets it.
 
-    Raises PortTaken where an option contradicts the file: options become variables, which the file would beat.
+    The file settings.json beats variables, and options become variables. So PortTaken is raised if an option
+    contradicts the file.
     """
     in_file = _settings(folder)
     asked: dict[str, int | None] = {}
@@ -207,11 +211,14 @@ def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mappin
 
 
 def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
-    """The given port of each role, else its usual port, else a free one. Raises PortTaken."""
+    """Returns the port of each role: the one in ``asked``, else the usual one if it is free, else a free one.
+
+    Raises PortTaken if a port in ``asked`` is taken.
+    """
     chosen: dict[str, int] = {}
     for role, port in asked.items():
         if port is not None and not is_free(host, port):
-            raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out, and a free one is found")
+            raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out to have a free one chosen")
         if port is not None:
             chosen[role] = port
     for role, usual in PORTS.items():
@@ -224,7 +231,11 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
 def prepare_repository(
     model: str, name: str | None, folder: Path, scratch: Path, environ: MutableMapping[str, str]
 ) -> str:
-    """Makes an empty repository with ``folder``'s server settings: MLServer then takes the model from ``environ``."""
+    """Prepares a repository that serves ``model`` alone, and returns its path.
+
+    The repository in ``scratch`` is empty but for the server settings of ``folder``; MLServer reads the model's
+    settings from ``environ``.
+    """
     if (folder / SETTINGS).is_file():
         shutil.copy(folder / SETTINGS, scratch)
     place = Path(model).expanduser()
@@ -235,7 +246,7 @@ def prepare_repository(
 
 
 def _host(folder: Path) -> str:
-    """The host on which MLServer will listen: its settings file beats its variable."""
+    """Returns the host on which MLServer will listen; settings.json beats the variable."""
     return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
 
 

@@ -1,4 +1,4 @@
-"""``mlserver-torch-stream serve-torchserve``: serves the model store of a TorchServe, as its configuration says.
+"""``mlserver-torch-stream serve-torchserve``: serves TorchServe's model store as its configuration says.
 
 It writes one model-settings.json for each archive into a temporary folder, sets MLServer's environment variables, and
 runs ``mlserver start``. The archives stay where they are.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.handlers.config.server_config import ServerConfig
     from mlserver_torch_stream.handlers.config.store_files import StoredModel
 
-_STORE, _FILE = "model-store", "config/config.properties"  # of a folder that KServe's storage initializer left
+_STORE, _FILE = "model-store", "config/config.properties"  # in a folder that KServe's storage initializer fills
 _USUAL_FILE = "config.properties"  # in the working directory
 _FILE_VARIABLE = "TS_CONFIG_FILE"
 _NO_MODELS = "no model is loaded: the management API registers models where it is open and enable_model_api is true"
@@ -36,7 +36,7 @@ _NO_EFFECT = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts MLServer with a model store of TorchServe, and returns the exit status."""
+    """Starts MLServer with TorchServe's model store, and returns the exit status."""
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder
 
     arguments = _parser().parse_args(argv)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Writes the models' settings into the folder. Returns the variables to set, and lines for the user.
+    """Writes the models' settings into the folder. Returns the variables to set, and lines to show to the user.
 
     Raises SettingsError or LoadFailed.
     """
@@ -74,7 +74,10 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
-    """The file by the variable, by the command line, or in the working directory. Raises SettingsError."""
+    """Returns the configuration file that the variable or the command line names, or that in the working directory.
+
+    Returns None if there is none. Raises SettingsError if a named file does not exist.
+    """
     in_folder = Path(arguments.folder, _FILE) if arguments.folder else Path(_USUAL_FILE)
     given = os.environ.get(_FILE_VARIABLE) or arguments.ts_config
     if given is None:
@@ -85,10 +88,10 @@ def config_file(arguments: argparse.Namespace) -> Path | None:
 
 
 def write_models(stored: Sequence[StoredModel], config: ServerConfig, folder: Path) -> list[str]:
-    """Writes a model-settings.json for each. Raises SettingsError for a configuration that is wrong.
+    """Writes a model-settings.json for each archive, and returns lines to show to the user.
 
-    An archive that is missing, cannot be read, or is the second of a model and version becomes a model that cannot be
-    loaded, so that the server's log has the reason.
+    An archive that is missing, cannot be read, or repeats a name and version becomes a model whose load fails, so that
+    the reason is in the server's log. Raises SettingsError for a wrong configuration.
     """
     from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
     from mlserver_torch_stream.server.lifecycle.unreadable_model import unreadable_settings
@@ -99,20 +102,20 @@ def write_models(stored: Sequence[StoredModel], config: ServerConfig, folder: Pa
         path = each.path.absolute()
         try:
             if not path.exists():
-                raise LoadFailed(f"{path}: there is no such archive in the model store")
+                raise LoadFailed(f"{path}: the model store has no such archive")
             name, version, yaml = read_named(path, each.name)
             if (name, version) in served:
-                raise LoadFailed(f"{path}: {served[name, version]} is version {version} of {name} already")
+                raise LoadFailed(f"{path}: {served[name, version]} already is version {version} of {name}")
         except (LoadFailed, SettingsError) as error:
             why = f"{path}: {error}" if isinstance(error, SettingsError) else str(error)
-            if isinstance(error, SettingsError) and each.name is not None:  # the configuration gives a wrong name
+            if isinstance(error, SettingsError) and each.name is not None:  # the wrong name is in the configuration
                 raise SettingsError(why) from None
             _write_settings(folder / path.name, unreadable_settings(path.name, why))
             lines.append(f"not served: {why}")
             continue
         if each.version not in (None, version):
             place = f"config.properties: model_snapshot: {name} {each.version}"
-            problem = f"{path.name} is version {version}, and a model has the version of its archive"
+            problem = f"the archive {path.name} has version {version}, which cannot be changed"
             raise SettingsError(f"{place}: {problem}")
         served[name, version] = each.path
         extra = config.stored_extra(each, name, version, yaml)
@@ -127,7 +130,7 @@ def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _as_properties(arguments: argparse.Namespace) -> dict[str, str]:
-    """The keys of config.properties that the command line sets."""
+    """Returns the keys of config.properties that the command line sets."""
     store = arguments.model_store or (str(Path(arguments.folder, _STORE)) if arguments.folder else None)
     given = {
         "model_store": store,
@@ -159,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help=f"has {_STORE}/ and {_FILE}, as KServe mounts them; without it, the options below say what to serve",
+        help=f"a folder with {_STORE}/ and {_FILE}, as KServe mounts it; without it, the options say what to serve",
     )
     parser.add_argument("-v", "--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""Frames the messages between the server and a worker: a JSON header and raw bytes, each after its length.
+"""Frames the messages between the server and a worker: a JSON header and raw bytes, each preceded by its length.
 
-The server unpickles nothing that a worker sends; a worker unpickles the YAML of its first message.
+The server never unpickles bytes from a worker; a worker unpickles the YAML in its first message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 _LENGTHS = struct.Struct("!II")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
-MAX_BYTES = 1 << 30  # of the header and of the body of one message; larger values are refused before they are sent
+MAX_BYTES = 1 << 30  # the bound of a message's header, and of its body; larger values are refused before the send
 MAX_READ = 1 << 18  # bytes that are read from a connection at once
 
 
@@ -24,7 +24,7 @@ class BrokenFrame(Exception):
 
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A lone surrogate in a text, which no encoding can carry, is sent as its escape: ``\\ud800``."""
+    """Encodes a message. A lone surrogate, which UTF-8 cannot encode, is sent as its escape, such as ``\\ud800``."""
     text = _ENCODER.encode(header)
     try:
         encoded = text.encode()
@@ -34,35 +34,39 @@ def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def join_frame(header: bytes, body: bytes) -> bytes:
-    """A frame of a header that is encoded already."""
+    """Makes a frame from a header that is already encoded."""
     return b"".join((_LENGTHS.pack(len(header), len(body)), header, body))
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
-    """The most bytes that a value and its texts take of a frame: JSON writes a character in up to 7 bytes."""
+    """Returns an upper bound on the bytes of a frame with this value and these texts.
+
+    JSON writes a character in up to 7 bytes.
+    """
     return len(value) + 7 * sum(map(len, texts)) + 100
 
 
 class FrameBuffer:
-    """Collects bytes, and returns the frames that are complete. ``parse`` reads a header, and raises ValueError.
+    """Collects bytes and returns the complete frames.
 
-    ``max_bytes``: of a header, and of a body.
+    ``parse`` parses a header, or raises ValueError. ``max_bytes`` bounds a header, and a body.
     """
 
     def __init__(self, parse: Callable[[bytes], Any] = json.loads, max_bytes: int = MAX_BYTES) -> None:
         self._parse = parse
         self._max_bytes = max_bytes
         self._data = bytearray()
-        self._taken = 0  # bytes at its beginning
+        self._taken = 0  # bytes at the buffer's beginning that were returned already
 
     def feed(self, data: bytes) -> None:
+        """Appends bytes that were read from the connection."""
         if self._taken:
             del self._data[: self._taken]
             self._taken = 0
         self._data += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """The next frame; None: it is not complete. Raises BrokenFrame."""
+        """Removes and returns the next frame; None if it is not complete yet. Raises BrokenFrame."""
         start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
@@ -79,14 +83,14 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Reads frames from a socket that blocks, with one system call for many small ones. A body is held once."""
+    """Reads frames from a blocking socket, many small ones with one system call. A large body is not copied."""
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
         self._file = connection.makefile("rb", buffering=1 << 16)
         self._max_bytes = max_bytes
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """None at the end. Raises BrokenFrame or OSError."""
+        """Returns the next frame; None at the end of the connection. Raises BrokenFrame or OSError."""
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
@@ -98,13 +102,14 @@ class FrameReader:
         return _header(encoded), body
 
     def close(self) -> None:
+        """Closes the reader's file, not the socket."""
         self._file.close()
 
 
 def _lengths(data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
     header_bytes, body_bytes = _LENGTHS.unpack_from(data, start)
     if max(header_bytes, body_bytes) > max_bytes:
-        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes")
+        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes is too large")
     return header_bytes, body_bytes
 
 
@@ -112,14 +117,14 @@ def _header(encoded: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[
     try:
         header = parse(encoded)
     except ValueError as error:
-        raise BrokenFrame(f"a header that is not JSON: {error}") from None
+        raise BrokenFrame(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise BrokenFrame("a header that is not an object")
+        raise BrokenFrame("the header is not a JSON object")
     return header
 
 
 def split(body: bytes, lengths: list[int]) -> list[bytes]:
-    """The parts of a body, by their lengths."""
+    """Splits a body into parts of these lengths."""
     parts = []
     position = 0
     for length in lengths:

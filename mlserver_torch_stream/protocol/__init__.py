@@ -1,1 +1,4 @@
-"""One file per spelling: bytes of a request to a GenerationRequest, token events to a reply. Pure functions."""
+"""Spellings, one file each: they turn a request's bytes into a GenerationRequest, and token events into a reply.
+
+The code of this folder does no I/O.
+"""

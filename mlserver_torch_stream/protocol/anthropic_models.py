@@ -1,6 +1,6 @@
 """Declares the bodies of Anthropic's Messages API.
 
-Parameters of sampling, and what is ignored or not implemented, are those of OpenAI's bodies.
+The parameters of sampling, and the parameters that are ignored or refused, are the same as in OpenAI's bodies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlserver_torch_stream.protocol.chat import MAX_TOOL_NAME, MAX_TOOLS, Messag
 from mlserver_torch_stream.protocol.openai_models import Generation, NotNegative, Positive, Strings
 from mlserver_torch_stream.protocol.parameters import MAX_STOP_STRINGS
 
-_Cached = Annotated[Any, Ignored()]  # prefixes are always cached
+_Cached = Annotated[Any, Ignored()]  # no marks are needed, since every prefix is cached
 
 
 class TextBlock(Body):
@@ -59,7 +59,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a tool has answered."""
+    """The result of a tool's call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -96,7 +96,7 @@ class Turn(MessageMetadata):
 
 
 class ClientTool(Body):
-    """A tool that the client runs."""
+    """A tool that the client runs, as opposed to Anthropic's server tools."""
 
     type: Annotated[Literal["custom"] | None, Because("tools of the server are not implemented")] = None
     name: Annotated[str, Len(1, MAX_TOOL_NAME)]
@@ -119,7 +119,7 @@ class ToolUseChoice(Body):
 
 
 class ThinkingConfig(Body):
-    """Whether the model reasons. ``budget_tokens`` bounds nothing."""
+    """Whether the model reasons. ``budget_tokens`` is accepted and has no effect."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[NotNegative | None, Ignored()] = None
@@ -127,7 +127,7 @@ class ThinkingConfig(Body):
 
 
 class OutputFormat(Body):
-    """The schema of an answer."""
+    """The JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema_: JsonObject = Field(alias="schema")
@@ -140,7 +140,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-# Claude Code's, which keeps all.
+# The values of context_management that Claude Code sends, which remove nothing from the conversation.
 _KEEPS_ALL: tuple[Any, ...] = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
 
@@ -163,7 +163,7 @@ class CountTokensRequest(Generation):
 
 
 class MessagesRequest(CountTokensRequest):
-    """The body of ``/v1/messages``. Without ``max_tokens`` the answer may fill the context."""
+    """The body of ``/v1/messages``. Without ``max_tokens`` the answer may go on to the end of the context."""
 
     max_tokens: Positive | None = None
     stop_sequences: Annotated[Strings, MaxLen(MAX_STOP_STRINGS)] | None = None

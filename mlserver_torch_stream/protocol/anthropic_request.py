@@ -1,4 +1,4 @@
-"""Reads the body of Anthropic's Messages API, as the body of a chat."""
+"""Translates the body of Anthropic's Messages API into the body of a chat completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ModelInfo
 
-# What a name of a chat's body is called here, the longer names first.
+# The names of a chat's body, and the names of the same parameters here; longer names come first.
 _OWN_NAMES = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -20,12 +20,12 @@ _OWN_NAMES = (
 _OF_A_TOOL = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
 _OWN_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = frozenset({"reasoning_effort", "enable_thinking"})
-_OWN_EFFORTS = {"max": "xhigh"}  # a chat's efforts end there
+_OWN_EFFORTS = {"max": "xhigh"}  # the highest effort of a chat
 _CONVERTED = frozenset({"messages", "system", "tools", "tool_choice", "output_config", "stop_sequences"})
 
 
 def own_name(field: str) -> str:
-    """The client's name of the parameter that a chat's decoder calls ``field``."""
+    """Returns the name in the client's body of the parameter that is called ``field`` in a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]
@@ -37,10 +37,13 @@ def _name_in_tool(match: re.Match[str]) -> str:
 
 
 def chat_body(taken: Mapping[str, Any], info: ModelInfo) -> dict[str, Any]:
-    """``taken``: the parameters that its model has accepted. Raises InvalidInput."""
+    """Returns the chat's body. ``taken`` holds the parameters that ``MessagesRequest`` has validated.
+
+    Raises InvalidInput.
+    """
     body = {key: value for key, value in taken.items() if key not in _CONVERTED}
     body["messages"] = list(_messages(taken))
-    body["n"] = 1  # also where the model's settings say more: the answer is one message
+    body["n"] = 1  # whatever the model's default is, since an answer is one message
     if "stop_sequences" in taken:
         if "stop" in taken:
             raise InvalidInput("stop", "contradicts stop_sequences, which is the same parameter")
@@ -50,7 +53,7 @@ def chat_body(taken: Mapping[str, Any], info: ModelInfo) -> dict[str, Any]:
     if "tool_choice" in taken:
         body.update(_tool_choice(_said(taken["tool_choice"])))
     output = _said(taken.get("output_config", {}))
-    if "effort" in output and (info.reasons or info.template_arguments & _EFFORTS):  # else there is none to bound
+    if "effort" in output and (info.reasons or info.template_arguments & _EFFORTS):  # others have no effort to set
         body["reasoning_effort"] = _OWN_EFFORTS.get(output["effort"], output["effort"])
     if "format" in output:
         schema = {"schema": output["format"]["schema"]}
@@ -59,7 +62,7 @@ def chat_body(taken: Mapping[str, Any], info: ModelInfo) -> dict[str, Any]:
 
 
 def _said(value: Mapping[str, Any]) -> dict[str, Any]:
-    """An object without its nulls, which SDKs dump."""
+    """Returns the object without nulls, which SDKs write for absent fields."""
     return {key: each for key, each in value.items() if each is not None}
 
 
@@ -97,7 +100,7 @@ def _text(content: Any, between: str = "") -> str:
 
 
 def _answer(place: str, content: Any) -> dict[str, Any]:
-    """The blocks of one answer as one message."""
+    """Joins the blocks of one answer into one message."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     message: dict[str, Any] = {"role": "assistant"}
@@ -119,7 +122,7 @@ def _answer(place: str, content: Any) -> dict[str, Any]:
 
 
 def _turn(place: str, role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message for the results of each tool, and one for the texts that follow each other."""
+    """Yields one message for each result of a tool, and one for each run of consecutive texts."""
     texts: list[str] = []
     for number, block in enumerate(blocks):
         if block["type"] == "text":
@@ -138,4 +141,4 @@ def _turn(place: str, role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[
 
 
 def _misplaced(place: str, block: Mapping[str, Any], role: str) -> InvalidInput:
-    return InvalidInput(f"{place}.type", f"a message of the {role} has no {block['type']}")
+    return InvalidInput(f"{place}.type", f"a message of the {role} may not have a block of type {block['type']}")

@@ -1,4 +1,4 @@
-"""The spelling of Anthropic's Messages API, streamed or whole, with its errors, and its count of tokens."""
+"""The spelling of Anthropic's Messages API: streamed and whole messages, errors, and the count of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
 
 class AnthropicMessages(OpenAISpelling):
-    """A body is read as a chat. Streams name their events, and nothing follows the last one."""
+    """The spelling of ``/v1/messages``. Events of a stream have names, and no ``[DONE]`` follows the last one."""
 
     prompt = MESSAGES
     body: type[Body] = MessagesRequest
@@ -40,7 +40,7 @@ class AnthropicMessages(OpenAISpelling):
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
         body, _ = without_hosted(posted.json, ("custom",))
         request = super().decode(replace(posted, json=body), info, streaming=streaming, request_id=request_id)
-        if request.constraint is not None:  # the engine may refuse it later
+        if request.constraint is not None:  # the engine's refusal names the client's field
             request = replace(request, constraint=replace(request.constraint, field=own_name(request.constraint.field)))
         return request
 
@@ -61,7 +61,7 @@ class AnthropicMessages(OpenAISpelling):
 
 
 class AnthropicTokenCount(PromptSpelling, AnthropicMessages):
-    """Counts the tokens of a conversation, its tools and its system prompt."""
+    """The spelling of ``/v1/messages/count_tokens``: counts the tokens of messages, tools and system prompt."""
 
     body = CountTokensRequest
 

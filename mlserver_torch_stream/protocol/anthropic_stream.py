@@ -1,4 +1,4 @@
-"""Writes token events as the messages of Anthropic's Messages API: its events of a stream, or one whole message."""
+"""Writes token events as a reply of Anthropic's Messages API: the events of a stream, or one whole message."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DELTAS[_CALL] = ("input_json_delta", "partial_json")
 
 
 def error_body(error: RequestError) -> tuple[int, JsonObject]:
-    """The status and the body of an error."""
+    """Returns the HTTP status and the body of an error."""
     status = openai_status(error.status)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.message
     if isinstance(error, ContextLengthExceeded):
-        message = f"prompt is too long: {message}"  # the words at which Claude Code makes its conversation shorter
+        message = f"prompt is too long: {message}"  # at these words Claude Code compacts its conversation
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block of the content while it grows. ``call``: its index among the calls."""
+    """One content block while it grows. ``call`` is its index among the answer's tool calls; -1 for other blocks."""
 
     kind: str
     shown: JsonObject
@@ -39,7 +39,7 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def whole(self) -> JsonObject:
-        """The block with all its content. A call that was cut off has no input."""
+        """Returns the complete block; a call that was cut off has an empty input."""
         said = "".join(self.pieces)
         if self.kind != _CALL:
             return {**self.shown, self.kind: said}
@@ -64,7 +64,7 @@ class MessagesStream:
         self._begun = False
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Returns the stream's events for one token event. Raises RequestError if the sequence has failed."""
         raise_failure(event)
         messages = [*self._begin(event), *self._grow(event)]
         if self._usage.note(event):
@@ -84,7 +84,7 @@ class MessagesStream:
         return None
 
     def whole(self) -> JsonObject:
-        """The message at its end."""
+        """Returns the complete message, after the last token event."""
         return self._message([block.whole() for block in self._blocks], self._counts())
 
     def _message(self, content: list[JsonObject], usage: JsonObject) -> JsonObject:
@@ -98,7 +98,7 @@ class MessagesStream:
             yield {"type": "ping"}
 
     def _grow(self, event: TokenEvent) -> Iterator[JsonObject]:
-        """The reasoning of an event comes before its text, and its text before its calls."""
+        """Yields the stream's events for a token event: its reasoning, then its text, then its calls."""
         if event.reasoning:
             yield from self._add(_THINKING, event.reasoning, {"thinking": "", "signature": ""})
         if event.text:
@@ -108,7 +108,7 @@ class MessagesStream:
             yield from self._add(_CALL, call.arguments, shown, call.index)
 
     def _add(self, kind: str, said: str, shown: JsonObject, call: int = -1) -> Iterator[JsonObject]:
-        """Adds to the last block, which is of this kind and call now."""
+        """Adds to the last block; if that has another kind or call, it is ended and a new one begun."""
         if not self._blocks or (self._blocks[-1].kind, self._blocks[-1].call) != (kind, call):
             yield from self._close()
             self._blocks.append(_Block(kind, {"type": kind, **shown}, call))
@@ -130,7 +130,7 @@ class MessagesStream:
         return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **more}
 
     def _counts(self) -> JsonObject:
-        """As in Anthropic's API, tokens that came from the prefix cache are not among the input tokens."""
+        """Returns ``usage``. As in Anthropic's API, ``input_tokens`` leaves out tokens from the prefix cache."""
         cached = self._usage.cached_tokens
         return {
             "input_tokens": self._usage.prompt_tokens - cached,
@@ -158,7 +158,7 @@ class MessagesWhole:
         self._stream = MessagesStream(request, context)
 
     def add(self, event: TokenEvent) -> None:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Adds a token event. Raises RequestError if the sequence has failed."""
         self._stream.event(event)
 
     def body(self) -> JsonObject:

@@ -1,6 +1,6 @@
-"""The base of the models of request bodies: what pydantic finds wrong becomes an InvalidInput that names the field.
+"""The base class of the models of request bodies, which turns pydantic's errors into InvalidInput that names the field.
 
-A null counts as an absent field.
+A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.values import ignores, printable, refuse, refuse_unless_harmless, shown
 
-MAX_ENTRIES = 4096  # of an object whose keys are the client's
-_SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # of a message of pydantic
+MAX_ENTRIES = 4096  # entries of an object whose keys the client chooses
+_SUBJECT = re.compile("^[A-Z][a-z]+ should ")  # the beginning of a message of pydantic
 _OBJECT = "must be a JSON object"
 OBJECT_OR_TEXT = f"{_OBJECT} or a string that is not empty"
 _OWN_WORDS = {"dict_type": _OBJECT, "model_type": _OBJECT, "bool_type": "must be true or false"}
 
 
 class ElementBudget:
-    """How many elements of lists may be looked at in one value: each takes microseconds."""
+    """Bounds how many list elements of one value are validated, since each takes microseconds."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._left = most
 
     def spend(self, count: int) -> bool:
-        """False if that is too many."""
+        """Counts elements. Returns False if the budget is exceeded."""
         self._left -= count
         return self._left >= 0
 
     def take(self, place: str, count: int) -> None:
-        """Raises InvalidInput."""
+        """Counts elements. Raises InvalidInput, which names ``place``, if the budget is exceeded."""
         if not self.spend(count):
             raise InvalidInput(place, f"holds too many elements; at most {self.most} are checked")
 
 
 class Body(BaseModel):
-    """An object of a request. A field of it that is null counts as absent, also an unknown one."""
+    """An object of a request's body. A field that is null counts as absent, even if its name is unknown."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -82,7 +82,7 @@ class Body(BaseModel):
 
 @cache
 def fields(model: type[Body]) -> Mapping[str, Any]:
-    """The fields of a model by the names that clients know them by."""
+    """Returns the fields of a model by the names that clients use."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
@@ -95,7 +95,7 @@ class Ignored:
 
 @dataclass(frozen=True, eq=False)
 class Because:
-    """Gives the reason why other values of a field are refused."""
+    """Replaces pydantic's message for a wrong value of a field with ``reason``."""
 
     reason: str
 
@@ -105,7 +105,7 @@ class Because:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """Marks a parameter that is not implemented. ``harmless``: the values with which it asks for nothing."""
+    """Marks a parameter that is not implemented. Values in ``harmless``, such as its default, are accepted."""
 
     harmless: tuple[Any, ...] = ()
 
@@ -128,7 +128,7 @@ class Refused:
 
 
 def _exactly(value: Any) -> dict[str, Any]:
-    """The schema of one value; a list has one element or none."""
+    """Returns the JSON schema that only this value matches; the value may be a list of at most one element."""
     if isinstance(value, list):
         items = _exactly(value[0]) if value else {}
         return {"type": "array", "minItems": len(value), "maxItems": len(value), "items": items}
@@ -139,17 +139,17 @@ def _exactly(value: Any) -> dict[str, Any]:
 
 
 def wrong(message: str, key: str | None = None) -> PydanticCustomError:
-    """An error of the value at hand, or of its field ``key``."""
+    """Makes the error of the value that is being validated, or of its field ``key``."""
     return PydanticCustomError("wrong", "{message}", {"message": message, "key": key})
 
 
 def _whole(value: Any) -> Any:
-    """A number below -(2**63) has become that float when the body was parsed."""
+    """Turns a float without fraction into an int; the JSON parser reads integers below -(2**63) as floats."""
     return int(value) if type(value) is float and value.is_integer() and value > -(2**63) else value
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Millions of ids, as a prompt may have, are looked at in 0.1 s."""
+    """Turns whole floats in a list, such as a prompt's ids, into ints. Millions are checked in 0.1 s."""
     if not isinstance(value, list) or float not in set(map(type, value)):
         return value
     return [int(each) if type(each) is float and each.is_integer() else each for each in value]
@@ -172,16 +172,16 @@ def _text_or_list(value: Any) -> str | None:
 
 
 class _FailFast(FailFast):
-    __hash__ = object.__hash__  # unions of types need it
+    __hash__ = object.__hash__  # a union of annotated types must be hashable
 
 
-FAIL_FAST = _FailFast()  # of a list: one error is enough
-WHOLE = BeforeValidator(_whole)  # as JSON has it, where 1 is 1.0
-SPENDS = BeforeValidator(_spend)  # of a list whose elements take Python code: counts them before
+FAIL_FAST = _FailFast()  # ends the validation of a list at its first error
+WHOLE = BeforeValidator(_whole)  # an integer, which may be written 1.0
+SPENDS = BeforeValidator(_spend)  # counts the elements of a list whose elements are validated in Python
 M = TypeVar("M", bound=Body)
 S = TypeVar("S")
 T = TypeVar("T")
-# A constraint makes pydantic refuse lone surrogates, which UTF-8 has not.
+# Any constraint, even MinLen(0), makes pydantic refuse lone surrogates, which UTF-8 cannot encode.
 Text = Annotated[str, MinLen(0), WithJsonSchema({"type": "string"})]
 NonEmpty = Annotated[str, MinLen(1)]
 JsonObject = dict[str, Any]
@@ -194,8 +194,10 @@ OrList = Annotated[
 
 
 def validate(place: str, kind: TypeAdapter[T], value: Any, most: int | None = None) -> T:
-    """The value as ``kind`` has it. Raises InvalidInput, whose field begins with ``place``. ``most``: elements that are
-    looked at."""
+    """Returns the value, validated as ``kind``. Raises InvalidInput, whose field begins with ``place``.
+
+    ``most`` is the largest number of list elements that are validated.
+    """
     try:
         return kind.validate_python(value, context=None if most is None else ElementBudget(most))
     except ValidationError as error:
@@ -204,16 +206,16 @@ def validate(place: str, kind: TypeAdapter[T], value: Any, most: int | None = No
 
 
 def read(body: Mapping[str, Any], model: type[M]) -> M:
-    """A body of a few fields as its model. Raises InvalidInput, which names the field."""
+    """Validates a small body as ``model``. Raises InvalidInput, which names the field."""
     found: M = validate("", _adapter(model), dict(body))
     return found
 
 
 def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[str, Any]:
-    """The parameters of a body that have an effect. Raises InvalidInput, which names the parameter that is missing,
-    wrong, unknown or not implemented.
+    """Validates a body as ``model``, and returns the parameters that have an effect.
 
-    ``most``: elements of its lists that are looked at.
+    ``most`` is the largest number of list elements that are validated. Raises InvalidInput, which names the parameter
+    that is missing, wrong, unknown or not implemented.
     """
     known, said = fields(model), dict[str, Any]()
     for key, value in body.items():
@@ -231,13 +233,13 @@ def _adapter(model: type[M]) -> TypeAdapter[M]:
 
 
 def treatment(field: Any) -> str:
-    """What becomes of a parameter: it is taken, ignored or refused."""
+    """Returns how a model's field is treated: ``taken``, ``ignored`` or ``refused``."""
     kinds = [type(each) for each in field.metadata]
     return "ignored" if Ignored in kinds else "refused" if Refused in kinds else "taken"
 
 
 def _field(place: str, value: Any, found: ErrorDetails) -> str:
-    """The path of a field. A step that leads nowhere in the value is pydantic's name of a kind."""
+    """Returns the path of a wrong field, without the names of union members that pydantic puts into it."""
     missing = found["type"] == "missing"
     for step in found["loc"][:-1] if missing else found["loc"]:
         if isinstance(step, int) and isinstance(value, list):

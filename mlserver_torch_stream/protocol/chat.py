@@ -1,4 +1,4 @@
-"""Checks a conversation: OpenAI-shaped messages, the tools that its answer may call, and template arguments."""
+"""Validates a conversation: messages as in OpenAI's API, the tools that the answer may call, and template arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mlserver_torch_stream.types import ModelInfo
 
 _NO_PARSER = "none"
 MAX_TOOLS = 128
-MAX_NAME = 64  # of a role
+MAX_NAME = 64  # characters of a role
 MAX_TOOL_NAME = 128
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
@@ -51,7 +51,7 @@ class ToolFunction(Body, extra="ignore"):
 
 
 class FunctionTool(Tool):
-    """A function, as chats have it."""
+    """A function, in the form of chat completions."""
 
     function: ToolFunction
 
@@ -70,7 +70,7 @@ class TextPart(Body, extra="ignore"):
 
 
 class MessageMetadata(Body):
-    """What proxies and their SDKs add to a message, and send back with it. No chat template sees it."""
+    """Fields that proxies and SDKs add to an answer, and so send back with it. Chat templates do not see them."""
 
     provider_specific_fields: Any = None
     cache_control: Any = None
@@ -79,7 +79,7 @@ class MessageMetadata(Body):
 
 
 class ChatMessage(MessageMetadata):
-    """A message of a conversation. An answer may come back as the client's SDK has dumped it, or a proxy."""
+    """A message of a conversation. An earlier answer may have the form in which an SDK or a proxy dumps it."""
 
     role: NonEmpty
     content: OrList[Text, Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
@@ -117,7 +117,10 @@ def check_tools(field: str, value: Any) -> Tools:
 
 
 def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[Tools | None, ToolChoice]:
-    """The tools for the chat template, and those of them that the answer may call. Raises InvalidInput."""
+    """Returns the tools for the chat template, and the choice of those that the answer may call.
+
+    Raises InvalidInput.
+    """
     choice = given["tool_choice"].value if "tool_choice" in given else "auto"
     if not tools or choice == "none":
         if choice not in ("auto", "none"):
@@ -152,7 +155,7 @@ def _check_calls_end(functions: Sequence[Mapping[str, Any]], only: str | None) -
 
 
 def parsed_calls(field: str, position: int, calls: Any) -> list[Any]:
-    """The calls of a message, their arguments as objects: OpenAI's API has them as JSON text, templates do not."""
+    """Returns a message's calls with parsed arguments: OpenAI's API has JSON text there, and templates read objects."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
     return [_parsed(field, f"call {number} of message {position}", call) for number, call in enumerate(calls)]
@@ -169,7 +172,7 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def parsed_arguments(field: str, subject: str, text: str) -> dict[str, Any]:
-    """The arguments of a call as an object. ``subject``: of the error's sentence, empty where ``field`` says it."""
+    """Parses the arguments of a call. Raises InvalidInput, whose sentence begins with ``subject``."""
     try:
         arguments = parse_json(text or "{}")
     except ValueError as error:
@@ -187,8 +190,8 @@ def _named(choice: Any, functions: Sequence[Mapping[str, Any]], given: Merged) -
     return str(choice["name"])
 
 
-_MAX_TEMPLATE_ARGUMENTS = 64  # templates read a few; each is copied several times on its way to one
-# Arguments of apply_chat_template that are the server's: a client that set them could run its own template.
+_MAX_TEMPLATE_ARGUMENTS = 64  # templates read a few; each is copied several times on its way there
+# Arguments of apply_chat_template that the server sets itself. A client that set them could run its own template.
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
         "add_generation_prompt",
@@ -216,8 +219,10 @@ _REASONING = ("reasoning", "reasoning_content")  # templates read one or the oth
 
 
 def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any], ...]:
-    """A non-empty list of messages, each with a role and content that is one string; at most ``most`` messages and
-    parts."""
+    """Validates a list of messages, and joins the parts of each message's content into one string.
+
+    The list must not be empty, and has at most ``most`` messages and parts. Raises InvalidInput.
+    """
     if not isinstance(value, list) or not value:
         raise InvalidInput(field, f"must be a non-empty list of messages, got {shown(value)}")
     budget = ElementBudget(most)
@@ -226,7 +231,7 @@ def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any]
 
 
 def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``value``. Raises InvalidInput if it has too many entries or sets a name of the server's."""
+    """Returns ``value``. Raises InvalidInput if it has too many entries or sets an argument of the server's."""
     if len(value) > _MAX_TEMPLATE_ARGUMENTS:
         raise InvalidInput(field, f"may have at most {_MAX_TEMPLATE_ARGUMENTS} entries, got {len(value)}")
     reserved = sorted(_RESERVED_TEMPLATE_ARGUMENTS.intersection(value))
@@ -242,7 +247,7 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
     if not is_text(role) or not role:
         raise InvalidInput(field, f"message {position} needs a role, got {shown(role)}")
     _check_names(field, position, role, message.get("name"))
-    # Templates ask whether a key is there.
+    # Nulls are dropped, because templates test whether a key is present.
     checked = {key: part for key, part in message.items() if part is not None and key not in fields(MessageMetadata)}
     calls = message.get("tool_calls")
     if calls is not None:
@@ -259,8 +264,10 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
 
 
 def _check_names(field: str, position: int, role: str, name: Any) -> None:
-    """Raises InvalidInput. Templates write both of them as they are, where a filter of contents does not look: no mark
-    of a template and no new line can be in them."""
+    """Raises InvalidInput unless the role and the name are harmless in a prompt.
+
+    Templates write both unfiltered, so neither may contain a template's marks or a line break.
+    """
     if len(role) > MAX_NAME or not NAME_CHARACTERS.issuperset(role):
         may = f"may have up to {MAX_NAME} letters, digits, '_', '-' and '.'"
         raise InvalidInput(field, f"the role of message {position} {may}, got {shown(role)}")

@@ -1,7 +1,6 @@
-"""Reads the constraint of a request's answers, and checks JSON schemas.
+"""Reads the constraint on a request's answers, and checks JSON schemas.
 
-A schema that no finite answer matches is refused here. Whether a constraint is implemented is found out by the engine's
-compiler.
+A schema that no finite answer matches is refused here. The engine's compiler refuses what it does not implement.
 """
 
 from __future__ import annotations
@@ -28,13 +27,16 @@ from mlserver_torch_stream.protocol.bodies import (
 )
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ModelInfo
 
-_MAX_VISITS = 20_000  # of parts of a schema: some 20 ms
-_MAX_DEPTH = 150  # of nested parts; each takes up to three nested Python calls
+_MAX_VISITS = 20_000  # visits of a schema's parts, some 20 ms
+_MAX_DEPTH = 150  # nested parts, of which each takes up to three nested Python calls
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 
 def check_finite(field: str, schema: Mapping[str, Any]) -> None:
-    """Raises InvalidInput. Only references can make a part infinite, so the targets of all of them are looked at."""
+    """Raises InvalidInput, which names ``field``, if no finite answer matches the schema.
+
+    Only references can make a schema infinite, so it is enough to check the target of each.
+    """
     search = _Search(field, schema)
     for reference in dict.fromkeys(_references(schema)):
         if not search.is_finite({"$ref": reference}):
@@ -54,7 +56,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 class _Search:
-    """Looks for a finite instance of a part. A reference from within its own target counts as infinite."""
+    """Searches for a finite instance of a schema. A reference from within its own target counts as infinite."""
 
     def __init__(self, field: str, root: Mapping[str, Any]) -> None:
         self._field = field
@@ -64,6 +66,7 @@ class _Search:
         self._visits = self._depth = 0
 
     def is_finite(self, part: Any) -> bool:
+        """Whether the part has a finite instance. Raises InvalidInput if that takes too many visits."""
         self._visits += 1
         self._depth += 1
         if self._visits > _MAX_VISITS or self._depth > _MAX_DEPTH:
@@ -124,7 +127,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """The part that a JSON pointer within the schema names; None for other references."""
+    """Returns the part of the schema that a JSON pointer names; None for any other kind of reference."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     part = root
@@ -147,7 +150,7 @@ Choices = Annotated[list[NonEmpty], Len(1, _MAX_CHOICES), FAIL_FAST]
 
 
 class JsonSchemaFormat(Body):
-    """The schema of an answer."""
+    """The JSON schema that the answer must match."""
 
     name: Text | None = None
     description: Text | None = None
@@ -156,14 +159,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The kind of an answer."""
+    """OpenAI's ``response_format``: free text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's constraints of an answer. Further fields of vLLM's own class have the values that ask for nothing."""
+    """vLLM's constraints on an answer. Other fields of vLLM's class are accepted with their defaults only."""
 
     json_: JsonGuide | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -184,15 +187,17 @@ GUIDED: Mapping[str, TypeAdapter[Any]] = {
     "grammar": TypeAdapter(NonEmpty),
 }
 _RESPONSE_FORMAT, _STRUCTURED_OUTPUTS = TypeAdapter(ResponseFormat), TypeAdapter(StructuredOutputs)
-# As TensorRT-LLM's backend of Triton names them.
+# The names in Triton's TensorRT-LLM backend.
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
 _GUIDE_KINDS = {"regex": ConstraintKind.REGEX, "ebnf_grammar": ConstraintKind.GRAMMAR}
 guide_type = values.one_of("json", "json_schema", *_GUIDE_KINDS)
 
 
 def response_format(value: Any, info: ModelInfo) -> Constraint | None:
-    """Reads OpenAI's ``response_format``; None for free text. Raises InvalidInput, or ValueError if the value is no
-    object."""
+    """Reads OpenAI's ``response_format``; returns None for free text.
+
+    Raises InvalidInput, or ValueError if the value is not an object.
+    """
     field = "response_format"
     said = values.json_object(value, info)
     validate(field, _RESPONSE_FORMAT, said)
@@ -206,13 +211,15 @@ def response_format(value: Any, info: ModelInfo) -> Constraint | None:
 
 
 def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
-    """Reads vLLM's ``structured_outputs``; None if it is empty. Raises InvalidInput, or ValueError if the value is no
-    object."""
+    """Reads vLLM's ``structured_outputs``; returns None if it is empty.
+
+    Raises InvalidInput, or ValueError if the value is not an object.
+    """
     field = "structured_outputs"
     said = values.json_object(value, info)
     validate(field, _STRUCTURED_OUTPUTS, said)
     kinds = [key for key in ("json", "json_object", "regex", "choice", "grammar") if said.get(key)]
-    if "json" in said and said["json"] == {}:  # a schema of anything
+    if "json" in said and said["json"] == {}:  # the schema that everything matches
         kinds.append("json")
     if len(kinds) > 1:
         raise InvalidInput(f"{field}.{kinds[1]}", f"contradicts {field}.{kinds[0]}")
@@ -220,7 +227,7 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
 
 
 def guided(kind: str) -> values.Reader:
-    """Reads vLLM's older name of a kind of constraint, such as ``guided_json``."""
+    """Makes a reader of vLLM's older parameter for a kind of constraint, such as ``guided_json``."""
     field = f"guided_{kind}"
 
     def read(value: Any, info: ModelInfo) -> Constraint:
@@ -239,7 +246,7 @@ def text(value: Any, info: ModelInfo) -> str:
 
 
 def of_guide(kind: str, guide: str | None) -> Constraint:
-    """Reads TensorRT-LLM's guide of the kind that ``guide_type`` has read. Raises InvalidInput."""
+    """Makes the constraint of TensorRT-LLM's two parameters, its kind and its guide. Raises InvalidInput."""
     if kind == "json":
         return Constraint(ConstraintKind.JSON_OBJECT, "", GUIDE_TYPE)
     if guide is None:
@@ -259,12 +266,12 @@ def _of_kind(kind: str, value: Any, field: str) -> Constraint:
 
 
 def _of_schema(schema: Any, field: str) -> Constraint:
-    """``schema``: as an object, or written as JSON. The order of its properties stays."""
+    """Makes the constraint of a schema, which is an object or JSON text. The order of its properties is kept."""
     if isinstance(schema, str):
         schema = values.named(field, values.parse_json, schema)
     if not isinstance(schema, Mapping):
         raise InvalidInput(field, f"must be a JSON object, got {values.shown(schema)}")
     if "x-guidance" in schema:
-        raise InvalidInput(f"{field}.x-guidance", "is not taken from requests")
+        raise InvalidInput(f"{field}.x-guidance", "cannot be set by a request")
     check_finite(field, schema)
     return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema), field)

@@ -1,6 +1,6 @@
-"""Reads the tools of OpenAI's Responses API that are no functions as functions, and writes their calls back.
+"""Translates tools of OpenAI's Responses API that are not plain functions into functions, and their calls back.
 
-A custom tool is a function of one text, ``input``. A tool of a namespace has the namespace in its name.
+A custom tool becomes a function with one string, ``input``. A tool in a namespace gets the namespace into its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlserver_torch_stream.protocol.values import ignores, printable
 
 INPUT = "input"
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# The text of a JSON string up to an escape, or a pair of surrogates, that is not whole.
+# The text of a JSON string up to an escape or a surrogate pair that is incomplete.
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
     r"|\\u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))*"
@@ -25,13 +25,15 @@ _WHOLE = re.compile(
 
 
 def function_name(name: str, namespace: str | None) -> str:
-    """The name of the function that stands for a tool."""
+    """Returns the name of the function that stands for a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tuple[Mapping[str, Any], list[str]]:
-    """The body without the tools of other types than the ``known`` ones, and what names them; if the server's setting
-    is not to ignore what it does not know, the body as it is."""
+    """Removes the tools whose types are not in ``known``, if the server ignores unknown parameters.
+
+    Returns the body and the names of the removed tools; otherwise the unchanged body and an empty list.
+    """
     tools = body.get("tools")
     if not isinstance(tools, list):
         return body, []
@@ -48,7 +50,7 @@ def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """How a call of a function names its tool."""
+    """The tool for which a function stands, as a call of it is written for the client."""
 
     name: str
     namespace: str | None
@@ -56,7 +58,7 @@ class NamedTool:
 
 
 def named_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, NamedTool]:
-    """The tools that are no plain functions, by the name of the function that stands for each."""
+    """Returns the tools that are not plain functions, by the name of the function that stands for each."""
     found = {}
     for tool, namespace in _flat(tools):
         named = NamedTool(tool["name"], namespace, tool["type"] == "custom")
@@ -66,7 +68,7 @@ def named_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, NamedTool]:
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tools as functions of a chat. Raises InvalidInput."""
+    """Returns the tools as functions of a chat. Raises InvalidInput."""
     return [_function(tool, namespace) for tool, namespace in _flat(tools)]
 
 
@@ -102,15 +104,15 @@ def _pattern(name: str, said: Mapping[str, Any]) -> str | None:
 
 
 class ArgumentText:
-    """The text of a custom tool's call, out of the arguments, which come in pieces."""
+    """Extracts the text of a custom tool's call from the function's arguments, which come in pieces."""
 
     def __init__(self) -> None:
         self._arguments = ""  # until the text begins
-        self._rest = ""  # of the text: an escape that is not whole
+        self._rest = ""  # an incomplete escape at the end of the text so far
         self._begun = False
 
     def push(self, piece: str) -> str:
-        """The text that the piece has completed."""
+        """Returns the text that is complete with this piece."""
         if not self._begun:
             self._arguments += piece
             begin = _BEGIN.match(self._arguments)
@@ -125,5 +127,5 @@ class ArgumentText:
         return text
 
     def flush(self) -> str:
-        """The arguments, if they had no text in its place."""
+        """Returns the arguments as they are if they do not have the expected form; else an empty string."""
         return "" if self._begun else self._arguments

@@ -1,6 +1,6 @@
 """The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
 
-The names are those of the Open Inference Protocol's text generation.
+The names are those of the Open Inference Protocol's generate extension.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from mlserver_torch_stream.types import FinishReason, GenerationRequest, ModelIn
 
 
 def whole_details(sequence: CollectedSequence) -> JsonObject:
-    """Of a sequence with all its tokens."""
+    """Returns the ``details`` of a whole sequence."""
     reason = _reason(sequence.finish_reason, sequence.stop_reason)
     return {"finish_reason": reason, "logprobs": [_token(entry) for entry in sequence.logprobs]}
 
 
 def event_details(event: TokenEvent) -> JsonObject:
-    """Of an event with at most one token."""
+    """Returns the ``details`` of an event that has at most one token."""
     token = _token(event.logprobs[0]) if event.logprobs else None
     return {"finish_reason": _reason(event.finish_reason, event.stop_reason), "token": token}
 
 
 def split_by_token(event: TokenEvent) -> Sequence[TokenEvent]:
-    """The event as events of one token each, of which the last has the text."""
+    """Splits an event into events of one token each; the last one has the whole text."""
     earlier = [TokenEvent(event.index, "", (entry.token_id,), (entry,)) for entry in event.logprobs[:-1]]
     return [*earlier, replace(event, token_ids=event.token_ids[-1:], logprobs=event.logprobs[-1:])]
 
 
 def _reason(reason: FinishReason | None, stop_reason: int | str | None) -> str | None:
-    """A reason that the extension does not know, such as ``timeout``, keeps our name."""
+    """Returns the extension's name of a finish reason; a reason that it lacks, such as ``timeout``, keeps our name."""
     if reason is FinishReason.STOP:
         return "eos_token" if stop_reason is None else "stop_sequence"
     return None if reason is None else reason.value
@@ -80,13 +80,16 @@ _ID = "id"
 _PARAMETERS = "parameters"
 _DETAILS = "details"
 _V2_TENSORS = "inputs"
-_MAX_KEYS = 32  # of a body that are compared with the names of prompts: a comparison takes microseconds
+_MAX_KEYS = 32  # keys that are compared with the names of prompts; each comparison takes microseconds
 _NO_PARAMETERS = SILENT | {_ID, _PARAMETERS, names.TEXT_INPUT}
 _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
 
 class FlatGenerate(Spelling):
-    """Parameters stand at the top level or in ``parameters``. A body without V2's list ``inputs`` is flat too."""
+    """The spelling of flat JSON. Parameters stand at the top level or in ``parameters``.
+
+    It accepts every body with ``text_input``, and every body without V2's list ``inputs``.
+    """
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
         return names.TEXT_INPUT in body or not isinstance(body.get(_V2_TENSORS), list)
@@ -128,15 +131,17 @@ class FlatStreamReply:
         self._details = request.reply.details
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The last object of a request in which a sequence failed has its ``error``; with details, an object has one
-        token."""
+        """Returns the objects of one event; with details, one object for each token.
+
+        If a sequence failed, the request's last object has its ``error``.
+        """
         return [self._object(each) for each in (split_by_token(event) if self._details else (event,))]
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
         return [self._object(ending) for ending in self._progress.endings(error)]
 
     def end(self) -> None:
-        """The last object is the end."""
+        """Returns None: a flat stream ends with its last object."""
 
     def _object(self, event: TokenEvent) -> JsonObject:
         reply = {**self._head, **event_values(event, self._shown)}
@@ -149,7 +154,7 @@ class FlatStreamReply:
 
 
 class FlatUnaryReply(WholeReply):
-    """One object for a whole request: a value of one element is that element, any other a list."""
+    """One object for a whole request. A value with one element is written as that element, others as lists."""
 
     def body(self) -> JsonObject:
         reply = head(self._context, self._request.request_id)
@@ -172,13 +177,13 @@ def _texts(value: Any, most: int) -> list[str]:
 
 
 def _no_text(body: Mapping[str, Any]) -> InvalidInput:
-    """The error of a body without a prompt; it names the key that seems to have the prompt."""
+    """Returns the error for a body without a prompt; it names the key that probably holds the prompt."""
     alias = next((key for key in names.PROMPT_TENSORS if key in body), None)
     few = (values.printable(key) for key in islice(body, _MAX_KEYS))
     near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)
     hint = "" if near is None else f" (the body has {near!r})"
     return InvalidInput(
-        names.TEXT_INPUT, f"is missing{hint}; it holds the prompt of flat JSON, and {_V2_TENSORS} the tensors of V2"
+        names.TEXT_INPUT, f"is missing{hint}; flat JSON has its prompt there, and V2 has its tensors in {_V2_TENSORS}"
     )
 
 
@@ -201,7 +206,7 @@ def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
         if key in names.PROMPT_TENSORS:
             raise InvalidInput(key, f"a second prompt beside {names.TEXT_INPUT}; send exactly one")
         if key == names.TOOLS:
-            raise InvalidInput(key, f"only a conversation takes it; send {names.MESSAGES}")
+            raise InvalidInput(key, f"is for conversations only; send {names.MESSAGES}")
         if merged.setdefault(key, value) != value:
             raise InvalidInput(key, f"differs from the one in {_PARAMETERS}")
     return merged

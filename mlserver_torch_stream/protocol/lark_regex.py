@@ -1,6 +1,7 @@
-"""Writes a grammar of Lark's language as one regular expression, if no rule of it refers to itself.
+"""Translates a Lark grammar into one regular expression, which is possible if no rule refers to itself.
 
-The text of a call is written as JSON, in which a schema can ask for a regular expression and for no grammar.
+The input of a custom tool is a string in the JSON of a call, and a JSON schema can constrain a string by a regular
+expression but not by a grammar.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as _parser
 
-_MAX_CHARACTERS = 1 << 16  # of the expression, to which each use of a rule adds the whole rule
+_MAX_CHARACTERS = 1 << 16  # characters of the expression; each use of a rule adds the whole rule
 _MAX_DEPTH = 100
 _COMMON: Mapping[str, str] = {
     "CR": r"\r",
@@ -39,12 +40,15 @@ _TOKEN = re.compile(
 
 
 def regex_of_lark(definition: str) -> str:
-    """The expression of the rule ``start``. Raises ValueError, whose text ends a sentence about the grammar."""
+    """Returns the expression of the rule ``start``.
+
+    Raises ValueError. The text of the error is the end of a sentence whose subject is the grammar.
+    """
     if len(definition) > _MAX_CHARACTERS:
         raise ValueError(f"has more than {_MAX_CHARACTERS} characters")
     expression = _Grammar(definition).rule("start")
     try:
-        _parser.parse(expression)  # compiling a class of all characters takes 20 ms, and a grammar may have thousands
+        _parser.parse(expression)  # parsed only: compiling one large class takes 20 ms
     except (re.error, OverflowError, RecursionError):
         raise ValueError("cannot be read") from None
     return expression
@@ -83,7 +87,7 @@ class _Grammar:
         return self._known[name]
 
     def _expression(self, body: str) -> str:
-        """The tokens are those of the expression but for what they are called; marks are the same in both."""
+        """Translates the body of a rule token by token; operators such as ``|`` and ``*`` are the same in both."""
         parts: list[str] = ["(?:"]
         end = size = depth = 0
         body = body.rstrip()
@@ -117,7 +121,7 @@ class _Grammar:
 
 
 def _literal(quoted: str) -> str:
-    """The text of a string of Lark's, which is written as in JSON, for an expression."""
+    """Unquotes a string literal of Lark, which has JSON's escapes, and escapes it for a regular expression."""
     try:
         text: str = json.loads(quoted, strict=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads the input lines of OpenAI's batches, builds their output lines, and folds streamed chunks into objects.
+"""Reads the input lines of OpenAI's batches, builds their output lines, and joins streamed chunks into whole objects.
 
 Unknown fields of a chunk are kept.
 """
@@ -13,11 +13,11 @@ from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
 from mlserver_torch_stream.protocol.responses_request import INPUT
 from mlserver_torch_stream.protocol.values import is_text, refuse, shown
 
-_GENERATE_PROMPT = "text_input"  # the generate extension's name of a prompt
+_GENERATE_PROMPT = "text_input"  # the prompt's name in the generate extension
 _PROMPTS = (MESSAGES, PROMPT, INPUT, _GENERATE_PROMPT)
 _LINE = ("custom_id", "method", "url", "body")
 _ENDPOINTS = {"/v1/chat/completions": MESSAGES, "/v1/completions": PROMPT, "/v1/responses": INPUT}
-# Of each object: the beginning of its id, and the key of its time.
+# For each kind of object, the prefix of its id and the key of its time.
 _HEADS = {
     "chat.completion": ("chatcmpl-", "created"),
     "text_completion": ("cmpl-", "created"),
@@ -28,7 +28,7 @@ OK = 200
 
 
 def read_custom_id(line: Mapping[str, Any], fallback: str) -> str:
-    """Raises InvalidInput."""
+    """Returns the line's ``custom_id``, or ``fallback`` if it has none. Raises InvalidInput if it is not a string."""
     custom_id = line.get("custom_id", fallback)
     if not is_text(custom_id):
         raise InvalidInput("custom_id", f"must be a string, got {shown(custom_id)}")
@@ -36,8 +36,10 @@ def read_custom_id(line: Mapping[str, Any], fallback: str) -> str:
 
 
 def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The request of a line, with its prompt as ``messages`` or ``prompt``. A line without ``body`` is the request
-    itself, beside its ``custom_id``. Raises InvalidInput."""
+    """Returns the request of a line, with its prompt as ``messages`` or ``prompt``.
+
+    A line without ``body`` is itself the request, beside its ``custom_id``. Raises InvalidInput.
+    """
     if "body" not in line:
         return _checked({key: value for key, value in line.items() if key != "custom_id"})
     for key, value in line.items():
@@ -54,7 +56,7 @@ def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(body: Mapping[str, Any], served: Collection[str]) -> None:
-    """Raises UnknownModel where the request names a model that is none of ``served``."""
+    """Raises UnknownModel if the request names a model that is not in ``served``."""
     name = body.get("model")
     if name is None:
         return
@@ -67,8 +69,11 @@ def check_model(body: Mapping[str, Any], served: Collection[str]) -> None:
 def answer_line(
     name: str, custom_id: str, body: Mapping[str, Any], created: int, place: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The output line of a request that was answered. ``name``: what its ids are made of; ``place``: keys that OpenAI's
-    lines do not have. ``created``, in seconds since the epoch, goes into a body that is an OpenAI object."""
+    """Returns the output line of a request that was answered.
+
+    The line's ids are made from ``name``. ``place`` holds keys that OpenAI's lines do not have. ``created``, in seconds
+    since the epoch, is written into a body that is an OpenAI object.
+    """
     known = _HEADS.get(str(body.get("object")))
     if known is not None:
         prefix, time = known
@@ -80,22 +85,22 @@ def answer_line(
 def refused_line(
     name: str, custom_id: str, status: int, error: Mapping[str, Any], place: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The output line of a request that was refused with a status and an error object."""
+    """Returns the output line of a request that was refused with a status and an error object."""
     return _line(name, custom_id, place, _response(name, status, {"error": error}), None)
 
 
 def lost_line(name: str, custom_id: str, code: str, message: str, place: Mapping[str, Any]) -> dict[str, Any]:
-    """The output line of a request that was sent to no model."""
+    """Returns the output line of a request that was never sent to a model."""
     return _line(name, custom_id, place, None, {"code": code, "message": message})
 
 
 def plain_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """An output line with the keys of OpenAI's lines alone."""
+    """Returns an output line without the keys that OpenAI's lines do not have."""
     return {key: line[key] for key in _OUTPUT_LINE}
 
 
 def is_answered(line: Mapping[str, Any]) -> bool:
-    """True if an output line has an answer."""
+    """Whether an output line has an answer, not an error."""
     return line["error"] is None and line["response"]["status_code"] == OK
 
 
@@ -140,17 +145,21 @@ def _check_url(url: Any, body: Mapping[str, Any]) -> None:
 
 
 _WHOLE = {"chat.completion.chunk": "chat.completion"}
-_SAID_ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "object"})  # strings that never come in pieces
+_SAID_ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "object"})  # strings that are never in pieces
 
 
 class ChunkFold:
-    """The answer so far. Raises KeyError, TypeError or AttributeError at a chunk that is none."""
+    """Joins the chunks of a stream into the whole answer.
+
+    An object that is not a chunk raises KeyError, TypeError or AttributeError.
+    """
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
 
     def add(self, chunk: Mapping[str, Any]) -> None:
+        """Joins one chunk to the answer."""
         for key, value in chunk.items():
             if key != "choices" and (value is not None or key not in self._head):
                 self._head[key] = value
@@ -158,6 +167,7 @@ class ChunkFold:
             _merge(self._choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
 
     def whole(self) -> dict[str, Any]:
+        """Returns the answer, with ``message`` in place of ``delta``."""
         kind = self._head.get("object")
         head = {**self._head, "object": _WHOLE.get(kind, kind)} if kind is not None else self._head
         return {**head, "choices": [_choice(self._choices[index]) for index in sorted(self._choices)]}
@@ -190,7 +200,7 @@ def _merge(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _extend(whole: list[Any], piece: list[Any]) -> None:
-    """Elements with an ``index``, such as tool calls, are joined to the element with the same index."""
+    """Appends a list; an element with an ``index``, such as a tool call, is joined to the element of that index."""
     for element in piece:
         index = element.get("index") if isinstance(element, dict) else None
         known = next((each for each in whole if index is not None and each.get("index") == index), None)
@@ -201,7 +211,7 @@ def _extend(whole: list[Any], piece: list[Any]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """A value that later pieces may change."""
+    """Copies a value, so that later chunks may change it."""
     if isinstance(value, dict):
         return {key: _copy(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Declares OpenAI's files and batches: their ids, bodies and queries, and their part of the OpenAPI document.
 
-The lines of their files are in ``openai_batch``.
+``openai_batch`` reads and writes the lines of the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject
 FILE, BATCH = (
     "file-",
     "batch_",
-)  # ids begin with these, and end with hexadecimal digits: they are safe in keys and paths
+)  # an id is such a prefix and hexadecimal digits, so it is safe in keys and paths
 ID_DIGITS = 32
 _ID = re.compile(rf"(?:{FILE}|{BATCH})[0-9a-f]{{{ID_DIGITS}}}")
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
@@ -62,14 +62,14 @@ class BatchRequest(Body):
 
 
 class BatchQuery(Body, strict=False):
-    """The parameters of the list of batches. ``after``: only objects after this id, in the page's order."""
+    """The query of the list of batches. The page begins after the object with the id ``after``."""
 
     limit: Annotated[int, Ge(1), Le(100)] = 20
     after: _BatchId | None = None
 
 
 class FileQuery(Body, strict=False):
-    """The parameters of the list of files. ``order``: by age."""
+    """The query of the list of files. ``order`` sorts by age."""
 
     limit: Annotated[int, Ge(1), Le(10_000)] = 10_000
     after: _FileId | None = None
@@ -85,10 +85,10 @@ _BODIES: Mapping[str, JsonObject] = {
 }
 _QUERIES: Mapping[str, type[Body]] = {"listFiles": FileQuery, "listBatches": BatchQuery}
 _CREATES = ("400", "413", "415", "429", "507")
-_FAILURES = ("404", "503")  # of every path: the server keeps no files, or its store does not answer
+_FAILURES = ("404", "503")  # possible on every path: the server keeps no files, or its store does not answer
 # (path, method, operation, summary, schema of the answer, errors)
 _OPERATIONS: tuple[tuple[str, str, str, str, str, tuple[str, ...]], ...] = (
-    ("/v1/files", "post", "createFile", "Keeps a file of rows.", "File", _CREATES),
+    ("/v1/files", "post", "createFile", "Stores a file of rows.", "File", _CREATES),
     ("/v1/files", "get", "listFiles", "The files.", "FileList", ("400",)),
     ("/v1/files/{file_id}", "get", "retrieveFile", "One file.", "File", ()),
     ("/v1/files/{file_id}", "delete", "deleteFile", "Deletes a file that no batch reads.", "DeletedFile", ("400",)),
@@ -122,7 +122,7 @@ def batch_paths() -> JsonObject:
 
 def _query(query: type[Body]) -> list[JsonObject]:
     properties = body_schemas(query)[query.__name__]["properties"]
-    # No value of a query is null.
+    # A query cannot contain null.
     kinds = {name: next(iter(schema.get("anyOf", [schema]))) for name, schema in properties.items()}
     return [{"name": name, "in": "query", "schema": kind} for name, kind in kinds.items()]
 

@@ -1,4 +1,4 @@
-"""Builds the OpenAPI document of the paths below ``/v1`` out of the models that the decoders read."""
+"""Builds the OpenAPI document of the paths below ``/v1`` from the models that the decoders use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ITEM_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
 
 
 def response_schemas() -> JsonObject:
-    """Returns the OpenAPI schemas of what ``/v1/responses`` answers."""
+    """Returns the OpenAPI schemas of the replies of ``/v1/responses``."""
     items = [
         reference(name)
         for name in ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomCallItem", "WarningItem")
@@ -79,7 +79,7 @@ def _parts(kind: str, *, annotations: bool = False) -> JsonObject:
     return {"type": "array", "items": object_schema(type={"enum": [kind]}, text=STRING, **more)}
 
 
-_DESCRIPTION = """What this server takes of OpenAI's API, and of Anthropic's. Paths below /openai/v1 are the same.
+_DESCRIPTION = """OpenAI's and Anthropic's APIs as this server implements them, also below /openai/v1.
 A value that the schema excludes is refused with status 400 and the name of its parameter. So is a parameter that is not
 listed, unless the server's setting unknown_parameters is ignore."""
 _FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
@@ -88,18 +88,18 @@ _ERRORS = {
     "400": "Bad input: `param` names the parameter.",
     "404": "No model has this name or version; no file or batch has this id, or the server keeps none.",
     "413": "The body is too large.",
-    "415": "The body is packed otherwise than with gzip.",
+    "415": "The body has another Content-Encoding than gzip.",
     "429": "The queue is full.",
     "500": "The generation failed.",
     "503": "The model is loading, or the server shuts down.",
     "507": "The store of files and batches is full.",
-    "504": "The time of the request was over before its first token.",
+    "504": "The request's time limit passed before its first token.",
 }
 _RETRY_AFTER: JsonObject = {"description": "Seconds; with 429 and 503.", "schema": COUNT}
 
 
 def openai_document() -> JsonObject:
-    """An OpenAPI document, version 3.1."""
+    """Returns the OpenAPI document, version 3.1, of all paths below ``/v1``."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlserver-torch-stream", "version": __version__, "description": _DESCRIPTION},
@@ -108,7 +108,7 @@ def openai_document() -> JsonObject:
             "/v1/chat/completions": _generating("createChatCompletion", "Answers a conversation.", "ChatCompletion"),
             "/v1/completions": _generating("createCompletion", "Continues texts.", "Completion"),
             "/v1/responses": _generating(
-                *("createResponse", "Answers an input by items.", "ModelResponse"),
+                *("createResponse", "Answers an input with output items.", "ModelResponse"),
                 events="A ModelResponseEvent as JSON, whose type is also the name of the event.",
             ),
             "/v1/messages": _anthropic(
@@ -116,7 +116,7 @@ def openai_document() -> JsonObject:
                 {"application/json": {"schema": reference("AnthropicMessage")}, "text/event-stream": _EVENTS},
             ),
             "/v1/messages/count_tokens": _anthropic(
-                *("countTokens", "The tokens of a conversation.", "CountTokensRequest"),
+                *("countTokens", "Counts the tokens of a conversation.", "CountTokensRequest"),
                 {"application/json": {"schema": object_schema(input_tokens=COUNT)}},
             ),
             "/v1/models": _reading("listModels", "The models that generate tokens.", "ModelList"),
@@ -131,7 +131,7 @@ def openai_document() -> JsonObject:
 
 
 def _generating(operation: str, summary: str, name: str, events: str = "") -> JsonObject:
-    """``events`` describes the data of its stream's events; empty: the data is a chunk."""
+    """Returns an operation that generates. ``events`` describes the data of its stream's events, by default chunks."""
     whole = {"schema": reference(name)}
     data = {"type": "string", "description": events or f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
     streamed = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
@@ -235,7 +235,10 @@ def _with(described: JsonObject, **optional: Schema) -> JsonObject:
 
 
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
-    """``text``: the schema of a choice's text. A chunk has a usage if ``stream_options`` ask for it."""
+    """Returns the schema of an object of OpenAI's API. ``text`` is the schema of a choice's text.
+
+    With ``usage`` the object always has a usage; a chunk has one only if ``stream_options`` asks for it.
+    """
     choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
     fields: dict[str, Schema] = {"id": STRING, "object": {"enum": [kind]}, "created": COUNT, "model": STRING}
     fields["choices"] = {"type": "array", "items": choice}

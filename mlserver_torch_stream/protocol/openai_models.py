@@ -1,7 +1,6 @@
 """Declares the bodies of OpenAI's requests: chat completions, completions and responses.
 
-The decoder and the OpenAPI document both read these models. A parameter says whether it is taken, ignored, or refused
-by name.
+The decoder and the OpenAPI document both use these models. Each parameter is marked as taken, ignored or refused.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _TYPES = {str: Text, dict: JsonObject, bool: bool}
 if TYPE_CHECKING:
 
     class _OfEveryBody(Body):
-        """What no answer depends on, and what is not implemented."""
+        """The parameters on which no answer depends, and the parameters that are not implemented."""
 else:
     _OfEveryBody = create_model(
         "_OfEveryBody",
@@ -69,7 +68,7 @@ else:
 
 
 class Generation(_OfEveryBody, NamedModel, extra="forbid"):
-    """The parameters of all three bodies."""
+    """The parameters that all three bodies have."""
 
     stream: bool | None = None
     temperature: Annotated[float, Ge(0), Le(100)] | None = None
@@ -79,7 +78,7 @@ class Generation(_OfEveryBody, NamedModel, extra="forbid"):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Entries[Annotated[float, Ge(-100), Le(100)]] | None = None
-    # What vLLM's clients send beside OpenAI's own.
+    # Parameters of vLLM that OpenAI's API does not have.
     top_k: Annotated[int, Ge(-1), WHOLE] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     typical_p: Share | None = None
@@ -98,12 +97,12 @@ class Generation(_OfEveryBody, NamedModel, extra="forbid"):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[NonEmpty, MaxLen(MAX_SALT_CHARACTERS)] | None = None
     priority: Annotated[int, Ge(0), Le(2**31 - 1), WHOLE] | None = None
-    # Of this runtime alone.
+    # Parameters that only this runtime has.
     timeout: Annotated[int, Ge(0), Le(2**53), WHOLE] | None = None
 
 
 class StreamOptions(Body):
-    """What a stream shows beside its choices."""
+    """Which usages a stream shows beside its choices."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -121,7 +120,7 @@ class _Choices(Generation):
 
 
 class Thinking(Body):
-    """Whether the model reasons, as in Anthropic's API. ``budget_tokens`` bounds nothing."""
+    """Whether the model reasons, as in Anthropic's API. ``budget_tokens`` is accepted and has no effect."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[NotNegative | None, Ignored()] = None
@@ -160,9 +159,9 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 
 
 class CompletionRequest(_Choices):
-    """The body of ``/v1/completions``. Its prompt is a text, several, the ids of one prompt, or of several.
+    """The body of ``/v1/completions``. Without ``max_tokens`` the answer has at most 256 tokens.
 
-    Without ``max_tokens`` the answer has at most 256 tokens.
+    Its prompt is a text, a list of texts, a list of ids, or a list of such lists.
     """
 
     prompt: Annotated[
@@ -180,7 +179,7 @@ class CompletionRequest(_Choices):
 
 
 class InputText(Body, extra="ignore"):
-    """A part of a message, or of what a function has answered."""
+    """A part of a message or of a function's result."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
@@ -246,7 +245,7 @@ class InputCustomCall(_InputCall):
 
 
 class InputCallOutput(_Item):
-    """What a function or a custom tool has answered."""
+    """The result of a call of a function or a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
@@ -255,7 +254,7 @@ class InputCallOutput(_Item):
 
 
 class InputReasoning(_Item):
-    """The reasoning of an earlier answer, or its summary where there is no text of it."""
+    """The reasoning of an earlier answer: its text or, if it has no text, its summary."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], FAIL_FAST, SPENDS] | None = None
@@ -269,7 +268,7 @@ _KINDS = (
 
 
 def _kind_of_item(item: Any) -> str | None:
-    """An item is a message unless it says otherwise."""
+    """Returns the item's type; an item without a type is a message."""
     kind = item.get("type") if isinstance(item, dict) else None
     if not isinstance(kind, str):
         return "a message" if kind is None else None
@@ -288,7 +287,7 @@ Item = Annotated[
 
 
 class ResponseFunction(ToolFunction, Tool):
-    """A function, as responses have it."""
+    """A function, in the form of the Responses API."""
 
 
 class TextInput(Body):
@@ -306,7 +305,7 @@ class GrammarInput(Body):
 
 
 class CustomTool(Body, extra="ignore"):
-    """A function of one text."""
+    """A tool whose input is one text."""
 
     type: Literal["custom"]
     name: Annotated[str, Len(1, MAX_TOOL_NAME)]
@@ -330,7 +329,7 @@ _Callable = Annotated[ResponseFunction, Tag("a function")] | Annotated[CustomToo
 
 
 class NamespaceTool(Body, extra="ignore"):
-    """Tools whose calls name this namespace, too."""
+    """A group of tools; a call of one names the tool and this namespace."""
 
     type: Literal["namespace"]
     name: Annotated[str, Len(1, MAX_TOOL_NAME)]
@@ -347,7 +346,7 @@ ResponseTool = Annotated[
 
 
 class TextFormat(Body):
-    """The kind of an answer."""
+    """The format of an answer's text: free text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
@@ -357,14 +356,14 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text of an answer is written."""
+    """The options of an answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Body):
-    """How the model reasons. No summary is made: ``auto`` leaves that to the server."""
+    """How much the model reasons. No summary is ever written; the value ``auto`` allows that."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -374,12 +373,12 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    """What a stream of events shows."""
+    """The options of a stream's events."""
 
     include_obfuscation: bool | None = None
 
 
-# Of tools that are not called, and images that no message has, there is nothing to include.
+# The values for hosted tools and images are accepted, because a response without them has nothing to include.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -404,7 +403,7 @@ class ModelResponseRequest(_Talk):
     tools: Annotated[list[ResponseTool], MaxLen(MAX_TOOLS), FAIL_FAST] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    # An item of reasoning has its text, so that nothing has to be encrypted to come back.
+    # Encrypted reasoning is not needed, because an item of reasoning contains its text.
     include: Annotated[list[Included], MaxLen(16), FAIL_FAST] | None = None
     metadata: Entries[Text] | None = None
     stream_options: ResponseStreamOptions | None = None

@@ -1,6 +1,6 @@
 """Builds OpenAI's chat.completion and text_completion objects and their chunks.
 
-A token whose bytes are not known is called ``token_id:<id>``, which is vLLM's spelling too.
+A token whose bytes are not known is written as ``token_id:<id>``, as in vLLM.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 
 class TokenCounts(Protocol):
-    """How many tokens a request has used."""
+    """The numbers of tokens that a request has used."""
 
     @property
-    def prompt_tokens(self) -> int: ...
+    def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts."""
 
     @property
-    def completion_tokens(self) -> int: ...
+    def completion_tokens(self) -> int:
+        """The number of tokens of all answers."""
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt: tokens that came from a prefix cache; None where that is unknown."""
+        """The number of prompt tokens that came from a prefix cache; None if that is unknown."""
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the completion: tokens of the reasoning before the answer."""
+        """The number of completion tokens that are reasoning before the answer."""
 
 
-@dataclass(slots=True)  # not frozen: that takes five times as long to make
+@dataclass(slots=True)  # a frozen one takes five times as long to create
 class ChatChoice:
-    """One sequence's answer, or a part of it. A finish reason that is no FinishReason is another server's."""
+    """One sequence's answer, or a part of it. A finish reason that is a str was sent by another server."""
 
     index: int
     text: str
     finish_reason: FinishReason | str | None
-    logprobs: Sequence[TokenLogprob] | None = None  # None: not asked for
+    logprobs: Sequence[TokenLogprob] | None = None  # None: not requested
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()
-    token_ids: Sequence[int] | None = None  # None: not asked for
-    prompt_ids: Sequence[int] | None = None  # None: not asked for, or shown already
+    token_ids: Sequence[int] | None = None  # None: not requested
+    prompt_ids: Sequence[int] | None = None  # None: not requested, or sent already
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class CompletionBuilder:
     chunk_kind: ClassVar[str]
 
     def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """The chunk with the usage, after all choices of a stream."""
+        """Returns the chunk with the usage, which follows all choices of a stream."""
         return {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(usage)}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class ChatCompletion(CompletionBuilder):
     chunk_kind = "chat.completion.chunk"
 
     def whole(self, choices: Sequence[ChatChoice], tally: TokenCounts) -> dict[str, Any]:
+        """Returns the object of a whole answer."""
         return {
             **self._head("chat.completion"),
             "choices": [_choice(choice, "message", _message(choice)) for choice in choices],
@@ -85,7 +88,7 @@ class ChatCompletion(CompletionBuilder):
         }
 
     def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
-        """``first``: the choice's first chunk; ``usage``: given on the request's last."""
+        """Returns a chunk. ``first`` marks the choice's first one; the request's last one may have a ``usage``."""
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         delta.update(_reasoning(choice))
         if choice.text or (first and not choice.tool_calls):
@@ -103,12 +106,12 @@ def _message(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _reasoning(choice: ChatChoice) -> dict[str, Any]:
-    """Under both names that clients know it by; OpenAI's own API has none."""
+    """Returns the reasoning under both names that clients read; OpenAI's API has no field for it."""
     return {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning} if choice.reasoning else {}
 
 
 def whole_calls(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
-    """The calls of a whole answer."""
+    """Returns the calls of a whole answer as JSON objects."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
@@ -116,7 +119,7 @@ def whole_calls(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
 
 
 def call_deltas(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
-    """The parts of calls in a chunk; the first part of each says its id and its name."""
+    """Returns the parts of calls in a chunk; the first part of each call has its id and its name."""
     deltas = []
     for call in calls:
         if call.id is None:
@@ -137,7 +140,7 @@ def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, An
 
 
 def _token_ids(choice: ChatChoice) -> dict[str, Any]:
-    """Under vLLM's name."""
+    """Returns the token ids under vLLM's name."""
     return {} if choice.token_ids is None else {"token_ids": list(choice.token_ids)}
 
 
@@ -146,7 +149,7 @@ def _prompt_ids(choice: ChatChoice) -> dict[str, Any]:
 
 
 def logprob_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """One of each token."""
+    """Returns one entry of ``logprobs.content`` for each token."""
     return [_logprob(entry) for entry in entries]
 
 
@@ -162,13 +165,13 @@ def reason_of(choice: ChatChoice) -> str | None:
 
 
 def alternatives(entry: TokenLogprob) -> Iterator[tuple[int, float, bytes | None]]:
-    """The most likely tokens at a position: id, log-probability and bytes."""
+    """Yields the most likely tokens at a position: id, log-probability and bytes."""
     for (token_id, logprob), token in zip_longest(entry.top, entry.top_tokens):
         yield token_id, logprob, token
 
 
 def token_name(token_id: int, token: bytes | None) -> str:
-    """The text of a token. Bytes that are a part of a character are escaped, so that no two tokens look alike."""
+    """Returns a token's text. Bytes of an incomplete character are escaped, so that no two tokens look the same."""
     return f"token_id:{token_id}" if token is None else token.decode("utf-8", "backslashreplace")
 
 
@@ -178,13 +181,15 @@ def _named(token_id: int, logprob: float | None, token: bytes | None) -> dict[st
 
 
 def finite(logprob: float | None) -> float | None:
-    """A log-probability that JSON can carry: OpenAI writes -9999.0 for impossible tokens and null for
-    the first token of a prompt."""
+    """Returns a log-probability that JSON can express.
+
+    As in OpenAI's API, an impossible token has -9999.0, and the first token of a prompt null.
+    """
     return logprob if logprob is None or math.isfinite(logprob) else -9999.0
 
 
 def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Returns the three numbers of tokens that each ``usage`` has."""
+    """Returns the three counts that every ``usage`` has."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -203,7 +208,7 @@ def usage_of(tally: TokenCounts) -> dict[str, Any]:
 
 
 def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-    """The object of an answer without its id, its time and the number of cached tokens."""
+    """Returns an answer's object without its id, its time and its number of cached tokens."""
     whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
     whole["usage"].pop("prompt_tokens_details", None)
     return whole
@@ -216,16 +221,17 @@ class TextCompletion(CompletionBuilder):
     chunk_kind = "text_completion"  # also of the whole answer
 
     def whole(self, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
+        """Returns the object of a whole answer."""
         answers = [_text_choice(choice, 0) for choice in choices]
         return {**self._head(self.chunk_kind), "choices": answers, "usage": usage_of(counts)}
 
     def chunk(self, choice: ChatChoice, offset: int) -> dict[str, Any]:
-        """``offset``: characters of the tokens that earlier chunks of the choice have shown."""
+        """Returns a chunk. ``offset`` is the number of characters of the choice's tokens in earlier chunks."""
         return {**self._head(self.chunk_kind), "choices": [_text_choice(choice, offset)]}
 
 
 def shown_length(entries: Sequence[TokenLogprob]) -> int:
-    """The number of characters of these tokens, which ``text_offset`` counts."""
+    """Returns the number of characters of these tokens, as ``text_offset`` counts them."""
     return sum(len(_name(entry)) for entry in entries)
 
 
@@ -252,8 +258,10 @@ def _logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
 
 
 def _top(entry: TokenLogprob) -> dict[str, float | None] | None:
-    """The alternatives and, as OpenAI has it, the token itself, which may be none of them; None: it has no token before
-    it."""
+    """Returns the alternatives' log-probabilities by their text, or None for the first token of a prompt.
+
+    As in OpenAI's API, the chosen token is added if it is not among the alternatives.
+    """
     if entry.logprob is None:
         return None
     named = {token_name(token_id, token): finite(logprob) for token_id, logprob, token in alternatives(entry)}

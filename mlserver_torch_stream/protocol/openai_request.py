@@ -1,6 +1,6 @@
-"""Decodes the body of an OpenAI request, a conversation or a prompt, into a GenerationRequest.
+"""Decodes the body of an OpenAI request, with a conversation or a prompt, into a GenerationRequest.
 
-What is not implemented is refused by name.
+Parameters that are not implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlserver_torch_stream.protocol.values import Merged
 from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, TextPrompt, TokensPrompt
 
 MESSAGES, PROMPT, TOOLS = "messages", "prompt", "tools"
-# What V2 replies can be told to hold. An OpenAI object has a fixed shape: the other value of each is refused.
+# Parameters that choose the outputs of a V2 reply. OpenAI's objects are fixed, so only the values here are accepted.
 _FIXED = {
     "return_finish_reason": True,
     "return_num_input_tokens": True,
@@ -43,9 +43,9 @@ def decode_body(
     stream_options: Mapping[str, Any] | None = None,
     client: str = "",
 ) -> GenerationRequest:
-    """Raises InvalidInput. The caller reads which model the body names, and whether it asks for a stream.
+    """Decodes a body; the caller has read the model's name and ``stream`` already.
 
-    ``stream_options``: the parameter, checked against its schema.
+    ``stream_options`` is the validated parameter. ``client`` names the client for fair shares. Raises InvalidInput.
     """
     parameters = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, TOOLS)}
     given = merge_parameters({"llm_parameters": parameters}, (), None, info)
@@ -63,7 +63,7 @@ def _chat(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> Prompt:
 
 
 def _prompts(body: Mapping[str, Any], given: Merged, info: ModelInfo) -> tuple[Prompt, ...]:
-    """A text, several, the ids of one prompt, or of several."""
+    """Returns the prompts of a completion: a text, a list of texts, a list of ids, or a list of lists of ids."""
     prompt = body.get(PROMPT)
     refuse_chat_options(body.get(TOOLS) is not None, given)
     if not isinstance(prompt, list):
@@ -86,14 +86,14 @@ def _text(place: str, text: Any) -> TextPrompt:
 
 
 def _tokens(place: str, ids: Any, info: ModelInfo) -> TokensPrompt:
-    """A prompt of ids. One that is longer than the context is refused before its ids are looked at."""
+    """Returns a prompt of ids. If it is longer than the context, it is refused before its ids are checked."""
     if not isinstance(ids, list):
         raise InvalidInput(place, f"must be a list of token ids, got {values.shown(ids)}")
     if not ids:
         raise InvalidInput(place, "the prompt is empty")
     if len(ids) >= info.max_model_len:
         raise ContextLengthExceeded(place, len(ids), info.max_model_len)
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < info.vocab_size:  # of millions in less than 0.1 s
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < info.vocab_size:  # millions take 0.1 s
         return TokensPrompt(tuple(ids))
     position = next(index for index, token_id in enumerate(ids) if not _is_id(token_id, info))
     wrong = values.shown(ids[position])

@@ -1,4 +1,4 @@
-"""The spelling of OpenAI's API: chat completions, completions and responses, streamed or whole, with its errors."""
+"""The spellings of OpenAI's chat completions, completions and responses: streamed and whole replies, and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _READ_HERE = (_MODEL, _MODEL_VERSION, _STREAM, _STREAM_OPTIONS)
 
 
 class OpenAISpelling(Spelling):
-    """What the endpoints have in common. ``prompt``: the parameter that holds the prompt."""
+    """The common base of OpenAI's endpoints. ``prompt`` is the name of the parameter that holds the prompt."""
 
     prompt: str
     body: type[Body]
@@ -68,7 +68,7 @@ class OpenAISpelling(Spelling):
         return body[_MODEL], body.get(_MODEL_VERSION)
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
-        """The header ``X-Request-Id``, where a reply's header can repeat it."""
+        """Returns the header ``X-Request-Id``; an empty string if a reply's header could not repeat it."""
         given = headers.get(REQUEST_ID, "")
         return given if len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
 
@@ -97,7 +97,10 @@ class OpenAISpelling(Spelling):
             raise InvalidInput(own, error.reason) from None
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """The engine's errors name the prompt as V2 does; the answer has the name of this endpoint's parameter."""
+        """Returns status and body.
+
+        The engine's errors have V2's name of the prompt, which is replaced by the endpoint's.
+        """
         message, field = error.message, error.field
         if field == names.TEXT_INPUT:
             message, field = message.replace(names.TEXT_INPUT, self.prompt, 1), self.prompt
@@ -105,13 +108,15 @@ class OpenAISpelling(Spelling):
         return status, {"error": error_object(status, message, field, error.code)}
 
     def _own_name(self, field: str) -> str:
-        """The client's name of what ``_asked`` calls ``field``."""
+        """Returns the name in the client's body of the parameter that ``_asked`` calls ``field``."""
         return field
 
     @abstractmethod
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
-        """The parameters of a body, as a chat or a completion has them. Raises InvalidInput for errors no schema can
-        find: parameters that do not go together."""
+        """Returns the validated parameters in the form of a chat or a completion.
+
+        Raises InvalidInput for parameters that contradict each other, which no schema can find.
+        """
 
 
 class OpenAIChat(OpenAISpelling):
@@ -150,7 +155,10 @@ class OpenAICompletions(OpenAISpelling):
         return taken
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """What an engine refuses to score, the client has asked for by ``echo`` beside ``logprobs``."""
+        """Returns status and body.
+
+        ``prompt_logprobs`` in an error becomes ``echo`` with ``logprobs``, as clients ask.
+        """
         status, body = super().refusal(error)
         if error.field == _PROMPT_LOGPROBS and NOT_IMPLEMENTED not in error.message:
             body["error"] |= {
@@ -161,7 +169,7 @@ class OpenAICompletions(OpenAISpelling):
 
 
 class OpenAIResponses(OpenAISpelling):
-    """Its streams name their events, and no ``[DONE]`` ends them."""
+    """The spelling of ``/v1/responses``. Events of a stream have names, and no ``[DONE]`` follows the last one."""
 
     prompt = INPUT
     body: type[Body] = ModelResponseRequest
@@ -172,9 +180,9 @@ class OpenAIResponses(OpenAISpelling):
         posted = replace(posted, json=body)
         request = super().decode(posted, info, streaming=streaming, request_id=request_id)
         constraint = request.constraint
-        if constraint is not None:  # the engine may refuse it later
+        if constraint is not None:  # the engine's refusal names the client's field
             constraint = replace(constraint, field=own_name(constraint.field))
-        warnings = tuple(f"{name}: hosted tools are not implemented, it is ignored" for name in left_out)
+        warnings = tuple(f"{name} is ignored: hosted tools are not implemented" for name in left_out)
         reply = replace(request.reply, repeated=repeated_values(body), warnings=warnings)
         prompts = tuple(replace(each, field=INPUT) for each in request.prompts if isinstance(each, ChatPrompt))
         return replace(request, prompts=prompts, reply=reply, constraint=constraint)

@@ -1,7 +1,7 @@
-"""Writes token events as chunks or one whole object of OpenAI's API, and errors as its error object.
+"""Writes token events as chunks or as one whole object of OpenAI's API, and errors as its error object.
 
-A sequence that fails ends the whole request: OpenAI's objects have no finish
-reason for it, and its clients stop at the first error.
+A sequence that fails ends the whole request, because OpenAI's objects have no finish reason for it and its clients stop
+at the first error.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ BAD_REQUEST = 400
 
 
 def openai_status(status: int) -> int:
-    """Bad input is 400 in OpenAI's API, 422 in V2."""
+    """Returns OpenAI's status for one of V2's: bad input is 400 there, and 422 in V2."""
     return BAD_REQUEST if status == InvalidInput.status else status
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The value of ``error`` in a body."""
+    """Returns the value of ``error`` in a body."""
     return {"message": message, "type": _kind(status), "param": param, "code": code}
 
 
 def describe(error: RequestError) -> tuple[int, dict[str, Any]]:
-    """The status and the error object."""
+    """Returns OpenAI's status and error object for an error."""
     status = openai_status(error.status)
     return status, error_object(status, error.message, error.field, error.code)
 
@@ -51,7 +51,7 @@ _DONE = b"[DONE]"
 
 
 def event_choice(event: TokenEvent, reason: FinishReason | None, logprobs: Sequence[TokenLogprob] | None) -> ChatChoice:
-    """The content of an event, for OpenAI's objects."""
+    """Returns the content of an event as a choice of OpenAI's objects."""
     text = event.prompt_text + event.text
     return ChatChoice(event.index, text, reason, logprobs, event.reasoning, event.tool_calls)
 
@@ -66,11 +66,11 @@ class OpenAIStream(ABC):
         self._usage_message = request.reply.usage_message
         self._running = RunningUsage(request) if request.reply.continuous_usage else None
         self._token_ids = request.reply.token_ids
-        self._begun: set[int] = set()  # the choices that have been shown
+        self._begun: set[int] = set()  # the choices that have had a chunk
         self._failed = False
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Returns the chunks of one token event. Raises RequestError if the sequence has failed."""
         raise_failure(event)
         last = self._usage.note(event)
         choice = self._choice(event)
@@ -91,7 +91,7 @@ class OpenAIStream(ABC):
         return None if self._failed else _DONE
 
     def _choice(self, event: TokenEvent) -> ChatChoice | None:
-        """None: the event has nothing to show."""
+        """Returns the event's choice; None if the event has nothing that a chunk shows."""
         logprobs = (event.prompt_logprobs + event.logprobs or None) if self._logprobs else None
         ids = event.token_ids if self._token_ids else None
         if not event.has_output and logprobs is None and event.finish_reason is None and not ids:
@@ -106,7 +106,7 @@ class OpenAIStream(ABC):
 
 
 class ChatStream(OpenAIStream):
-    """Each choice begins with a chunk that says its role."""
+    """The chunks of a chat completion. The first chunk of each choice has its role."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._chat = ChatCompletion(request.request_id, context.model_name, context.created)
@@ -122,7 +122,7 @@ class ChatStream(OpenAIStream):
 
 
 class CompletionStream(OpenAIStream):
-    """Counts the characters of each choice's tokens, for ``text_offset``."""
+    """The chunks of a completion. The characters of each choice's tokens are counted, for ``text_offset``."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._completion = TextCompletion(request.request_id, context.model_name, context.created)
@@ -138,14 +138,14 @@ class CompletionStream(OpenAIStream):
 
 
 class OpenAIWhole:
-    """The one object of a request that is not streamed."""
+    """Collects the token events of a request that is not streamed, and writes its one object."""
 
     def __init__(self, request: GenerationRequest, builder: ChatCompletion | TextCompletion) -> None:
         self._collected = CollectedReply(request)
         self._builder = builder
 
     def add(self, event: TokenEvent) -> None:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Adds a token event. Raises RequestError if the sequence has failed."""
         raise_failure(event)
         self._collected.add(event)
 
@@ -154,13 +154,13 @@ class OpenAIWhole:
 
 
 def failure_message(error: Exception) -> JsonObject:
-    """The message of a stream that has failed."""
+    """Returns the message that ends a stream that has failed."""
     _, described = describe(as_request_error(error))
     return {"error": {**described, "message": shortened(described["message"])}}
 
 
 def raise_failure(event: TokenEvent) -> None:
-    """Raises RequestError where the event says that its sequence has failed."""
+    """Raises RequestError if the event ends its sequence with a failure."""
     if event.error is not None:
         raise as_request_error(event.error)
     if event.finish_reason in FAILURES:

@@ -1,4 +1,4 @@
-"""Builds what OpenAPI documents consist of: objects, references to named schemas, responses."""
+"""Builds the parts of OpenAPI documents: object schemas, references to named schemas, responses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STRING: Schema = {"type": "string"}
 NULLABLE_STRING: Schema = {"type": ["string", "null"]}
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
-REQUEST_ID: JsonObject = {"description": "The request's own X-Request-Id, or one that is made up.", "schema": STRING}
+REQUEST_ID: JsonObject = {"description": "The request's X-Request-Id, or one that the server made.", "schema": STRING}
 
 
 def object_schema(**properties: Schema) -> JsonObject:
-    """All properties are required."""
+    """Returns the schema of an object whose properties are all required."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -30,17 +30,17 @@ def reference(name: str) -> JsonObject:
 
 
 def response(status: str) -> JsonObject:
-    """An error by its status."""
+    """Returns the response for an error of this status."""
     return {"$ref": f"#/components/responses/{status}"}
 
 
 def answered(summary: str, content: JsonObject) -> JsonObject:
-    """A response of status 200."""
+    """Returns a response of status 200."""
     return {"description": summary, "headers": {"x-request-id": REQUEST_ID}, "content": content}
 
 
 class _BodySchemas(GenerateJsonSchema):
-    """Without what generators of clients would take for a class of its own: titles of fields, and null as a default."""
+    """Omits titles of fields and null defaults, for which generators of clients would write classes of their own."""
 
     def field_title_should_be_set(self, schema: CoreSchema) -> bool:
         return False
@@ -50,7 +50,7 @@ class _BodySchemas(GenerateJsonSchema):
 
 
 def body_schemas(*bodies: type[BaseModel]) -> JsonObject:
-    """The schemas of bodies and of what they consist of, by their names."""
+    """Returns the schemas of these bodies and of their parts, by name."""
     modes: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body in bodies]
     _, said = models_json_schema(modes, ref_template="#/components/schemas/{model}", schema_generator=_BodySchemas)
     return dict(said["$defs"])

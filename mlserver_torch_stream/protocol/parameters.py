@@ -1,4 +1,4 @@
-"""The table of request parameters, of which the reference pages are made."""
+"""The table of request parameters. The reference pages are generated from it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ DEFAULT_MAX_TOKENS = 256  # of answers to prompts; answers in conversations may 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_SALT_CHARACTERS = 256
-MAX_STRING_BYTES = 4096  # of all strings of one parameter: the engine's thread searches for them in every answer
+MAX_STRING_BYTES = 4096  # bytes of one parameter's strings, for which the engine's thread searches every answer
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-LEAST_REPETITION_PENALTY = 0.01  # it divides logits, which are infinite when it is next to nothing
+LEAST_REPETITION_PENALTY = 0.01  # it divides logits, and a smaller one makes them infinite
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One request parameter: its names, how its value is read, and what becomes of the value.
+    """One request parameter: its names, the reader of its value, and the use of the value.
 
-    ``field``: the field of SamplingParameters that has the value; None if no field has it as it is.
-    ``tensor``: the datatype of the parameter as an input tensor; None if it cannot be one.
+    ``field`` is the field of SamplingParameters that gets the value; None if no field gets it unchanged. ``tensor`` is
+    the parameter's datatype as an input tensor; None if it cannot be a tensor.
     """
 
     name: str
-    meaning: str  # one cell of docs/settings.md, whose links it may have
+    meaning: str  # a cell of a table in docs/settings.md; it may have links relative to that page
     read: values.Reader
     aliases: tuple[str, ...] = ()
     field: str | None = None
     tensor: str | None = None
-    several: bool = False  # as a tensor it may have more than one element
+    several: bool = False  # True: as a tensor it may have more than one element
 
 
 def _sampling(
@@ -206,7 +206,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
     Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
     Parameter("echo", "True: the prompt is put before the answer; in V2 not in a stream.", values.boolean),
-    # Asks for what every reply has: a response with triton_final_response, empty or not.
+    # Every reply has what this asks for: a response with triton_final_response, empty or not.
     Parameter(
         "triton_enable_empty_final_response",
         "No effect: every reply ends with a final response.",
@@ -230,5 +230,5 @@ TENSORS: Mapping[str, Parameter] = {name: parameter for name, parameter in BY_SP
 
 OPENAI_BODIES = ("llm_parameters", "kwargs")
 SILENT = frozenset({"headers", "content_type", "binary_data_output"})
-# Parameters of OpenAI's bodies that change no token: they are accepted and have no effect on sampling.
+# Parameters of OpenAI's bodies that no token depends on; they are accepted.
 SILENT_IN_BODY = frozenset({"model", "stream_options", *values.METADATA})

@@ -1,4 +1,4 @@
-"""Merges the levels of a request's parameters, and reads the options that every spelling shares.
+"""Merges the levels of a request's parameters, and reads the options that all spellings share.
 
 Every function raises InvalidInput, which names the field.
 """
@@ -60,10 +60,10 @@ Objects = tuple[Mapping[str, Any], ...]
 def merge_parameters(
     request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
 ) -> Merged:
-    """The parameters of a request by canonical name. If several levels have one, the most specific level counts.
+    """Returns the parameters of a request by canonical name. The most specific level that has a parameter counts.
 
-    ``request`` are its parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of the tensor
-    ``sampling_parameters``. Every level is validated, also where a higher one has the same parameter.
+    ``request`` holds the request's parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of its
+    tensor ``sampling_parameters``. Every level is validated, even if a more specific one has the same parameter.
     """
     sampling = [
         *object_pairs(_SAMPLING, sampling_tensor, info),
@@ -87,8 +87,11 @@ def resolve_sampling(
     need_logprobs: bool = False,
     echo: bool = False,
 ) -> SamplingParameters:
-    """The sampling parameters of a request, or the model's defaults where it gives none. ``max_tokens`` holds where
-    neither has one. ``need_logprobs``: the reply shows log-probabilities. ``echo``: it repeats the prompt."""
+    """Returns the sampling parameters of a request; the model's defaults fill the gaps.
+
+    ``max_tokens`` holds where neither has one. With ``need_logprobs`` the reply shows log-probabilities; with ``echo``
+    it repeats the prompt.
+    """
     default = read_defaults(info)
     effective = {**default, **given}
     fields = {
@@ -112,7 +115,10 @@ def resolve_sampling(
 
 
 def check_defaults(info: ModelInfo) -> None:
-    """Raises InvalidInput if a request without parameters would be refused. ``load`` calls it before any client can."""
+    """Raises InvalidInput if the model's defaults would have every request without parameters refused.
+
+    ``load`` calls it, so that the operator sees the error and not the clients.
+    """
     try:
         resolve_sampling({}, info)
     except InvalidInput as error:
@@ -120,7 +126,7 @@ def check_defaults(info: ModelInfo) -> None:
 
 
 def read_defaults(info: ModelInfo) -> Merged:
-    """The model's default sampling, validated."""
+    """Returns the model's default sampling parameters, validated."""
     pairs = [(key, value) for key, value in info.default_sampling.items() if key != "do_sample"]
     try:
         return _read_level(pairs, info)
@@ -129,18 +135,21 @@ def read_defaults(info: ModelInfo) -> Merged:
 
 
 def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
-    """Returns the entries of a parameter that is a JSON object, or its JSON text. Raises InvalidInput for others."""
+    """Returns the entries of a parameter that is an object or JSON text of one. Raises InvalidInput otherwise."""
     return [] if value is None else list(named(name, json_object, value, info).items())
 
 
 def _as_in_openai(key: str, value: Any) -> Any:
-    """A string of an OpenAI body as a list of one where lists are read: elsewhere it may be a list, written as JSON."""
+    """Puts a string of an OpenAI body into a list, if the parameter is a list.
+
+    The reader would otherwise parse it, because in other spellings a string may be a list that is written as JSON.
+    """
     parameter = BY_SPELLING.get(key)
     return [value] if isinstance(value, str) and parameter is not None and parameter.several else value
 
 
 def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
-    """MLServer turns every gRPC parameter it cannot represent, such as a double, into null."""
+    """Raises InvalidInput for a null, into which MLServer turns a gRPC parameter of an unknown type, such as double."""
     for key, value in pairs:
         if value is None:
             if key not in BY_SPELLING:
@@ -150,7 +159,7 @@ def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, Given]:
-    """One level by canonical name; null means not given, as in OpenAI's API."""
+    """Returns one level's parameters by canonical name; as in OpenAI's API, null means that the parameter is absent."""
     level: dict[str, Given] = {}
     for spelling, value in pairs:
         if value is None:
@@ -171,9 +180,9 @@ def _differing(one: str, other: str) -> str:
 
 
 def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
-    """0, which is greedy, unless the request or the model's defaults have a parameter of sampling.
+    """Returns 0, which is greedy, unless the request or the model's defaults set a parameter of sampling.
 
-    If the defaults have ``do_sample``, as a generation config has it, that decides for them.
+    If the defaults have ``do_sample``, as generation configs do, it decides whether the defaults mean sampling.
     """
     if "temperature" in given:
         return float(given["temperature"].value)
@@ -185,8 +194,10 @@ def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
 
 
 def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
-    """Whether log-probabilities are given, and of how many alternatives. A request that says no, or that gives a number
-    as its ``logprobs``, overrides a default ``top_logprobs``."""
+    """Returns whether log-probabilities are shown, and the number of alternatives.
+
+    A request whose ``logprobs`` is false or a number overrides a default ``top_logprobs``.
+    """
     both = {**default, **given}
     wanted, counted = both["logprobs"].value if "logprobs" in both else (False, None)
     said_all = "logprobs" in given and "top_logprobs" not in given and (not wanted or counted is not None)
@@ -213,9 +224,11 @@ def build_request(
     details: bool = False,
     streams_echo: bool = False,
 ) -> GenerationRequest:
-    """``outputs``: the values that the request names; none: all of them. ``details``: as in ``ReplyOptions``.
+    """Builds the request from its prompts and its merged parameters.
 
-    ``streams_echo``: a streamed reply can repeat the prompt."""
+    ``outputs`` are the values that the request names; if it names none, the reply shows all. ``details`` is a field of
+    ``ReplyOptions``. ``streams_echo`` says whether a streamed reply of this spelling can repeat the prompt.
+    """
     mode = _read_stream_mode(given, streaming)
     if mode is StreamMode.PROMPT:
         _check_pieces(prompts)
@@ -258,12 +271,12 @@ def check_id(request_id: str | None) -> None:
 
 
 def read_client(headers: Mapping[str, str]) -> str:
-    """The client of a request, for fair shares, from its HTTP headers or gRPC metadata."""
+    """Returns the client's name, for fair shares, from a request's HTTP headers or gRPC metadata."""
     return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
 def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: ModelInfo) -> ChatPrompt:
-    """The conversation for the chat template; without the tools if the client's ``tool_choice`` is ``none``."""
+    """Returns the conversation for the chat template, without its tools if ``tool_choice`` is ``none``."""
     arguments = given.get("chat_template_kwargs")
     chosen, choice = chosen_tools(tools, given, info)
     begins, continues = _read_flag(given, _GENERATION_PROMPT), _read_flag(given, _CONTINUE)
@@ -282,7 +295,7 @@ def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: M
 
 
 def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
-    """What the chat template is told of the reasoning. A model that may reason need not."""
+    """Returns the arguments that switch a chat template's reasoning on or off."""
     effort = _effort_argument(given, info)
     switch = given.get(_SWITCH) or given.get("thinking")
     if switch is None:
@@ -295,7 +308,7 @@ def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
 
 
 def _effort_argument(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
-    """``reasoning_effort`` for a template that reads it, or for one that can only be told whether to reason."""
+    """Returns the arguments for ``reasoning_effort``: the effort or, for a template without efforts, a switch."""
     if _EFFORT not in given:
         return {}
     effort = given[_EFFORT].value
@@ -305,7 +318,7 @@ def _effort_argument(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
         return {_SWITCH: effort != "none"}
     if effort == "none" and not info.reasons:
         return {}
-    raise InvalidInput(given[_EFFORT].spelling, "the model's chat template takes none")
+    raise InvalidInput(given[_EFFORT].spelling, "the model's chat template has no reasoning effort")
 
 
 def require_template(field: str, info: ModelInfo) -> None:
@@ -315,28 +328,28 @@ def require_template(field: str, info: ModelInfo) -> None:
 
 
 def refuse_chat_options(tools: bool, given: Merged) -> None:
-    """Refuses options of chats for a prompt that is not a chat. ``tools``: the request has tools."""
+    """Raises InvalidInput if a request without a conversation has tools or other options of chats."""
     spellings = ["tools"] if tools else []
     spellings += [given[name].spelling for name in _CHAT_ONLY if name in given]
     if spellings:
-        raise InvalidInput(spellings[0], "only a conversation takes it; send messages")
+        raise InvalidInput(spellings[0], "is for conversations only; send messages")
 
 
 def _read_positive(given: Merged, name: str) -> int | None:
-    """Reads a positive number; 0 asks for the default, as in Triton."""
+    """Returns a positive number; None for 0, which means the default, as in Triton."""
     return int(given[name].value) or None if name in given else None
 
 
 def with_usage(request: GenerationRequest, stream_options: Mapping[str, Any]) -> GenerationRequest:
-    """The request with the usages for which ``stream_options`` ask, which fit their schema."""
+    """Returns the request with the usages that the validated ``stream_options`` ask for. Raises InvalidInput."""
     usage_message, continuous = (bool(stream_options.get(name)) for name in ("include_usage", _CONTINUOUS))
-    if continuous and not usage_message:  # vLLM would send no usage at all
+    if continuous and not usage_message:  # for this combination vLLM sends no usage at all
         raise InvalidInput(f"{_STREAM_OPTIONS}.{_CONTINUOUS}", "needs include_usage: true")
     return replace(request, reply=replace(request.reply, usage_message=usage_message, continuous_usage=continuous))
 
 
 def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> Mapping[str, Any]:
-    """``stream_options`` of an OpenAI body among the request's parameters."""
+    """Returns the validated ``stream_options`` among a V2 request's parameters, where Seldon's proxy puts them."""
     for name in OPENAI_BODIES:
         options = dict(object_pairs(name, parameters.get(name), info)).get(_STREAM_OPTIONS)
         if options is not None:
@@ -348,7 +361,7 @@ def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, strea
 
 
 def _read_constraint(given: Merged) -> Constraint | None:
-    """The constraint of the answers of a request; None if it has none."""
+    """Returns the constraint on a request's answers; None if it has none. Raises InvalidInput if it has two."""
     ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
     if len(ways) > 1:
         raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
@@ -380,7 +393,7 @@ def _read_echo(given: Merged) -> bool:
 
 
 def _check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> None:
-    """Checks that a reply which begins with the prompt is possible."""
+    """Raises InvalidInput if ``echo`` is asked for and the reply cannot begin with the prompt."""
     spelling = "echo" if "echo" in given else "exclude_input_in_output"
     if streaming:
         raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")

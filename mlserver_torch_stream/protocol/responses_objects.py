@@ -11,7 +11,7 @@ from mlserver_torch_stream.protocol.custom_tools import ArgumentText
 from mlserver_torch_stream.protocol.openai_objects import TokenCounts
 from mlserver_torch_stream.protocol.spelling import JsonObject
 
-# The parameters of its request that a response repeats, with the values for those that the request does not give.
+# The request's parameters that a response repeats, with the values that it shows for absent ones.
 _REPEATED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -36,13 +36,13 @@ _FIXED: Mapping[str, Any] = {
 
 
 def repeated_values(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a body that its response repeats."""
+    """Returns the parameters of a body that its response repeats."""
     return {key: body[key] if body.get(key) is not None else default for key, default in _REPEATED.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """The values that all states of one response have in common. ``created`` is in seconds since the epoch."""
+    """Writes one response in its states, from in progress to completed. ``created`` is in seconds since the epoch."""
 
     request_id: str
     model: str
@@ -58,7 +58,10 @@ class ResponseObject:
         incomplete: str | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> JsonObject:
-        """``usage`` None: the answer has not ended. ``incomplete``: the reason why it is not complete."""
+        """Returns the response object. ``usage`` is None until the answer has ended.
+
+        ``incomplete`` is the reason why the answer is cut off, such as ``max_output_tokens``.
+        """
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",
@@ -75,7 +78,7 @@ class ResponseObject:
 
 
 def response_usage(counts: TokenCounts) -> JsonObject:
-    """``cache_write_tokens`` is there for the SDK, whose type needs it: nothing is charged for writing."""
+    """Returns the ``usage`` of a response. ``cache_write_tokens`` is always 0; the SDK's type requires the field."""
     return {
         "input_tokens": counts.prompt_tokens,
         "input_tokens_details": {"cached_tokens": counts.cached_tokens or 0, "cache_write_tokens": 0},
@@ -89,14 +92,17 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 def warning_item(request_id: str, index: int, message: str) -> JsonObject:
-    """An item that says what the request asks for and does not get. OpenAI's API has none."""
+    """Returns an item that says which part of the request is ignored. OpenAI's API has no such item."""
     return {"id": f"wr_{request_id}_{index}", "type": "warning", "status": COMPLETED, "message": message}
 
 
 class OutputItem(ABC):
-    """One item while it grows. ``index``: its place in the output. Messages have no ``sequence_number`` yet."""
+    """One output item while it grows. ``index`` is its position in the output.
 
-    prefix: str  # of its id
+    The messages that its methods return have no ``sequence_number`` yet.
+    """
+
+    prefix: str  # the beginning of the item's id
 
     def __init__(self, request_id: str, index: int) -> None:
         self.id = f"{self.prefix}_{request_id}_{index}"
@@ -104,14 +110,16 @@ class OutputItem(ABC):
         self._pieces: list[str] = []
 
     def begin(self) -> list[JsonObject]:
+        """Returns the messages that add the item to the output."""
         return [self._item_message("added", self._begun()), *self._opening()]
 
     def end(self, status: str) -> list[JsonObject]:
+        """Returns the messages that end the item with this status."""
         return [*self._closing(), self._item_message("done", self.shown(status))]
 
     @abstractmethod
     def shown(self, status: str) -> JsonObject:
-        """The item with its content so far."""
+        """Returns the item with its content so far."""
 
     @abstractmethod
     def _begun(self) -> JsonObject: ...
@@ -133,7 +141,7 @@ class OutputItem(ABC):
 
 
 class _TextualItem(OutputItem):
-    """An item whose content is one part with text."""
+    """An item whose content is one part, a text."""
 
     part_kind: str
 
@@ -149,7 +157,7 @@ class _TextualItem(OutputItem):
 
     @abstractmethod
     def _head(self, status: str) -> JsonObject:
-        """The item without its content."""
+        """Returns the item without its content."""
 
     def _begun(self) -> JsonObject:
         return {**self._head(IN_PROGRESS), "content": []}
@@ -170,7 +178,7 @@ class _TextualItem(OutputItem):
 
 
 class MessageItem(_TextualItem):
-    """Text. ``logprobs``: those of OpenAI's objects."""
+    """The text of an answer. ``logprobs`` are the entries of OpenAI's objects."""
 
     prefix = "msg"
     part_kind = "output_text"
@@ -180,6 +188,7 @@ class MessageItem(_TextualItem):
         self._logprobs: list[JsonObject] = []
 
     def say(self, text: str, logprobs: Sequence[JsonObject]) -> JsonObject:
+        """Returns the message that carries a part of the text, with its log-probabilities."""
         self._logprobs += logprobs
         return self.delta(text, logprobs=list(logprobs))
 
@@ -191,7 +200,7 @@ class MessageItem(_TextualItem):
 
 
 class ReasoningItem(_TextualItem):
-    """Reasoning. Its summary is always empty."""
+    """The reasoning before an answer. Its summary is always empty."""
 
     prefix = "rs"
     part_kind = "reasoning_text"
@@ -201,7 +210,7 @@ class ReasoningItem(_TextualItem):
 
 
 class CallItem(OutputItem):
-    """A call of a function, with the id by which the client answers it."""
+    """A call of a function, with the id to which the client's result refers."""
 
     prefix = "fc"
 
@@ -229,7 +238,7 @@ class CallItem(OutputItem):
         return [*rest, self._message(f"{self.deltas}.done", name=self._name, **{self.content: self._content()})]
 
     def _rest(self) -> list[JsonObject]:
-        """The deltas that are left at the end."""
+        """Returns the deltas that have not been sent when the call ends."""
         return []
 
     def _call(self, status: str, said: str) -> JsonObject:
@@ -245,7 +254,7 @@ class CallItem(OutputItem):
 
 
 class CustomCallItem(CallItem):
-    """A call of a custom tool, with its text."""
+    """A call of a custom tool, whose input is a text."""
 
     prefix = "ctc"
     kind, content, deltas = "custom_tool_call", "input", "custom_tool_call_input"

@@ -1,6 +1,7 @@
-"""Reads the body of OpenAI's Responses API, as the body of a chat.
+"""Translates the body of OpenAI's Responses API into the body of a chat completion.
 
-A parameter that means the same in a chat has the chat's row. What is not implemented is refused by name.
+A parameter that chats have too is handled by the chat's row of the parameter table. Parameters that are not implemented
+are refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mlserver_torch_stream.protocol.custom_tools import function_name, functions
 from mlserver_torch_stream.protocol.openai_models import LOGPROBS
 
 INPUT = "input"
-# What a name of a chat's body is called here, the longer names first.
+# The names of a chat's body, and the names of the same parameters here; longer names come first.
 _OWN_NAMES = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -26,7 +27,7 @@ _OWN_NAMES = (
 
 
 def own_name(field: str) -> str:
-    """The client's name of the parameter that a chat's decoder calls ``field``."""
+    """Returns the name in the client's body of the parameter that is called ``field`` in a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]
@@ -34,10 +35,13 @@ def own_name(field: str) -> str:
 
 
 def chat_body(taken: Mapping[str, Any]) -> dict[str, Any]:
-    """``taken``: the parameters that its model has accepted. Raises InvalidInput."""
+    """Returns the chat's body. ``taken`` holds the parameters that ``ModelResponseRequest`` has validated.
+
+    Raises InvalidInput.
+    """
     body = {key: value for key, value in taken.items() if key not in _CONVERTED}
     body["messages"] = _messages(taken)
-    body["n"] = 1  # also where the model's settings say more: a response is one answer
+    body["n"] = 1  # whatever the model's default is, since a response is one answer
     if "max_output_tokens" in taken:
         body["max_tokens"] = taken["max_output_tokens"]
     if "tools" in taken:
@@ -73,7 +77,7 @@ def _response_format(said: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidInput("text.format.schema", "is needed")
         return {"type": kind, "json_schema": described}
     if described:
-        raise InvalidInput(f"text.format.{next(iter(described))}", f"is not for a format of type {kind}")
+        raise InvalidInput(f"text.format.{next(iter(described))}", f"cannot be set for a format of type {kind}")
     return {"type": kind}
 
 
@@ -89,16 +93,18 @@ def _messages(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Conversation:
-    """The messages of the items so far. Reasoning, text and calls that follow each other are one message, as the
-    assistant has said them in one answer."""
+    """Builds a chat's messages from the input items.
+
+    Consecutive items of reasoning, text and calls become one message, because they were one answer of the assistant.
+    """
 
     def __init__(self, messages: Sequence[dict[str, Any]]) -> None:
         self.messages = list(messages)
-        self._answer: dict[str, Any] | None = None  # the last message, while items may belong to it
+        self._answer: dict[str, Any] | None = None  # the last message, as long as further items may belong to it
 
     def add(self, place: str, item: Mapping[str, Any]) -> None:
-        """Raises InvalidInput."""
-        item = {key: value for key, value in item.items() if value is not None}  # as SDKs dump their objects
+        """Adds an item. Raises InvalidInput, whose field begins with ``place``."""
+        item = {key: value for key, value in item.items() if value is not None}  # SDKs write absent fields as null
         kind = item.get("type", "message")
         if kind == "warning":
             return
@@ -126,7 +132,7 @@ class _Conversation:
         return self._begin() if self._answer is None else self._answer
 
     def _answer_with(self, text: str) -> None:
-        """A text after another text or after calls begins a new answer."""
+        """Adds a text to the answer; after another text or a call it begins a new answer."""
         current = self._current()
         if current["content"] or "tool_calls" in current:
             current = self._begin()
@@ -138,7 +144,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _call(place: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    """The item as a call in a chat's message, whose arguments are an object, as templates read them."""
+    """Returns the item as a call in a chat's message, with its arguments parsed, as templates read them."""
     if item["type"] == "custom_tool_call":
         arguments = {custom_tools.INPUT: item["input"]}
     else:

@@ -1,6 +1,6 @@
-"""Writes token events as the messages of OpenAI's Responses API: its events of a stream, or one whole response.
+"""Writes token events as a reply of OpenAI's Responses API: the events of a stream, or one whole response.
 
-The messages that repeat a whole text or a whole response are as long as that.
+Messages that repeat a whole text or response have no bound on their length; all others have.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ResponsesStream:
         self._warnings = request.reply.warnings
         self._usage = UsageCounter(request)
         self._shows_logprobs = request.sampling.logprobs
-        self._logprobs: list[JsonObject] = []  # of tokens that no message has shown
-        self._output: list[JsonObject] = []  # the items that are whole
+        self._logprobs: list[JsonObject] = []  # entries that no message has contained yet
+        self._output: list[JsonObject] = []  # the completed items
         self._open: OutputItem | None = None
-        self._call = -1  # the index of the open item among the calls
+        self._call = -1  # the open item's index among the calls
         self._number = 0
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Returns the messages of one token event. Raises RequestError if the sequence has failed."""
         raise_failure(event)
         messages = [*self._begin(), *self._grow(event)]
         if self._usage.note(event):
@@ -58,7 +58,7 @@ class ResponsesStream:
         return self._numbered(messages)
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
-        """A failed response with the text so far, then the error event, at which SDKs raise an exception."""
+        """Returns a failed response with the text so far, then the error event, for which SDKs raise an exception."""
         if not self._usage.unfinished:
             return ()
         _, described = describe(as_request_error(error))
@@ -90,7 +90,7 @@ class ResponsesStream:
         return messages
 
     def _grow(self, event: TokenEvent) -> Iterable[JsonObject]:
-        """The reasoning of an event comes before its text, and its text before its calls."""
+        """Yields the messages of a token event: its reasoning, then its text, then its calls."""
         if self._shows_logprobs:
             self._logprobs += logprob_entries(event.logprobs)
         if event.reasoning:
@@ -119,7 +119,7 @@ class ResponsesStream:
         return [*messages, *self._open.delta(delta.arguments)]
 
     def _opened(self, kind: type[_Textual]) -> tuple[_Textual, list[JsonObject]]:
-        """The open item, which is of this kind now, and the messages that have opened it."""
+        """Returns an open item of this kind, and the messages that open it if it is new."""
         if isinstance(self._open, kind):
             return self._open, []
         item = kind(self._id, self._next())
@@ -138,11 +138,11 @@ class ResponsesStream:
         return item.end(status)
 
     def _next(self) -> int:
-        """The place of the next item in the output."""
+        """Returns the next item's position in the output."""
         return len(self._output) + (self._open is not None)
 
     def _finish(self, reason: FinishReason | None) -> list[JsonObject]:
-        """An empty answer is a message without text."""
+        """Returns the messages that end the response; an empty answer gets a message item without text."""
         messages = [] if self._next() > len(self._warnings) else self._opened(MessageItem)[1]
         cut = reason is FinishReason.LENGTH
         status = INCOMPLETE if cut else COMPLETED
@@ -158,14 +158,14 @@ class ResponsesStream:
 
 
 class ResponsesWhole:
-    """The response of a request that is not streamed: the last one that a stream would have sent."""
+    """The reply to a request that is not streamed: the response with which a stream would have ended."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._stream = ResponsesStream(request, context)
         self._last: JsonObject = {}
 
     def add(self, event: TokenEvent) -> None:
-        """Raises RequestError where the event says that its sequence has failed."""
+        """Adds a token event. Raises RequestError if the sequence has failed."""
         for message in self._stream.event(event):
             self._last = message
 

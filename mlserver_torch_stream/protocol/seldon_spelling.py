@@ -1,7 +1,7 @@
-"""The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, OpenAI's objects in one.
+"""The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, and OpenAI's objects in one.
 
-Seldon's proxy hands the tensor ``output_all`` of every reply to OpenAI's clients, also where the reply is an error, and
-drops the rest.
+Of every reply, also of an error, Seldon's proxy passes the tensor ``output_all`` to OpenAI's clients and drops the
+rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mlserver_torch_stream.types import FinishReason, GenerationRequest, ReplyOp
 
 
 class SeldonChat(V2Tensors):
-    """Seldon's spelling: a chat in V2 tensors; the reply has ``role``, ``content``, ``type`` and ``output_all``."""
+    """A chat in V2 tensors; the reply has the tensors ``role``, ``content``, ``type`` and ``output_all``."""
 
-    keep_alive = b""  # the proxy reads every block of a stream as JSON
+    keep_alive = b""  # the proxy parses every block of a stream as JSON
     outputs = frozenset({*V2Tensors.outputs, *names.CHAT_OUTPUT_DATATYPES})
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
@@ -41,11 +41,13 @@ class SeldonChat(V2Tensors):
         return SeldonUnaryReply(request, context)
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """V2's ``error``, and OpenAI's in ``output_all``: the proxy answers a body without ``outputs`` with an empty
-        500."""
+        """Returns status and body: V2's ``error``, and OpenAI's error object in the tensor ``output_all``.
+
+        For a body without ``outputs`` the proxy would send an empty answer with status 500.
+        """
         status, body = super().refusal(error)
         message, field = error.message, error.field
-        if field in names.PROMPT_TENSORS:  # OpenAI's client has sent none of them
+        if field in names.PROMPT_TENSORS:  # the OpenAI client knows only ``messages``
             message, field = f"{names.MESSAGES}: {message.removeprefix(f'{field}: ')}", names.MESSAGES
         described = error_object(status, message, field, error.code)
         return status, {**body, "outputs": [_output_all({"error": described})]}
@@ -56,7 +58,7 @@ _VERSION = re.compile("_[0-9]+$")
 
 
 def spelling_of(inputs: Iterable[str]) -> V2Tensors:
-    """The spelling of a gRPC message whose input tensors have these names."""
+    """Returns the spelling of a gRPC message whose input tensors have these names."""
     return SELDON if has_message(inputs) else V2
 
 
@@ -66,9 +68,9 @@ def has_message(inputs: Iterable[str]) -> bool:
 
 
 def warning_of_name(name: str) -> str | None:
-    """A warning if Seldon's proxy refuses every OpenAI request to a model of this name; else None.
+    """Returns a warning if Seldon's proxy would refuse every OpenAI request to a model of this name; else None.
 
-    The proxy takes the name to end at the first "_", as Seldon adds "_" and a version to the names of its models.
+    The proxy cuts a name at its first "_", because Seldon appends "_" and a version to the names of its models.
     """
     given = _VERSION.sub("", name)
     if "_" not in given:
@@ -87,7 +89,7 @@ class SeldonStreamReply(StreamReply):
         self._logprobs = request.sampling.logprobs
         self._usage_message = request.reply.usage_message
         self._running = RunningUsage(request) if request.reply.continuous_usage else None
-        self._reason: FinishReason | None = None  # of the event at hand, in OpenAI's set
+        self._reason: FinishReason | None = None  # of the current event, one of OpenAI's reasons
         self._begun: set[int] = set()
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
@@ -98,8 +100,7 @@ class SeldonStreamReply(StreamReply):
         return bodies
 
     def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """The event, or its content and then its end in a second message: a message has room for one chunk or the
-        usage."""
+        """Returns the event, or its content and its end as two events: a message holds one chunk or the usage."""
         last = event.finish_reason is not None and len(self._progress.usage.unfinished) == 1
         if not (last and self._usage_message and event.error is None):
             return (event,)

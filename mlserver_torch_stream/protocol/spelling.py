@@ -1,4 +1,4 @@
-"""Declares the interface of spellings: how a request is read, how its replies are written, and what all replies count.
+"""The interface of spellings, which read requests and write replies, and the counts that all replies share.
 
 A new spelling is one file that derives from ``Spelling`` and one row of the table in ``spellings``.
 """
@@ -41,7 +41,7 @@ class PostedBody:
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """What a reply shows besides the request and its tokens.
+    """The values of a reply that come neither from its request nor from the model.
 
     ``created`` is in seconds since the epoch. ``request_index`` numbers the requests of one gRPC stream. ``headers``
     are CloudEvents attributes; a spelling that has a place for them writes them into the first message.
@@ -55,59 +55,62 @@ class ReplyContext:
 
 
 class StreamEncoder(Protocol):
-    """Writes the messages of one streamed request. An event of ``MAX_PER_EVENT`` is at most 48 KiB in each message."""
+    """Writes the messages of one streamed request.
+
+    An event of ``MAX_PER_EVENT`` tokens takes at most 48 KiB of each.
+    """
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The messages of one event; the last event's include all that follows it, such as the usage.
+        """Returns the messages of one event; the messages of the last event include the usage and other ends.
 
-        Raises RequestError where a sequence has failed and the spelling ends the whole request with it.
+        Raises RequestError if a sequence has failed and in this spelling that ends the whole request.
         """
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
-        """Ends every sequence that has not ended because of ``error``; no message if all have ended."""
+        """Returns the messages that end all open sequences because of ``error``; none if all have ended."""
 
     def end(self) -> bytes | None:
-        """The data of the event that ends the stream, such as ``[DONE]``; None if the last message is the end."""
+        """Returns the data of a final event, such as ``[DONE]``; None if the stream ends with its last message."""
 
 
 class WholeEncoder(Protocol):
-    """Writes the one reply of a request that is not streamed: every event is added, then ``body`` is called once."""
+    """Writes the reply to a request that is not streamed: ``add`` gets every event, then ``body`` is called once."""
 
     def add(self, event: TokenEvent) -> None:
         """Adds the next event of any sequence of the request."""
 
     def body(self) -> JsonObject:
-        """The whole reply, made from the events that were added."""
+        """Returns the whole reply, made from the events that were added."""
 
 
 class Spelling(ABC):
-    """One way to write a request and its replies. A spelling has no state; its encoders have.
+    """One way to write a request and its replies. A spelling has no state; its encoders do.
 
-    ``keep_alive``: the block of SSE that is sent while a stream has no events; empty: none. ``event_name_field``: the
-    field of a message that names its SSE event; None: the events have no names.
+    ``keep_alive`` is the SSE block that is sent while a stream has no events; if it is empty, none is sent.
+    ``event_name_field`` is the field of a message that becomes the name of its SSE event; None means no names.
     """
 
     keep_alive = b": ping\n\n"
     event_name_field: str | None = None
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
-        """True if a body is in this spelling. The first spelling of a path that accepts a body reads it."""
+        """Whether a body is in this spelling. A path uses the first of its spellings that accepts the body."""
         return True
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Name and version of the model: from the path, unless the spelling has them in the body."""
+        """Returns the model's name and version, from the path or, in spellings such as OpenAI's, from the body."""
         return path["model_name"], path.get("model_version")
 
     def streams(self, body: Mapping[str, Any]) -> bool:
-        """True if the body asks for a stream. Asked only where the path leaves that to the body."""
+        """Whether the body asks for a stream. Called only for paths whose body decides that."""
         return body.get("stream") is True
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
-        """The client's own id of the request; empty if there is none. ``headers`` are those of HTTP, in lower case."""
+        """Returns the client's id of the request; empty if it gives none. ``headers`` are HTTP's, in lower case."""
         return str(body.get("id") or "")
 
     def headers(self, request_id: str) -> Mapping[str, str]:
-        """The HTTP headers of every reply in this spelling, also of an error."""
+        """Returns the HTTP headers of every reply in this spelling, also of errors."""
         return {}
 
     @abstractmethod
@@ -123,37 +126,37 @@ class Spelling(ABC):
         """Makes the encoder of a reply that is sent whole."""
 
     def attach(self, posted: PostedBody, body: JsonObject) -> tuple[JsonObject, bytes | None]:
-        """The whole reply as it is sent, and the raw bytes that follow its JSON; None: the reply is JSON alone."""
+        """Returns the whole reply as it is sent, and the raw bytes that follow its JSON, or None if none do."""
         return body, None
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
-        """Status and body of an error before the first token."""
+        """Returns the HTTP status and the body of an error before the first token."""
         return error.status, {"error": error.message}
 
 
 class PromptCodec(Protocol):
-    """A model's tokenizer and its chat template. Every method may take long, and may raise InvalidInput."""
+    """A model's tokenizer and chat template. Every method may take seconds, and may raise InvalidInput."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """The token ids of the prompt; a chat prompt is rendered by the chat template first."""
+        """Returns the prompt's token ids; the chat template renders a conversation first."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of the ids, on request without special tokens."""
+        """Returns the text of the ids, without special tokens if ``skip_special_tokens`` is true."""
 
     def token_strings(self, ids: Sequence[int]) -> Sequence[str]:
-        """The tokens as the tokenizer's vocabulary has them."""
+        """Returns the ids' entries in the tokenizer's vocabulary."""
 
 
 class PromptSpelling(ABC):
-    """What a spelling has besides if its requests ask about a prompt alone, so that nothing is generated."""
+    """Added to spellings whose requests are about a prompt alone, so that no token is generated."""
 
     @abstractmethod
     def answer(self, request: GenerationRequest, codec: PromptCodec, info: ModelInfo) -> JsonObject:
-        """The whole reply. Called in a thread; raises RequestError."""
+        """Returns the whole reply. Called in a thread. Raises RequestError."""
 
 
 class UsageCounter:
-    """The usages of one request's sequences, filled in by their last events."""
+    """The token counts and times of one request's sequences, which their last events carry."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._per_prompt = request.sampling.n
@@ -162,11 +165,11 @@ class UsageCounter:
 
     @property
     def unfinished(self) -> Sequence[int]:
-        """The sequences whose last event has not been noted."""
+        """The indices of the sequences whose last event has not been noted yet."""
         return sorted(self._open)
 
     def note(self, event: TokenEvent) -> bool:
-        """True when this event is the very last of the request."""
+        """Notes an event. Returns True if it is the last event of the whole request."""
         if event.finish_reason is None:
             return False
         self._open.remove(event.index)
@@ -186,10 +189,12 @@ class UsageCounter:
 
     @property
     def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts."""
         return sum(self.prompt_tokens_each)
 
     @property
     def completion_tokens(self) -> int:
+        """The number of tokens of all sequences."""
         return sum(self.completion_tokens_each)
 
     @property
@@ -200,16 +205,17 @@ class UsageCounter:
 
     @property
     def reasoning_tokens(self) -> int:
+        """The number of tokens of all sequences that are reasoning before the answer."""
         return sum(usage.num_reasoning_tokens for usage in self._usages if usage is not None)
 
     @property
     def ttft_ms(self) -> int:
-        """Milliseconds until the first token of any sequence of the request."""
+        """Milliseconds from the request's arrival to its first token, in any sequence."""
         return self._earliest([usage.ttft_s for usage in self._usages if usage is not None])
 
     @property
     def queue_ms(self) -> int:
-        """Milliseconds until the first sequence of the request began."""
+        """Milliseconds from the request's arrival until its first sequence left the queue."""
         return self._earliest([usage.queue_s for usage in self._usages if usage is not None])
 
     @staticmethod
@@ -218,29 +224,29 @@ class UsageCounter:
 
 
 class RunningUsage:
-    """The usages of one request's sequences so far, for ``continuous_usage_stats``: a chunk has its sequence's."""
+    """The usage of each sequence so far. With ``continuous_usage_stats`` each chunk shows its sequence's usage."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._completion_tokens = [0] * (len(request.prompts) * request.sampling.n)
 
     def before_and_after(self, event: TokenEvent) -> tuple[JsonObject, JsonObject]:
-        """OpenAI's usage of the event's sequence without and with the event's tokens, which are counted."""
+        """Counts the event's tokens. Returns OpenAI's usage of its sequence before and after that."""
         before = self._completion_tokens[event.index]
         self._completion_tokens[event.index] = after = before + len(event.token_ids)
         return usage_counts(event.num_input_tokens, before), usage_counts(event.num_input_tokens, after)
 
 
 def head(context: ReplyContext, request_id: str) -> JsonObject:
-    """The beginning of every response to one request."""
+    """Returns the fields with which every response to one request begins."""
     version = {} if context.model_version is None else {"model_version": context.model_version}
     return {"model_name": context.model_name, **version, "id": request_id}
 
 
-_MAX_ERROR_CHARACTERS = 512  # of a message in a stream, whose lines are bounded; it may quote anything
+_MAX_ERROR_CHARACTERS = 512  # characters of an error in a stream, whose lines are bounded
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """The names of the values that a reply shows: only the named ones, if the request names outputs."""
+    """Returns the names of the values that a reply shows; if the request names outputs, only those."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -259,7 +265,7 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 
 
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
-    """The values of one event by name: one each, but a list of ids and a list of log-probabilities."""
+    """Returns the shown values of one event by name. Token ids and log-probabilities are lists, all others scalars."""
     values: dict[str, Any] = {names.TEXT_OUTPUT: event.prompt_text + event.text} if names.TEXT_OUTPUT in shown else {}
     if event.reasoning and names.REASONING in shown:
         values[names.REASONING] = event.reasoning
@@ -284,7 +290,7 @@ def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
 
 
 def logprob_objects(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns tokens and their most likely alternatives as JSON objects. Log-probabilities are natural ones."""
+    """Returns tokens and their most likely alternatives as JSON objects, with natural log-probabilities."""
     return [
         {
             "token_id": entry.token_id,
@@ -296,7 +302,7 @@ def logprob_objects(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 class StreamProgress:
-    """Numbers the messages of one streamed request, and knows which of them is the last."""
+    """Numbers the messages of one streamed request, and finds the last one."""
 
     def __init__(self, request: GenerationRequest, request_index: int | None) -> None:
         self.usage = UsageCounter(request)
@@ -305,7 +311,10 @@ class StreamProgress:
         self._messages = 0
 
     def describe(self, event: TokenEvent, target: dict[str, Any]) -> bool:
-        """Writes into ``target`` where the event's message stands in its stream. True: it is the request's last."""
+        """Writes the position of the event's message in the stream into ``target``.
+
+        Returns True if the message is the request's last.
+        """
         final = event.finish_reason is not None and self.usage.note(event)
         target["index"] = event.index
         target["chunk_index"] = self._messages
@@ -320,12 +329,12 @@ class StreamProgress:
         return final
 
     def endings(self, error: Exception) -> list[TokenEvent]:
-        """The last events of all sequences that have not ended, which ``error`` ends."""
+        """Returns a last event, with ``error``, for each sequence that has not ended."""
         return [TokenEvent(index, finish_reason=FinishReason.ERROR, error=error) for index in self.usage.unfinished]
 
 
 def totals(usage: UsageCounter) -> dict[str, int]:
-    """The counts that only the last message has."""
+    """Returns the counts and times that only the last message has."""
     return {
         "usage_prompt_tokens": usage.prompt_tokens,
         "usage_completion_tokens": usage.completion_tokens,
@@ -335,12 +344,12 @@ def totals(usage: UsageCounter) -> dict[str, int]:
 
 
 def shortened(message: str) -> str:
-    """Returns an error's message, cut off where it is too long for an event."""
+    """Returns an error's message, cut to the length that fits into an event."""
     return message if len(message) <= _MAX_ERROR_CHARACTERS else f"{message[: _MAX_ERROR_CHARACTERS - 1]}…"
 
 
 class CollectedSequence:
-    """The events of one sequence, joined."""
+    """The joined events of one sequence."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -356,14 +365,16 @@ class CollectedSequence:
 
     @property
     def reasoning(self) -> str:
+        """The joined reasoning of the sequence; empty if there is none."""
         return "".join(self._reasoning)
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """The whole calls of the sequence."""
+        """The complete tool calls of the sequence."""
         return join_calls(self._calls)
 
     def add(self, event: TokenEvent) -> None:
+        """Joins an event to the sequence."""
         self.texts.append(event.prompt_text + event.text)
         self._reasoning.append(event.reasoning)
         self._calls += event.tool_calls
@@ -378,7 +389,7 @@ class CollectedSequence:
 
 
 class CollectedReply:
-    """All events of a request, joined by sequence."""
+    """The joined events of each sequence of a request."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.usage = UsageCounter(request)
@@ -386,12 +397,16 @@ class CollectedReply:
         self.sequences = [CollectedSequence() for _ in self.usage.unfinished]
 
     def add(self, event: TokenEvent) -> None:
+        """Joins an event to its sequence."""
         self.usage.note(event)
         self.sequences[event.index].add(event)
 
     def values(self, shown: frozenset[str]) -> dict[str, list[Any]]:
-        """The values by name, one element for each sequence or prompt; the ids of all sequences are one list."""
-        assert not self.usage.unfinished, "a whole reply is asked for before its last event"
+        """Returns the shown values by name, with one element for each sequence or prompt.
+
+        The token ids of all sequences are one flat list.
+        """
+        assert not self.usage.unfinished, "the reply is not complete before its last event"
         sequences = self.sequences
         every: dict[str, list[Any]] = {
             names.TEXT_OUTPUT: ["".join(each.texts) for each in sequences],
@@ -412,7 +427,7 @@ class CollectedReply:
         return {name: value for name, value in every.items() if name in shown}
 
     def choices(self) -> list[ChatChoice]:
-        """Every sequence, for OpenAI's objects."""
+        """Returns the sequences as choices of OpenAI's objects."""
         wanted, ids = self._request.sampling.logprobs, self._request.reply.token_ids
         return [
             ChatChoice(
@@ -424,13 +439,13 @@ class CollectedReply:
         ]
 
     def _filled_ids(self) -> list[list[int]]:
-        """The ids of each sequence; the shorter ones are filled up with -1."""
+        """Returns each sequence's token ids, padded with -1 to the longest sequence."""
         longest = max(len(each.token_ids) for each in self.sequences)
         return [[*each.token_ids, *[-1] * (longest - len(each.token_ids))] for each in self.sequences]
 
 
 class WholeReply(CollectedReply):
-    """The values of a whole reply, and the further fields that it shows."""
+    """Collects a reply that is sent whole, with the names of the values that it shows."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         super().__init__(request)

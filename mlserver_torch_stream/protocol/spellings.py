@@ -1,6 +1,6 @@
-"""The table of REST paths: which spellings each of them takes, in the order in which they are tried.
+"""The table of REST paths, each with its spellings in the order in which they are tried.
 
-A row of a new spelling is added here, or by a runtime of one's own in its attribute ``rest_routes``.
+A new spelling gets a row here; a runtime may have rows of its own in its attribute ``rest_routes``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from mlserver_torch_stream.protocol.v2_reply import V2
 
 @dataclass(frozen=True, slots=True)
 class RestRoute:
-    """``streaming`` None: the body says whether it asks for a stream. The first spelling that accepts a body reads it;
-    the last one accepts every body. A path without ``{model_name}`` has spellings that name the model in the body."""
+    """A REST path and its spellings. The first spelling that accepts a body reads it; the last one accepts every body.
+
+    If ``streaming`` is None, the body says whether the reply streams. On a path without ``{model_name}`` the body names
+    the model.
+    """
 
     path: str
     streaming: bool | None
@@ -33,7 +36,7 @@ _ENDPOINTS: tuple[tuple[str, bool, tuple[Spelling, ...]], ...] = (
     ("generate", False, (FLAT, SELDON, V2)),
     ("generate_stream", True, (FLAT, SELDON, V2)),
 )
-OPENAI_PREFIXES = ("/v1", "/openai/v1")  # OpenAI's own, and KServe's
+OPENAI_PREFIXES = ("/v1", "/openai/v1")  # OpenAI's prefix, and KServe's
 REST_ROUTES = (
     *(
         RestRoute(f"{models}/{endpoint}", streaming, spellings)

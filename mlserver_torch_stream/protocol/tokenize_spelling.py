@@ -20,7 +20,7 @@ _STRINGS, _TOKENS = "return_token_strs", "tokens"
 
 
 class OptionallyNamedModel(Body):
-    """Without ``model``, the server's only one that generates tokens."""
+    """A body that may omit ``model`` if the server has only one model that generates tokens."""
 
     model: NonEmpty | None = None
     model_version: NonEmpty | None = None
@@ -54,7 +54,7 @@ class Tokenize(PromptSpelling, OpenAIChat):
     body: type[Body] = TokenizeRequest
 
     def model(self, path: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str, str | None]:
-        """An empty name: the only model."""
+        """Returns the model's name; an empty name means the server's only model."""
         return ("", None) if body.get("model") is None else super().model(path, body)
 
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:

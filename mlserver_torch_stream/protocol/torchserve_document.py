@@ -1,7 +1,6 @@
-"""Builds the OpenAPI documents of TorchServe's paths: those of the server, and those of one model.
+"""Builds the OpenAPI documents of TorchServe's paths: one for the server, and one for each model.
 
-Names and summaries of the operations are TorchServe's, so that clients that were generated from its documents find
-them.
+Operations have TorchServe's names and summaries, so that generated clients keep working.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PREDICT = "Predictions entry point to get inference using {} model version."
 
 
 def server_document() -> JsonObject:
-    """An OpenAPI document, version 3.0.1."""
+    """Returns the OpenAPI document, version 3.0.1, of the server's paths."""
     by_name = _predicting("predictions", _PREDICT.format("default"), "model_name")
     version = _predicting("version_predictions", _PREDICT.format("specific"), "model_name", "model_version")
     description = "The paths of TorchServe's inference API that this server has"
@@ -40,7 +39,7 @@ def server_document() -> JsonObject:
 
 
 def model_document(name: str, paths: tuple[str, ...]) -> JsonObject:
-    """An OpenAPI document, version 3.0.1, of a model's paths, all of which take POST."""
+    """Returns the OpenAPI document, version 3.0.1, of one model's paths, all for POST."""
     described = {path: _predicting(f"{name}{path}", f"A predict entry point for model: {name}.") for path in paths}
     return _document({"title": f"RESTful API for: {name}", "version": "1.0.0"}, described)
 

@@ -1,7 +1,7 @@
-"""The tensors of V2 by name, and the parallel tensors in which Seldon Core 2 sends a conversation.
+"""The names of V2's tensors, and the parallel tensors in which Seldon Core 2 sends a conversation.
 
-Seldon's ``role`` has one element for each message. With one message the elements of the other tensors are its parts;
-with several messages each element is one message's list of parts, as JSON.
+Seldon's tensor ``role`` has one element for each message. If there is one message, the elements of the other tensors
+are its parts; if there are several, each element is a JSON list with the parts of one message.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Columns = Mapping[str, Sequence[str]]
 
 
 def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
-    """``columns`` maps those of MESSAGE_TENSORS that were sent to their elements; ``role`` must be among them.
-    ``most``: of messages and parts."""
+    """Returns the conversation in Seldon's tensors. Raises InvalidInput.
+
+    ``columns`` holds the elements of the MESSAGE_TENSORS that were sent, by name; ``role`` is required. ``most`` bounds
+    the number of messages and parts.
+    """
     roles = columns.get("role", ())
     if not roles:
         raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
@@ -40,7 +43,7 @@ def _each_message(columns: Columns, count: int) -> list[Columns]:
 
 
 def _cell(columns: Columns, name: str, row: int) -> list[str]:
-    """What one message has of a tensor; the translator writes an empty list as an empty string."""
+    """Returns one message's part of a tensor; the translator writes an empty list as an empty string."""
     if name not in columns or columns[name][row] == "":
         return []
     text = columns[name][row]
@@ -107,5 +110,5 @@ OUTPUT_DATATYPES = {
 }
 CHAT_OUTPUT_DATATYPES = {ROLE: "BYTES", CONTENT: "BYTES", TYPE: "BYTES", OUTPUT_ALL: "BYTES"}
 
-# The header that names the client of a request, so that one client's flood does not delay other clients.
+# The header that names the client of a request; clients get fair shares of the server.
 CLIENT_HEADER = "x-client-id"

@@ -1,7 +1,7 @@
-"""The V2 spelling: named tensors in, named tensors out, over REST and as MLServer's gRPC messages.
+"""The V2 spelling: named tensors in and out, over REST and as MLServer's gRPC messages.
 
-A response is the plain object that REST writes as JSON; MLServer's model of it for gRPC is made from that object. An
-event of ``MAX_PER_EVENT`` is a line of less than 48 KiB: nothing else in a response grows beyond a few KiB.
+A response is the object that REST writes as JSON; for gRPC it is converted to MLServer's model of a response. An event
+of ``MAX_PER_EVENT`` tokens is a line of less than 48 KiB, because nothing else in a response grows beyond a few KiB.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ _DATATYPES = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
 
 
 def output(name: str, data: list[Any], shape: list[int] | None = None) -> JsonObject:
-    """One tensor; the elements of BYTES are str."""
+    """Returns an output tensor.
+
+    ``data`` are its elements, which are str for BYTES; the default shape is their count.
+    """
     return {"name": name, "shape": shape or [len(data)], "datatype": _DATATYPES[name], "data": data}
 
 
 def as_response(body: JsonObject) -> InferenceResponse:
-    """MLServer's model of a response: BYTES are bytes, as gRPC needs, and there is no ``error`` beside the outputs.
+    """Converts a response to MLServer's model of it: elements of BYTES become bytes, and ``error`` is left out.
 
-    Validation in Rust is the fastest way to construct the model.
+    The model is made by pydantic's validation, which is the fastest way, as it runs in Rust.
     """
     message = {**body, "outputs": [_as_bytes(tensor) for tensor in body["outputs"]]}
     message.pop("error", None)
@@ -67,21 +70,24 @@ def _as_bytes(tensor: JsonObject) -> JsonObject:
     return {**tensor, "data": [each.encode() if isinstance(each, str) else each for each in tensor["data"]]}
 
 
-_AS_JSON = frozenset({names.LOGPROBS, names.PROMPT_LOGPROBS, names.TOOL_CALLS})  # an element is a JSON list
+_AS_JSON = frozenset({names.LOGPROBS, names.PROMPT_LOGPROBS, names.TOOL_CALLS})  # elements are JSON lists as text
 
 
 class StreamReply:
-    """The responses of one streamed request: every event of its sequences, in order, becomes one of them."""
+    """Writes the responses of one streamed request, one for each event."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._request_id = request.request_id
         self._head = head(context, request.request_id)
         self._progress = StreamProgress(request, context.request_index)
         self._shown = shown_values(request.reply)
-        self._headers = dict(context.headers)  # until the first response has taken them
+        self._headers = dict(context.headers)  # empty after the first response, which has them
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """The responses of one event. The final response has ``error`` beside its outputs if a sequence failed."""
+        """Returns the response of one event.
+
+        If a sequence failed, the final response has ``error`` beside its outputs.
+        """
         parameters: JsonObject = {"request_id": self._request_id}
         final = self._progress.describe(event, parameters)
         if self._headers:
@@ -95,7 +101,7 @@ class StreamReply:
         return [body for ending in self._progress.endings(error) for body in self.event(ending)]
 
     def end(self) -> None:
-        """None: the last response is the end of the stream."""
+        """Returns None: a V2 stream ends with its last response."""
 
     def _tensors(self, event: TokenEvent, final: bool) -> list[JsonObject]:
         tensors = []
@@ -106,7 +112,7 @@ class StreamReply:
 
 
 class UnaryReply(WholeReply):
-    """The one response of a request that is answered as a whole."""
+    """Writes the one response to a request that is not streamed."""
 
     def body(self) -> JsonObject:
         context, request_id = self._context, self._request.request_id
@@ -131,7 +137,7 @@ class UnaryReply(WholeReply):
         return tensors
 
     def _ids_shape(self, count: int) -> list[int]:
-        """[S] for one sequence; [B·n, longest] for several."""
+        """The shape of ``token_ids``: [S] for one sequence, [B·n, longest S] for several."""
         sequences = len(self._request.prompts) * self._request.sampling.n
         return [count] if sequences == 1 else [sequences, count // sequences]
 
@@ -141,7 +147,7 @@ def _json(value: Any) -> str:
 
 
 class V2Tensors(Spelling):
-    """``outputs``: the output tensors that a request may name."""
+    """The spelling of V2. ``outputs`` are the output tensors that a request may name."""
 
     outputs = frozenset(names.OUTPUT_DATATYPES)
 
@@ -152,7 +158,7 @@ class V2Tensors(Spelling):
     def decode_message(
         self, payload: InferenceRequest, info: ModelInfo, *, streaming: bool, request_id: str
     ) -> GenerationRequest:
-        """Decodes MLServer's model of a request, as gRPC gives it. Raises InvalidInput."""
+        """Decodes MLServer's model of a request, in which gRPC requests arrive. Raises InvalidInput."""
         return decode_request(payload, info, streaming=streaming, request_id=request_id, outputs=self.outputs)
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
@@ -169,7 +175,10 @@ V2 = V2Tensors()
 
 
 def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> InferenceRequest:
-    """MLServer's model of a V2 request over REST. ``most``: elements that a tensor may have. Raises InvalidInput."""
+    """Returns MLServer's model of a V2 request over REST. ``most`` bounds the elements of a tensor.
+
+    Raises InvalidInput.
+    """
     asked = BinaryOutputs.wanted_by(posted.json).asked
     if streaming and asked:
         raise InvalidInput(asked, "a stream of events has no binary outputs; use an endpoint that answers once")
@@ -180,7 +189,7 @@ def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> In
 
 
 def _check_counts(body: Mapping[str, Any]) -> None:
-    """Raises InvalidInput for more tensors or parameters than MLServer's model of a request should be made of."""
+    """Raises InvalidInput if the body has too many tensors or parameters for MLServer's model, which is slow."""
     holders: list[Any] = [body]
     for field in ("inputs", "outputs"):
         tensors = body.get(field)
@@ -193,7 +202,7 @@ def _check_counts(body: Mapping[str, Any]) -> None:
 
 
 def input_metadata() -> list[MetadataTensor]:
-    """Every input tensor by its canonical name; ``aliases`` are its other names."""
+    """Returns the metadata of every input tensor, under its canonical name; ``aliases`` are its other names."""
     tensors = [
         _tensor(names.TEXT_INPUT, "BYTES", -1, names.TEXT_ALIASES),
         _tensor(names.INPUT_IDS, "INT64", -1),
@@ -210,7 +219,7 @@ def input_metadata() -> list[MetadataTensor]:
 
 
 def output_metadata() -> list[MetadataTensor]:
-    """Every output tensor, also tensors that only some replies have."""
+    """Returns the metadata of every output tensor, including those that only some replies have."""
     outputs = {**names.OUTPUT_DATATYPES, **names.CHAT_OUTPUT_DATATYPES}
     return [_tensor(name, datatype, 1 if name == names.OUTPUT_ALL else -1) for name, datatype in outputs.items()]
 

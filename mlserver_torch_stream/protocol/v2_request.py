@@ -1,7 +1,7 @@
-"""Decodes a V2 inference request, or one piece of a prompt, and finds its one prompt source.
+"""Decodes a V2 inference request, or one piece of a prompt, and finds the tensor that holds the prompt.
 
-A message that could not be read is decoded too: decoding it raises the error, so that it is refused and recorded like
-any bad request.
+A message that cannot be read becomes an ``Unreadable``; decoding that raises the error, so the message is refused and
+recorded like any bad request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 
 def prompt_source(tensors: Mapping[str, Tensor]) -> str:
-    """The tensor that holds the prompt, in the client's spelling; ``role`` and its like count as one source."""
+    """Returns the name of the tensor that holds the prompt; Seldon's parallel tensors count as one.
+
+    Raises InvalidInput.
+    """
     sources = [name for name in tensors if name in names.PROMPT_TENSORS and name not in MESSAGE_TENSORS]
     seldon = [name for name in MESSAGE_TENSORS if name in tensors]
     sources += seldon[:1]
@@ -47,7 +50,7 @@ def prompt_source(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_prompts(tensors: Mapping[str, Tensor], given: Merged, info: ModelInfo) -> tuple[Prompt, ...]:
-    """The prompts of a request, none of them empty."""
+    """Returns the prompts of a request. Raises InvalidInput, also for an empty prompt."""
     source = prompt_source(tensors)
     if source in names.TEXT_TENSORS:
         prompts: tuple[Prompt, ...] = _texts(tensors[source])
@@ -96,7 +99,7 @@ def _chat(source: str, tensors: Mapping[str, Tensor], given: Merged, info: Model
 
 
 def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str, Any], ...] | None:
-    """The tools, as a JSON list in one element or one object in each."""
+    """Returns the tools, which are a JSON list in one element, or one JSON object in each element."""
     if names.TOOLS not in tensors:
         return None
     texts = tensors[names.TOOLS].require({"BYTES"}).elements
@@ -107,19 +110,20 @@ def _tools(tensors: Mapping[str, Tensor], info: ModelInfo) -> tuple[Mapping[str,
 
 
 class Unreadable(InferenceRequest):  # type: ignore[misc]
-    """A request that cannot be read: decoding it raises the error."""
+    """A request that cannot be read. Decoding it raises the error."""
 
     _error: InvalidInput = PrivateAttr()
 
     @classmethod
     def because(cls, error: InvalidInput, request_id: str) -> Unreadable:
+        """Makes the request that stands for an unreadable message."""
         unreadable = cls(id=request_id, inputs=[])
         unreadable._error = error
         return unreadable
 
 
 def refuse_unreadable(payload: InferenceRequest) -> None:
-    """Raises InvalidInput."""
+    """Raises the error of an ``Unreadable``; accepts every other request."""
     if isinstance(payload, Unreadable):
         raise payload._error
 
@@ -136,8 +140,10 @@ def decode_request(
     request_id: str,
     outputs: Collection[str] = frozenset(names.OUTPUT_DATATYPES),
 ) -> GenerationRequest:
-    """``streaming``: the endpoint that received the request answers with a stream. ``outputs``: the output tensors that
-    the request may name."""
+    """Decodes a V2 request. ``streaming`` says whether its endpoint answers with a stream.
+
+    ``outputs`` are the output tensors that the request may name. Raises InvalidInput.
+    """
     refuse_unreadable(payload)
     check_id(payload.id)
     tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
@@ -151,7 +157,7 @@ def decode_request(
 
 
 def validated(body: Mapping[str, Any]) -> InferenceRequest:
-    """MLServer's model of a request. Raises InvalidInput."""
+    """Validates a JSON object as MLServer's model of a request. Raises InvalidInput."""
     try:
         return InferenceRequest.model_validate(body)
     except ValidationError as error:
@@ -159,7 +165,7 @@ def validated(body: Mapping[str, Any]) -> InferenceRequest:
 
 
 def first_complaint(error: ValidationError) -> InvalidInput:
-    """The first field that pydantic finds wrong, with its message."""
+    """Returns the first of pydantic's errors, with the path of the field and the message."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return InvalidInput(".".join(str(part) for part in first["loc"]) or "body", first["msg"])
 
@@ -192,22 +198,25 @@ def _output_names(outputs: Iterable[RequestOutput], known: Collection[str]) -> f
 
 
 def decode_piece(payload: InferenceRequest, first: GenerationRequest, info: ModelInfo) -> Prompt:
-    """One further, non-empty piece of the prompt that ``first`` began: the same kind of tensor and nothing else."""
+    """Returns the next piece of the prompt that ``first`` began.
+
+    The message must have the same kind of tensor, not empty, and no parameters. Raises InvalidInput.
+    """
     refuse_unreadable(payload)
     for key in parameters_of(payload.parameters):
         if key not in SILENT:
-            raise InvalidInput(key, "only the first message of a prompt in pieces takes parameters")
+            raise InvalidInput(key, "only the first message of a prompt in pieces may have parameters")
     if payload.outputs:
-        raise InvalidInput("outputs", "only the first message of a prompt in pieces names outputs")
+        raise InvalidInput("outputs", "only the first message of a prompt in pieces may name outputs")
     tensors = read_tensors(payload.inputs, names.INPUT_TENSORS, info.max_model_len)
     source = prompt_source(tensors)
     allowed = names.TEXT_TENSORS if isinstance(first.prompts[0], TextPrompt) else (names.INPUT_IDS,)
     if source not in allowed:
-        raise InvalidInput(source, f"this prompt began as {allowed[0]} and goes on as that")
+        raise InvalidInput(source, f"the first piece of this prompt was {allowed[0]}, so all pieces must be")
     for name in tensors:
         if name != source:
-            raise InvalidInput(name, "only the first message of a prompt in pieces takes it")
+            raise InvalidInput(name, "only the first message of a prompt in pieces may have it")
     prompts = read_prompts(tensors, {}, info)
     if len(prompts) != 1:
-        raise InvalidInput(source, f"a piece is one element, got {len(prompts)}")
+        raise InvalidInput(source, f"a piece must have one element, got {len(prompts)}")
     return prompts[0]

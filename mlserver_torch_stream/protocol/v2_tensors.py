@@ -1,6 +1,6 @@
 """Reads the input tensors of a V2 request, from JSON and from the binary tensor data extension.
 
-REST brings nested lists and str, gRPC flat lists and bytes.
+Elements arrive over REST as nested lists with str for BYTES, over gRPC as flat lists with bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlserver_torch_stream.protocol.values import SIZE, refuse, refuse_left_over
 _DATA = "data"
 ALL_BINARY = "binary_data_output"
 _ONE_BINARY = "binary_data"
-_LENGTH_BYTES = 4  # before each element of BYTES, little-endian
+_LENGTH_BYTES = 4  # the length before each element of BYTES, little-endian
 _FORMATS = {
     "BOOL": "?",
     "INT8": "b",
@@ -41,16 +41,16 @@ _FORMATS = {
 
 
 def has_tensors(body: Mapping[str, Any]) -> bool:
-    """True if the body has V2's ``inputs``, a list of tensors; a handler's own object may have other ``inputs``."""
+    """Whether ``inputs`` is V2's list of tensors; a handler's own format may use the name for something else."""
     inputs = body.get("inputs")
     return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
 
 
 def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str, Any]:
-    """The request's object with the elements of its binary tensors, which follow each other in ``raw``.
+    """Returns the request's object with the elements of its binary tensors, which follow each other in ``raw``.
 
-    ``most``: elements that a tensor may have. More are refused before they are made: the four million empty strings
-    of 16 MiB would keep the event loop for seconds.
+    ``most`` bounds the elements of a tensor, before they are created: 16 MiB can hold four million empty strings, which
+    would block the event loop for seconds. Raises InvalidInput.
     """
     inputs = body.get("inputs")
     tensors = []
@@ -77,14 +77,14 @@ def check_strings(name: str, part: bytes, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BinaryOutputs:
-    """Which outputs a request wants as raw bytes. ``chosen`` is by name; ``default`` holds for all other outputs."""
+    """Which outputs a request wants as raw bytes: ``chosen`` by name, ``default`` for all others."""
 
     default: bool = False
     chosen: Mapping[str, bool] | None = None
 
     @classmethod
     def wanted_by(cls, body: Any) -> BinaryOutputs:
-        """Reads a request. A body that is no V2 request wants no binary outputs. Raises InvalidInput."""
+        """Reads a request's wish; a body that is not a V2 request has none. Raises InvalidInput."""
         if not isinstance(body, Mapping) or not has_tensors(body):
             return cls()
         outputs = body.get("outputs")
@@ -97,7 +97,7 @@ class BinaryOutputs:
 
     @property
     def asked(self) -> str | None:
-        """The name of the parameter that asks for binary outputs; None if no parameter does."""
+        """The name of the parameter that asks for binary outputs; None if none does."""
         if self.default:
             return ALL_BINARY
         return _ONE_BINARY if any((self.chosen or {}).values()) else None
@@ -107,8 +107,10 @@ class BinaryOutputs:
 
 
 def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes | None]:
-    """A reply's object without the elements of its binary outputs, and these as bytes, which are None if the request
-    wants no binary output. Raises GenerationFailed."""
+    """Moves the elements of the binary outputs out of a reply's object.
+
+    Returns the object and the elements' bytes, which are None if no binary output is wanted. Raises GenerationFailed.
+    """
     if not wanted.asked:
         return body, None
     outputs, parts = [], []
@@ -129,7 +131,7 @@ def _name(tensor: Mapping[str, Any]) -> str:
 
 
 def _size(tensor: Any) -> int | None:
-    """The number of bytes of the tensor's elements after the object; None if the elements are in the object."""
+    """Returns how many bytes after the object hold the tensor's elements; None if the object holds them."""
     parameters = tensor.get("parameters") if isinstance(tensor, dict) else None
     if not isinstance(parameters, dict) or SIZE not in parameters:
         return None
@@ -159,18 +161,18 @@ def _texts(name: str, part: bytes) -> Iterator[bytes]:
         start = position + _LENGTH_BYTES
         position = start + int.from_bytes(part[position:start], "little")
         if start > len(part) or position > len(part):
-            raise InvalidInput(name, "its last element is longer than the bytes that are left of it")
+            raise InvalidInput(name, "its last element is cut off")
         yield part[start:position]
 
 
 def _numbers(name: str, datatype: Any, part: bytes, most: int) -> list[Any]:
-    """The numbers, but at most one more than ``most``."""
+    """Returns the numbers, at most ``most`` + 1, so that the caller sees if there are too many."""
     if not isinstance(datatype, str) or datatype not in _FORMATS:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     size = struct.calcsize("<" + _FORMATS[datatype])
     count, rest = divmod(len(part), size)
     if rest:
-        raise InvalidInput(name, f"{SIZE} is {len(part)}, no multiple of the {size} bytes of one {datatype}")
+        raise InvalidInput(name, f"{SIZE} is {len(part)}, not a multiple of the {size} bytes of one {datatype}")
     return list(struct.unpack_from(f"<{min(count, most + 1)}{_FORMATS[datatype]}", part))
 
 
@@ -191,19 +193,19 @@ def _packed(output: Mapping[str, Any]) -> bytes:
         numbers = [math.nan if element is None else element for element in elements]
         return struct.pack(f"<{len(numbers)}{_FORMATS[datatype]}", *numbers)
     except (AttributeError, KeyError, OverflowError, struct.error):
-        raise GenerationFailed(f"output {output['name']}: its elements are no {datatype}") from None
+        raise GenerationFailed(f"output {output['name']}: its elements are not {datatype}") from None
 
 
 INTEGERS = frozenset({"INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"})
 NUMBERS = INTEGERS | {"FP16", "FP32", "FP64"}
 _DATATYPES = NUMBERS | {"BOOL", "BYTES"}
-# KServe's client gives the size of raw contents over gRPC too; ``server`` has compared them.
+# KServe's client sends the size of raw contents over gRPC too, where ``server`` has checked it.
 _TENSOR_PARAMETERS = frozenset({"headers", "content_type", SIZE})
-# Nothing here needs more than two dimensions. The product of 40,000 would hold the event loop for 15 seconds.
+# No input needs more than two dimensions, and multiplying 40,000 of them would block the event loop for 15 seconds.
 _MAX_DIMENSIONS = 8
-# Of one request. MLServer takes up to 0.1 ms to convert a tensor, and some microseconds for a parameter.
-MAX_TENSORS = 1024  # of its inputs, and as many of its outputs
-MAX_PARAMETERS = 4096  # of itself and of all its tensors
+# The bounds of one request. MLServer takes up to 0.1 ms to convert a tensor, and microseconds for a parameter.
+MAX_TENSORS = 1024  # inputs, and the same number of outputs
+MAX_PARAMETERS = 4096  # parameters of the request and of all its tensors
 MAX_STRINGS = 131_072  # elements of one tensor of BYTES
 
 
@@ -217,20 +219,22 @@ class Tensor:
     elements: list[Any]
 
     def require(self, datatypes: Iterable[str]) -> Tensor:
+        """Returns the tensor itself. Raises InvalidInput if its datatype is not one of ``datatypes``."""
         if self.datatype not in datatypes:
             raise InvalidInput(self.name, f"datatype must be {' or '.join(sorted(datatypes))}, got {self.datatype}")
         return self
 
     def single(self) -> Any:
+        """Returns the only element. Raises InvalidInput if there are more or none."""
         if len(self.elements) != 1:
             raise InvalidInput(self.name, f"must have exactly one element, got {len(self.elements)}")
         return self.elements[0]
 
 
 def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_model_len: int) -> dict[str, Tensor]:
-    """The tensors by name. One that is not known is refused by name, as is a name that stands twice.
+    """Returns the input tensors by name. Raises InvalidInput, also for an unknown or repeated name.
 
-    ``max_model_len``: tokens that the model takes, so that longer lists are not even looked at.
+    ``max_model_len`` is the length of the model's context in tokens; longer lists are refused unread.
     """
     tensors: dict[str, Tensor] = {}
     for given in inputs:
@@ -243,20 +247,21 @@ def read_tensors(inputs: Iterable[RequestInput], known: frozenset[str], max_mode
 
 
 def parameters_of(holder: Parameters | None) -> Mapping[str, Any]:
-    """The parameters that are not MLServer's own two fields."""
+    """Returns the parameters, without MLServer's own fields ``content_type`` and ``headers``."""
     return (holder.model_extra or {}) if holder is not None else {}
 
 
 def check_count(field: str, count: int, most: int, what: str) -> None:
-    """Raises InvalidInput."""
+    """Raises InvalidInput, which names ``field``, if ``count`` exceeds ``most``. ``what`` is the counted noun."""
     if count > most:
         raise InvalidInput(field, f"must have at most {most} {what}, got {count}")
 
 
 def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, list[Any]]:
-    """Datatype and elements of any tensor, in row-major order and as they arrived: REST's BYTES are str, gRPC's bytes.
+    """Returns the datatype of a tensor and its elements in row-major order. BYTES are str from REST, bytes from gRPC.
 
-    ``most``: elements that it may have; None: any number, but at most ``MAX_STRINGS`` of BYTES. Raises InvalidInput.
+    ``most`` bounds the elements; with None any number is allowed, except for BYTES, which have at most ``MAX_STRINGS``.
+    Raises InvalidInput.
     """
     name = given.name
     if len(given.shape) > _MAX_DIMENSIONS:
@@ -273,7 +278,7 @@ def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, li
 
 
 def raw_element(name: str, element: Any, as_base64: bool) -> bytes:
-    """One element of BYTES as bytes. Raises InvalidInput."""
+    """Returns one element of BYTES as bytes. Raises InvalidInput."""
     if not isinstance(element, (str, bytes)):
         raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
     try:
@@ -282,7 +287,7 @@ def raw_element(name: str, element: Any, as_base64: bool) -> bytes:
     except binascii.Error:
         raise InvalidInput(name, "is not valid base64") from None
     except UnicodeEncodeError:
-        raise InvalidInput(name, "is not text that UTF-8 can carry") from None
+        raise InvalidInput(name, "is text that UTF-8 cannot encode") from None
 
 
 def _read_tensor(given: RequestInput, most: int) -> Tensor:
@@ -300,9 +305,9 @@ def _read_tensor(given: RequestInput, most: int) -> Tensor:
 
 
 def _flatten(name: str, data: Any, depth: int, most: int | None) -> list[Any]:
-    """The elements in row-major order; nesting may be as deep as the shape is long, a bare scalar counts as one.
+    """Returns the elements in row-major order. Lists may be nested ``depth`` deep; a bare scalar is one element.
 
-    ``most``: as of ``read_elements``; elements are counted before they are looked at.
+    ``most`` is checked before the elements are.
     """
     level = data if isinstance(data, list) else [data]
     _check_elements_count(name, level, most)

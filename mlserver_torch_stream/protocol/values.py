@@ -1,7 +1,7 @@
 """Reads loosely typed values: bounded JSON, numbers that may be strings, and keys that are refused by name.
 
-JSON is bounded because Python's garbage collector walks over each list that a parser makes: 16 MiB of empty lists take
-seconds, and 16 MiB of different keys two.
+JSON is bounded, because Python's garbage collector visits each list that a parser creates: 16 MiB of empty lists take
+seconds, and 16 MiB of different keys two seconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ModelInfo
 
-MAX_CONTAINERS = 250_000  # of both kinds; to read them takes some 40 ms
-MAX_KEYS = 250_000  # of all objects; some 150 ms where all of them differ
-MAX_STRINGS = 1_250_000  # beside the keys; some 150 ms
-_AT_ONCE = 1 << 18  # characters, which fit into a processor's cache
+MAX_CONTAINERS = 250_000  # lists and objects, which take some 40 ms
+MAX_KEYS = 250_000  # keys of all objects, which take some 150 ms if all differ
+MAX_STRINGS = 1_250_000  # other strings, which take some 150 ms
+_AT_ONCE = 1 << 18  # characters that are counted at once; they fit into a processor's cache
 
 NOT_IMPLEMENTED = "is not implemented by this runtime"
 
 
 def parse_bounded(raw: bytes) -> Any:
-    """Raises ValueError: also for NaN, lone surrogates and bottomless nesting."""
+    """Parses JSON within the bounds above. Raises ValueError, also for NaN, lone surrogates and too deep nesting."""
     if len(raw) > min(MAX_CONTAINERS, MAX_KEYS) and _may_hold_too_much(raw):
         _check_counts(raw)
     try:
@@ -41,7 +41,7 @@ def parse_bounded(raw: bytes) -> Any:
 
 
 def _may_hold_too_much(raw: bytes) -> bool:
-    """Counts what stands in strings, too. ``bytes.count`` takes longer for that than the parser for everything."""
+    """Whether the exact count of ``_check_counts`` is needed: counts brackets and quotes, even those inside strings."""
     every, opened, keys, quotes = np.frombuffer(raw, np.uint8), 0, 0, 0
     for start in range(0, len(raw), _AT_ONCE):
         characters = every[start : start + _AT_ONCE]
@@ -52,7 +52,7 @@ def _may_hold_too_much(raw: bytes) -> bool:
 
 
 def _check_counts(raw: bytes) -> None:
-    """Counts what stands outside of strings. A character in a string follows an odd number of quotes."""
+    """Counts brackets and keys outside strings. A character inside a string is preceded by an odd number of quotes."""
     unescaped = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     containers = keys = quotes = 0
     for start in range(0, len(unescaped), _AT_ONCE):
@@ -86,7 +86,7 @@ Reader = Callable[[Any, ModelInfo], Any]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that was read, and the name by which the request gave it."""
+    """A parameter's parsed value, and the name under which the request gave it."""
 
     spelling: str
     value: Any
@@ -96,17 +96,17 @@ Merged = Mapping[str, Given]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
-# A request may have this many prompts or messages, however short the model's context is. Four million would hold the
-# event loop for most of a minute.
+# The number of prompts or messages that a request may have, even if the model's context is shorter. Four million would
+# block the event loop for most of a minute.
 _MAX_ELEMENTS = 4096
 THINKING = ("enabled", "adaptive", "disabled")  # the types of Anthropic's ``thinking``
-MAX_IGNORED = 32  # names of unknown parameters that are noted
+MAX_IGNORED = 32  # names of ignored parameters that a request's record keeps
 MAX_TOKEN_IDS = 4096  # in one parameter: with a constraint, each costs time in every step
-_SEED_MODULUS = 2**63  # what torch.Generator.manual_seed takes without wrapping
+_SEED_MODULUS = 2**63  # torch.Generator.manual_seed accepts smaller seeds
 
 
 def named(field: str, read: Callable[..., T], *arguments: Any) -> T:
-    """The result of a reader. Its ValueError becomes the InvalidInput of ``field``."""
+    """Returns the result of a reader. A ValueError becomes an InvalidInput that names ``field``."""
     try:
         return read(*arguments)
     except ValueError as error:
@@ -114,27 +114,27 @@ def named(field: str, read: Callable[..., T], *arguments: Any) -> T:
 
 
 def shown(value: Any) -> str:
-    """The value as an error message quotes it: short, whatever the client sent."""
+    """Returns a client's value as an error message quotes it, cut to a short text."""
     return reprlib.repr(value)
 
 
 def printable(key: str) -> str:
-    """The beginning of a client's key, without lone surrogates, which a reply cannot contain."""
+    """Returns the beginning of a client's key, without lone surrogates, which a reply cannot contain."""
     return key[:100].encode("utf-8", "backslashreplace").decode() or '""'
 
 
 def most_elements(max_model_len: int) -> int:
-    """The most elements that an input may have for a model of this context."""
+    """Returns the largest number of elements of an input for a model with this context length in tokens."""
     return max(max_model_len, _MAX_ELEMENTS)
 
 
 def most_checked(info: ModelInfo) -> int:
-    """The most elements that are looked at in one value of a request: messages and their parts, biases of tokens."""
+    """Returns the largest number of messages, parts, biases and other elements that are checked in one value."""
     return max(most_elements(info.max_model_len), info.vocab_size)
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError."""
+    """Parses bounded JSON, as ``parse_bounded`` does. Raises ValueError."""
     return parse_bounded(text.encode("utf-8", "surrogatepass"))
 
 
@@ -219,7 +219,7 @@ def top_k(value: Any, info: ModelInfo) -> int:
 
 
 def seed(value: Any, info: ModelInfo) -> int:
-    """Any signed or unsigned 64-bit integer, taken modulo the range of the random generator."""
+    """Reads any signed or unsigned 64-bit integer, and reduces it to the range of the random generator."""
     result = to_integer(value)
     if not -(2**63) <= result < 2**64:
         raise ValueError(f"must fit 64 bits, got {shown(value)}")
@@ -232,8 +232,10 @@ def row_count(value: Any, info: ModelInfo) -> int:
 
 
 def logprobs(value: Any, info: ModelInfo) -> tuple[bool, int | None]:
-    """Whether log-probabilities are wanted and, if the value is a number as in OpenAI's completions, of how many
-    alternatives."""
+    """Reads whether log-probabilities are wanted, and the number of alternatives.
+
+    The number is None if the value is a boolean, as in OpenAI's chat completions.
+    """
     try:
         return boolean(value, info), None
     except ValueError:
@@ -249,7 +251,7 @@ def token_id(value: Any, info: ModelInfo) -> int:
 
 
 def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
-    """One id, or a list of ids, which may be written as JSON."""
+    """Reads one id or a list of ids; the list may be JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value)
     elements = value if isinstance(value, list) else [value]
@@ -259,7 +261,7 @@ def token_ids(value: Any, info: ModelInfo) -> tuple[int, ...]:
 
 
 def bounded_text(limit: int) -> Reader:
-    """Reads a string of 1 to ``limit`` characters."""
+    """Makes a reader of strings of 1 to ``limit`` characters."""
 
     def read(value: Any, info: ModelInfo) -> str:
         if not is_text(value) or not 0 < len(value) <= limit:
@@ -270,7 +272,7 @@ def bounded_text(limit: int) -> Reader:
 
 
 def strings(limit: int, max_bytes: int) -> Reader:
-    """Reads one string or a list of at most ``limit`` strings, which have at most ``max_bytes`` in UTF-8 together."""
+    """Makes a reader of one string or at most ``limit`` strings, which together have ``max_bytes`` bytes of UTF-8."""
 
     def read(value: Any, info: ModelInfo) -> tuple[str, ...]:
         elements = _string_list(value)
@@ -288,7 +290,7 @@ def strings(limit: int, max_bytes: int) -> Reader:
 
 
 def _string_list(value: Any) -> list[Any]:
-    """A list as it is; a string that is a JSON list of strings as that list; any other value as its only element."""
+    """Returns a list unchanged, JSON text of a list of strings as that list, and any other value as a list of one."""
     if isinstance(value, list):
         return value
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -302,7 +304,7 @@ def _string_list(value: Any) -> list[Any]:
 
 
 def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
-    """An object, which may be written as JSON."""
+    """Reads an object, which may be JSON text."""
     if isinstance(value, str):
         value = parse_json(value)
     if not isinstance(value, dict):
@@ -311,7 +313,7 @@ def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
 
 
 def tool_choice(value: Any, info: ModelInfo) -> Any:
-    """``auto``, ``none``, ``required``, or an object that names a function. Raises ValueError."""
+    """Reads ``auto``, ``none``, ``required``, or an object that names a function. Raises ValueError."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse_json(value)
     if isinstance(value, str) and value in ("auto", "none", "required"):
@@ -325,7 +327,7 @@ def tool_choice(value: Any, info: ModelInfo) -> Any:
 
 
 def logit_bias(value: Any, info: ModelInfo) -> Mapping[int, float]:
-    """Reads an object of token ids, each once, and biases from -100 to 100."""
+    """Reads an object that maps token ids, each once, to biases from -100 to 100."""
     read_bias = number(-100, 100)
     given, biases = json_object(value, info), dict[int, float]()
     if len(given) > MAX_TOKEN_IDS:
@@ -348,7 +350,7 @@ def adapter(value: Any, info: ModelInfo) -> str:
 
 
 def thinking(value: Any, info: ModelInfo) -> bool:
-    """Reads Anthropic's ``thinking``: whether the model may reason."""
+    """Reads Anthropic's ``thinking``; returns whether the model may reason."""
     kind = json_object(value, info).get("type")
     if kind not in THINKING:
         raise ValueError(f"must have a type that is one of {', '.join(THINKING)}, got {shown(kind)}")
@@ -366,7 +368,8 @@ def one_of(*choices: str) -> Reader:
     return read
 
 
-# Each with the values that ask for nothing, so that a client which always sends its defaults is served.
+# Parameters that are not implemented, each with the values that are accepted because they ask for nothing. Some clients
+# always send their defaults.
 UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
@@ -407,7 +410,7 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
-    "truncation_side": ("left", "right"),  # it says nothing without truncate_prompt_tokens
+    "truncation_side": ("left", "right"),  # has no effect without truncate_prompt_tokens
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -471,18 +474,18 @@ _UNIMPLEMENTED_PREFIXES = ("sequence_", "shared_memory_")
 
 
 def harmless_values(key: str) -> tuple[Any, ...]:
-    """The values, besides null, with which a key that is not implemented asks for nothing."""
+    """Returns the values, besides null, that are accepted for a key that is not implemented."""
     return UNIMPLEMENTED.get(key, ())
 
 
 def refuse_unless_harmless(key: str, value: Any, harmless: Collection[Any]) -> None:
-    """Refuses a key that is not implemented, unless its value asks for nothing. Raises InvalidInput."""
+    """Raises InvalidInput for a key that is not implemented, unless its value is null or in ``harmless``."""
     if value is not None and not any(_same(value, each) for each in harmless):
         raise InvalidInput(printable(key), NOT_IMPLEMENTED)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """As JSON has it, where 1 is 1.0 but not true."""
+    """Compares JSON values: 1 equals 1.0 but not true."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -491,7 +494,10 @@ _ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)  # 
 
 @contextmanager
 def unknown_parameters(*, ignored: bool) -> Iterator[list[str]]:
-    """In the block unknown parameters are refused, or, if they are ``ignored``, their names are added to the list."""
+    """Sets how unknown parameters are treated in the block.
+
+    If ``ignored`` is true, their names are added to the list that the block gets; else they are refused.
+    """
     names: list[str] = []
     token = _ignored.set(names if ignored else None)
     try:
@@ -501,7 +507,7 @@ def unknown_parameters(*, ignored: bool) -> Iterator[list[str]]:
 
 
 def ignores(name: str) -> bool:
-    """Whether the server's setting has the unknown parameter ignored, which is noted."""
+    """Whether the server ignores unknown parameters; if so, the name is recorded."""
     names = _ignored.get()
     if names is not None and name not in names and len(names) < MAX_IGNORED:
         names.append(name)
@@ -509,8 +515,11 @@ def ignores(name: str) -> bool:
 
 
 def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter") -> None:
-    """Raises InvalidInput for a key that is none of ``known``, unless its value asks for nothing, as null does, or the
-    server ignores unknown parameters."""
+    """Raises InvalidInput for a key that is not in ``known``.
+
+    A key whose value asks for nothing, such as null, is accepted, and so is every key if the server ignores unknown
+    parameters.
+    """
     if value is None:
         return
     if key in UNIMPLEMENTED or key.startswith(_UNIMPLEMENTED_PREFIXES):
@@ -525,6 +534,6 @@ SIZE = "binary_data_size"  # the parameter of a tensor whose elements follow the
 
 
 def refuse_left_over(count: int) -> None:
-    """Raises InvalidInput if ``count`` bytes after the JSON object are no input's elements."""
+    """Raises InvalidInput if ``count``, the number of bytes after the JSON object that belong to no input, is not 0."""
     if count:
         raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")

@@ -45,8 +45,8 @@ def test_this_machine(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--device", "h1000"], "did you mean h100"),
         (["--memory", "1GB"], "give --device, or --memory and --bandwidth"),
         (["--device", "cpu"], "--device cpu needs --bandwidth"),
-        (["--device", "l4", "--memory", "1GB"], "--memory: that of --device l4 is known"),
-        (["--device", "l4", "--tflops", "1"], "--tflops: that of --device l4 is known"),
+        (["--device", "l4", "--memory", "1GB"], "--memory: is known for --device l4"),
+        (["--device", "l4", "--tflops", "1"], "--tflops: is known for --device l4"),
     ],
 )
 def test_a_wrong_question_is_answered_with_the_right_one(

@@ -99,7 +99,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(
 ) -> None:
     assert cloud("run", "--input", rows, "--output", tmp_path / "out", "--url", server.url, "--dry-run") == 0
     out = capsys.readouterr().out
-    assert "2 objects" in out and "2 jsonl" in out and "nothing there yet" in out
+    assert "2 objects" in out and "2 jsonl" in out and "no parts yet" in out
     assert not server.asked and not (tmp_path / "out").exists()
 
 

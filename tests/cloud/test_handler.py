@@ -205,7 +205,7 @@ def test_ctrl_c_ends_the_workers_too(large: SparseBucket, tmp_path: Path) -> Non
     children = _descendants(process.pid)
     process.send_signal(signal.SIGINT)
     status, _, said = finish(process)
-    assert status == 130 and "the same command goes on from there" in said
+    assert status == 130 and "the same command continues the run" in said
     assert children and not any(map(alive, children))
 
 

@@ -50,7 +50,7 @@ def test_formats_that_are_not_looked_into_are_refused_by_name(
     with (tmp_path / name).open("wb") as out:
         out.truncate(2 * 2**30)  # which takes no room
     assert cloud("run", "--input", tmp_path, "--url", server.url, *options) == 2
-    told = f"--input: holds {name}, which is {form}: that is not looked into; write its rows as JSONL, of any size"
+    told = f"--input: holds {name}, which is {form}, a form that is not read; write its rows as JSONL, of any size"
     assert told in capsys.readouterr().err and not server.asked
 
 

@@ -284,7 +284,7 @@ def test_the_command_tries_again_in_a_bucket_and_says_what_it_would(
     assert cloud(*command) == 1 and len(server.asked) == 6  # not of itself: it costs, and mostly fails again
     capsys.readouterr()
     assert cloud(*command, "--retry-failed", "--dry-run") == 0
-    assert "2 parts there already with 2 failed rows to try again" in capsys.readouterr().out
+    assert "2 parts exist already with 2 failed rows to try again" in capsys.readouterr().out
     assert cloud(*command, "--retry-failed", "--progress", "on") == 0
     assert "2/2 rows" in capsys.readouterr().err
     assert server.asked[6:] in (["row 1", "row 5"], ["row 5", "row 1"])

@@ -341,7 +341,7 @@ def test_kafka_commits_nothing_while_the_model_is_gone(
     watch = ("watch", "--kafka", broker, "--topic", "rows", "--group", "g", "--output", tmp_path / "out")
     watch = (*watch, "--url", server.url, "--limit", "1")
     server.trouble = lambda prompt, before: 401
-    assert cloud(*watch) == 3 and "is delivered again" in capsys.readouterr().err
+    assert cloud(*watch) == 3 and "are delivered again" in capsys.readouterr().err
     server.trouble = lambda prompt, before: None
     assert cloud(*watch) == 0 and len(_results(str(tmp_path / "out"))) == 1
     assert cloud(*watch, "--parameters", '{"seed": 1}') == 2

@@ -94,7 +94,7 @@ def test_a_load_that_fails_before_the_ranks_are_needed_ends_them(tmp_path: Path,
     leader, other = start(Model("split", str(tmp_path / "nothing"), extra={"tensor_parallel_size": 2}))
     assert (leader.end(), other.end()) == (1, 1)
     assert "Cannot load model 'split'" in leader.said
-    assert "rank 1 ends: rank 0 has ended before it had a model for the others" in other.said
+    assert "rank 1 ends: rank 0 ended before it had loaded a model" in other.said
 
 
 @pytest.mark.slow

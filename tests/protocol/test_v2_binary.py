@@ -65,7 +65,7 @@ def test_binary_tensors_and_others_stand_in_any_order() -> None:
     [
         (_tensor("a", "INT32", 8), b"\0" * 4, "a: binary_data_size is 8, 4 bytes are left"),
         (_tensor("a", "INT32", 4), b"\0" * 9, "5 bytes belong to no input"),
-        (_tensor("a", "INT32", 6), b"\0" * 6, "a: binary_data_size is 6, no multiple of the 4 bytes"),
+        (_tensor("a", "INT32", 6), b"\0" * 6, "a: binary_data_size is 6, not a multiple of the 4 bytes"),
         (_tensor("a", "BYTES", 6), b"\x03\0\0\0ab", "a: its last element is longer"),
         (_tensor("a", "BYTES", 3), b"\x03\0\0", "a: its last element is longer"),
         (_tensor("a", "BF16", 2), b"\0\0", "a: unknown datatype 'BF16'"),
@@ -126,5 +126,5 @@ def test_a_wish_is_true_or_false(value: Any) -> None:
 
 def test_elements_that_are_not_of_their_datatype_fail_by_the_outputs_name() -> None:
     for datatype, elements in (("INT32", ["a"]), ("INT32", [2**40]), ("BYTES", [3]), ("ODD", [1]), ("INT32", [[1]])):
-        with pytest.raises(GenerationFailed, match="output a: its elements are no"):
+        with pytest.raises(GenerationFailed, match="output a: its elements are not"):
             attach_binary({"outputs": [{"name": "a", "datatype": datatype, "shape": [1], "data": elements}]}, _ALL)

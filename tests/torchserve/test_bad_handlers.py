@@ -71,8 +71,8 @@ def test_a_handler_that_cannot_be_loaded_fails_the_load_with_the_reason(tmp_path
     ("handler", "said"),
     [
         ("handler.py:missing", "has no function 'missing'"),
-        ("text_classifier", r"is of its own package: install mlserver-torch-stream\[torchserve-handlers\]"),
-        ("nowhere.py", "no handler 'nowhere.py' in the archive, nor in TorchServe, which brings base_handler, dali_im"),
+        ("text_classifier", r"is in the torchserve package: install mlserver-torch-stream\[torchserve-handlers\]"),
+        ("nowhere.py", "no handler 'nowhere.py' in the archive, nor in TorchServe, which has base_handler, dali_im"),
     ],
 )
 def test_a_handler_that_is_not_there_is_refused_by_name(tmp_path: Path, handler: str, said: str) -> None:

@@ -254,7 +254,7 @@ def test_a_variable_of_mlserver_wins_and_is_named(folder: Path, monkeypatch: pyt
     assert "MLSERVER_HTTP_PORT" not in variables
     assert variables["MLSERVER_GRPC_PORT"] == "8083", "8081 is the port of the metrics"
     assert "MLSERVER_HTTP_PORT: 8080, as the environment says, not 8085" in lines
-    assert "metrics_address: its host is that of inference_address, 0.0.0.0" in lines
+    assert "metrics_address: its host is ignored: metrics are on the host of inference_address, 0.0.0.0" in lines
 
 
 def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
@@ -280,7 +280,7 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
 
 def test_a_host_that_cannot_differ_is_named() -> None:
     _, lines = ServerConfig({"grpc_inference_address": "0.0.0.0"}, environ={}).environment(lambda: 0)
-    assert lines == ["grpc_inference_address: it is the host of inference_address, 127.0.0.1"]
+    assert lines == ["grpc_inference_address: ignored: gRPC listens on the host of inference_address, 127.0.0.1"]
 
 
 def test_gpus_are_hidden_only_where_there_are_more() -> None:
@@ -393,7 +393,7 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
         (
             f"cannot unpack {broken}: ",
             f"{store}/folder: ",
-            f"{store}/gone.mar: there is no such archive",
+            f"{store}/gone.mar: the model store has no such archive",
             f"{store}/spaced.mar: 'a name of words' is not a valid name",
         )
     ):
@@ -408,7 +408,11 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
         ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: there is no", "{}/none.mar: there is no"]),
         ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is version 1.0 of x already"]),
         ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is version 1.0 of dog already"]),
-        ('model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}', set(), ["{}/no.mar: there is no such archive"]),
+        (
+            'model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}',
+            set(),
+            ["{}/no.mar: the model store has no such archive"],
+        ),
     ],
 )
 def test_an_archive_that_is_missing_or_is_there_twice_costs_its_own_model_alone(

@@ -183,5 +183,6 @@ def test_a_value_that_is_no_number_is_a_line_of_the_log_and_fails_no_request(
 
     run(scenario())
     assert (
-        r"Metric Wrong: 'a \x1b text' is no number" in caplog.text and "Metric Calls: None is no number" in caplog.text
+        r"Metric Wrong: 'a \x1b text' is not a number" in caplog.text
+        and "Metric Calls: None is not a number" in caplog.text
     )

@@ -283,7 +283,7 @@ def test_an_open_sequence_that_no_worker_holds_is_refused(tmp_path: Path) -> Non
         limits = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
         async with running(write_handler(tmp_path, source), **limits) as pool:
             sequence = {"sequence_id": "s", "whole_sequence": True}
-            with pytest.raises(WorkerLost, match="no worker holds it"):
+            with pytest.raises(WorkerLost, match="the sequence is not open"):
                 pool.submit(request("a", "1", **sequence, sequence_open=True))
             assert await texts(pool.submit(request("a", "2", **sequence))) == ["ok"]
             assert await texts(pool.submit(request("b", "3", **sequence, sequence_open=True))) == ["ok"]

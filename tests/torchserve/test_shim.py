@@ -26,7 +26,9 @@ def test_a_deprecated_function_warns_at_each_call() -> None:
     def before() -> int:
         return 1
 
-    with pytest.warns(PendingDeprecationWarning, match="before is deprecated and goes with 2.0, use after") as noted:
+    with pytest.warns(
+        PendingDeprecationWarning, match="before is deprecated and will be removed in 2.0, use after"
+    ) as noted:
         assert before() + before() == 2
     assert len(noted) == 2
 

@@ -148,9 +148,9 @@ def test_metrics_whose_names_clash_are_dropped_counted_and_named_once(
     assert _one(collector, "torchserve_Sizes_sum", a="x") == _one(collector, "torchserve_Sizes_sum", b="x") == 1.0
     assert [first.dropped_metric_values, second.dropped_metric_values] == [2, 4]
     assert [record.getMessage() for record in caplog.records] == [
-        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C has the name already",
-        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C has the name already",
-        "Model 'm': values of the handler's metric 'Sizes_sum' are dropped: the histogram Sizes has the name already",
+        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C already has this name",
+        "Model 'm': values of the handler's metric 'C_total' are dropped: the counter C already has this name",
+        "Model 'm': values of the handler's metric 'Sizes_sum' are dropped: the histogram Sizes already has this name",
     ]
 
 
@@ -161,7 +161,7 @@ def test_series_above_the_bound_are_dropped_counted_and_named_once(caplog: pytes
         metrics.record("Calls", "counter", 1.0, {"user": str(number)})
     metrics.record("Calls", "counter", 1.0, {"user": "0"})
     assert len(_shown(collector)) == 1000 and metrics.dropped_metric_values == 10
-    assert len(caplog.records) == 1 and "the handler has 1000 series already" in caplog.text
+    assert len(caplog.records) == 1 and "the handler already has 1000 series" in caplog.text
 
 
 @pytest.mark.parametrize("asked", [False, True])

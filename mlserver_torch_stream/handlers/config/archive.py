@@ -1,6 +1,7 @@
-"""Opens what a ``uri`` names, a ``.mar``, a ``.tar.gz``, a folder or a handler's file, as a folder on disk.
+"""Opens the model that a ``uri`` names as a folder on disk.
 
-Opening an archive runs and installs nothing, and writes nothing outside the archive's own folder.
+The ``uri`` names a ``.mar``, a ``.tar.gz``, a folder or a handler's Python file. Opening it runs no code, installs no
+package, and writes no file outside the folder that is made for the archive.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ENDINGS = (".mar", ".tar.gz", ".tgz")
 _CONFIG = "model-config.yaml"
 _HANDLER_URI = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w+))?")
 _MAX_MANIFEST_BYTES = 1 << 20
-# RuntimeError: an encrypted zip, or (NotImplementedError) an unknown compression; ValueError: an impossible file name.
+# zipfile raises RuntimeError for an encrypted member, its subclass NotImplementedError for an unknown compression, and
+# ValueError for a file name that the file system cannot have.
 _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error)
 
 
@@ -48,38 +50,42 @@ class Archive:
 
     @property
     def own(self) -> bool:
+        """True if ``folder`` was made for the archive, and ``close`` removes it."""
         return self.unpacked is not None
 
     @property
     def model(self) -> Mapping[str, Any]:
+        """The ``model`` object of the manifest."""
         found: Mapping[str, Any] = self.manifest["model"]
         return found
 
     @property
     def handler(self) -> str:
+        """The handler's entry point, as ``file[:function]`` or the name of one of TorchServe's handlers."""
         return str(self.model["handler"])
 
     @property
     def requirements(self) -> str:
-        """The path of the file in ``folder``, empty if there is none."""
+        """The path of the requirements file, relative to ``folder``; an empty string if the manifest names none."""
         return str(self.model.get("requirementsFile") or "")
 
     @property
     def packed_requirements(self) -> str:
-        """The path of the same file in the packed archive."""
+        """The path of the requirements file inside the packed archive."""
         below = "." if self.unpacked is None else self.folder.relative_to(self.unpacked.path)
         return str(PurePosixPath(below, self.requirements))
 
     @property
     def envelope(self) -> str:
-        """Empty if there is none."""
+        """The name of the request envelope in the manifest; an empty string if the manifest names none."""
         return str(self.model.get("envelope") or "")
 
     def with_envelope(self, envelope: str) -> Archive:
-        """The same archive with another envelope."""
+        """Returns a copy of this archive whose envelope is replaced."""
         return replace(self, manifest={**self.manifest, "model": {**self.model, "envelope": envelope}})
 
     def close(self) -> None:
+        """Removes the folder that was made for the archive. Idempotent."""
         if self.unpacked is not None:
             self.unpacked.remove()
 
@@ -87,9 +93,10 @@ class Archive:
 def open_archive(
     uri: str, source_folder: str | None, bounds: UnpackBounds = DEFAULT_BOUNDS, wanted: Wanted = everything
 ) -> Archive:
-    """``wanted``: the members that are unpacked; ``manifest_and_yaml`` is enough to describe a model.
+    """Opens the archive, folder or handler file that ``uri`` names, relative to ``source_folder``.
 
-    Raises SettingsError if the ``uri`` names nothing, LoadFailed if it is not a model archive of TorchServe.
+    ``wanted`` chooses the members to unpack; ``manifest_and_yaml`` is enough to describe a model. Raises SettingsError
+    if the ``uri`` names no file, and LoadFailed if the file is not a model archive of TorchServe.
     """
     plain = uri.removeprefix("file://")
     match = _HANDLER_URI.fullmatch(plain)
@@ -117,7 +124,7 @@ def _bare_handler(path: Path, handler: str) -> Archive:
 
 
 def manifest_and_yaml(name: str) -> bool:
-    """The members of an archive that describe its model."""
+    """Whether the member of this name describes the model: the manifest or ``model-config.yaml``."""
     return f"/{name}".replace("\\", "/").endswith((f"/{MANIFEST}", ".yaml", ".yml"))
 
 
@@ -136,13 +143,13 @@ def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
 
 
 def _root(unpacked: Path) -> Path:
-    """The folder of an archive's files. ``torch-model-archiver --archive-format tgz`` puts them below one folder."""
+    """Returns the folder that holds the files: ``torch-model-archiver --archive-format tgz`` adds one folder above."""
     below = [each.parent.parent for each in unpacked.glob(f"*/{MANIFEST}")]
     return below[0] if len(below) == 1 and not (unpacked / MANIFEST).is_file() else unpacked
 
 
 def _read(folder: Path, source: Path, unpacked: OwnFolder | None = None) -> Archive:
-    """``source``: what errors name. Raises LoadFailed."""
+    """Reads the manifest of an archive in ``folder``. Raises LoadFailed, which names ``source``."""
     try:
         manifest = _read_manifest(folder)
         return Archive(folder, manifest, _read_yaml(folder, manifest["model"]), unpacked)
@@ -176,23 +183,26 @@ def _read_yaml(folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
     path = folder / PurePosixPath(str(name)).name
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:  # its text names the folder that the archive is unpacked into
+    except OSError as error:  # only strerror is shown: the whole text would name our temporary folder
         raise LoadFailed(f"cannot read {name}: {error.strerror}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise LoadFailed(f"cannot read {name}: {' '.join(str(error).split())}") from None  # a YAML error has lines
+        raise LoadFailed(f"cannot read {name}: {' '.join(str(error).split())}") from None  # YAML's errors have lines
     if found is not None and not isinstance(found, dict):
         raise LoadFailed(f"{name}: must be a mapping")
     return found or {}
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_USUAL_VERSION = "1.0"  # of an archive that has none, in TorchServe
+_USUAL_VERSION = "1.0"  # TorchServe's version of a model whose archive names no version
 _ENDING = re.compile(rf"({'|'.join(map(re.escape, ENDINGS))})$")
 _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 
 
 def model_name(archive: Archive, given: str | None, file_name: str) -> str:
-    """The given name, else the archive's, else that of its file. Raises SettingsError."""
+    """Chooses the model's name: ``given``, else the name in the manifest, else the file's name.
+
+    Raises SettingsError.
+    """
     chosen = given or str(archive.model.get("modelName") or _ENDING.sub("", file_name))
     if not _NAME.fullmatch(chosen):
         raise SettingsError(f"{chosen!r} is not a valid name for a model: give another one with --name")
@@ -200,14 +210,14 @@ def model_name(archive: Archive, given: str | None, file_name: str) -> str:
 
 
 def model_version(archive: Archive) -> str | None:
-    """Returns the version that the archive's manifest gives, or None."""
+    """Returns the version in the archive's manifest; None if the manifest has none."""
     return None if (found := archive.model.get("modelVersion")) is None else str(found)
 
 
 def read_named(path: Path, given: str | None) -> tuple[str, str, Mapping[str, Any]]:
-    """The name, the version and the YAML of the model of an archive, of which nothing else is unpacked.
+    """Returns the name, the version and ``model-config.yaml`` of an archive's model, and unpacks nothing else.
 
-    ``given``: the model's name; None for the archive's. Raises SettingsError or LoadFailed.
+    ``given`` is the model's name; with None the archive's own name is used. Raises SettingsError or LoadFailed.
     """
     archive = open_archive(str(path), None, DEFAULT_BOUNDS, manifest_and_yaml)
     archive.close()  # the manifest and the YAML are read
@@ -218,7 +228,7 @@ def read_named(path: Path, given: str | None) -> tuple[str, str, Mapping[str, An
 
 
 def model_settings(name: str, uri: str, version: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a model-settings.json."""
+    """Returns the content of the ``model-settings.json`` that serves the archive at ``uri``."""
     parameters: dict[str, Any] = {"uri": uri}
     if version is not None:
         parameters["version"] = version

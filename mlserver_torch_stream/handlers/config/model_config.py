@@ -1,6 +1,6 @@
-"""Reads all settings of a handler model, of ``model-config.yaml`` and ``parameters.extra``, into one frozen object.
+"""Reads a handler model's settings, from ``model-config.yaml`` and ``parameters.extra``, into one frozen object.
 
-The handler gets the YAML as it is; the server uses the keys that are read here.
+The server uses the keys that are read here. The handler gets the YAML unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlserver_torch_stream.did_you_mean import did_you_mean, nearest_name
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.settings import typed_values
 
-# Keys that TorchServe reads and that have no effect here, each with the reason that the load logs.
+# Keys that have an effect in TorchServe and none here, each with the reason, which is logged at load.
 NOT_HONOURED = {
     "maxRetryTimeoutInSec": "a worker that dies is started again for as long as the model is loaded",
 }
@@ -31,7 +31,7 @@ _TORCHRUN_NOT_HONOURED = {
     "master-port",
     "log-dir",
 }
-_NEAR = 0.85  # how alike a handler's own key and one of ours must be to be reported as a likely typing error
+_NEAR = 0.85  # the similarity from which a handler's own key is reported as a likely misspelling of one of ours
 
 
 class TorchRun(BaseModel):
@@ -45,17 +45,20 @@ class TorchRun(BaseModel):
 
 
 class HandlerConfig(BaseModel):
-    """Names and units are TorchServe's. 0 means no bound where TorchServe means that."""
+    """The settings of one handler model, with TorchServe's names and units.
+
+    A bound of 0 means "no bound" wherever it does in TorchServe.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     minWorkers: int = Field(1, ge=0)  # worker processes
-    maxWorkers: int = Field(0, ge=0)  # less than minWorkers, as 0 is: there are always minWorkers
-    scaleUpAfterMSec: int = Field(1000, ge=0)  # a request has waited so long, and no worker is free: one more
-    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that is idle for so long ends, down to minWorkers
+    maxWorkers: int = Field(0, ge=0)  # below minWorkers, as the default is: the number never changes
+    scaleUpAfterMSec: int = Field(1000, ge=0)  # no worker is free and a request has waited for so long: add one
+    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that has been idle for so long ends
     batchSize: int = Field(1, gt=0)
     maxBatchDelay: int = Field(100, ge=0)  # milliseconds
-    responseTimeout: int = Field(120, gt=0)  # seconds without a message of a handler that has requests
+    responseTimeout: int = Field(120, gt=0)  # seconds in which a busy handler sends nothing
     startupTimeout: int = Field(120, gt=0)  # seconds
     deviceType: Literal["cpu", "gpu"] | None = None
     deviceIds: tuple[int, ...] | None = Field(None, strict=False)
@@ -63,25 +66,25 @@ class HandlerConfig(BaseModel):
     parallelLevel: int = Field(0, ge=0)
     torchrun: TorchRun | None = None
     clientTimeoutInMills: int = Field(0, ge=0)
-    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0: 100
-    useJobTicket: bool = False  # a request is refused where no worker is free
+    jobQueueSize: int = Field(100, ge=0)  # requests that wait; 0 means 100
+    useJobTicket: bool = False  # refuse a request if no worker is free
     sequenceMaxIdleMSec: int = Field(0, ge=0)
     sequenceTimeoutMSec: int = Field(0, ge=0)
     maxSequenceJobQueueSize: int = Field(1, gt=0)
-    maxNumSequence: int = Field(0, ge=0)  # 0: batchSize for each worker
+    maxNumSequence: int = Field(0, ge=0)  # 0 means batchSize for each worker
     continuousBatching: bool = False
     sequenceBatching: bool = False
     asyncCommunication: bool = False
     useVenv: bool = False  # the archive's requirements need an environment of their own
     # Keys of parameters.extra that a YAML does not have.
     ts: Literal["auto", "shim", "package"] = "auto"
-    python: str | None = None  # None: the server's own interpreter
+    python: str | None = None  # None means the server's own interpreter
     metrics_config: str | None = None
     service_envelope: str | None = None  # beats the archive's
     handler: str | None = None  # beats the archive's
     blacklist_env_vars: str | None = None  # matches the names of the server's variables that workers do not see
-    limit_max_image_pixels: bool = True  # what the handlers of TorchServe's own ask
-    install_py_dep_per_model: bool = False  # the archive's requirements, into its unpacked folder
+    limit_max_image_pixels: bool = True  # read by TorchServe's own image handlers
+    install_py_dep_per_model: bool = False  # pip installs requirements into the unpacked folder
     defaultVersion: Any = None
 
     @field_validator("blacklist_env_vars")
@@ -103,7 +106,10 @@ class HandlerConfig(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Processes of one worker. As in TorchServe, a custom handler without torchrun starts its own."""
+        """The number of processes that this package starts for one worker.
+
+        As in TorchServe, a ``custom`` handler without ``torchrun`` starts its ranks itself, so the number is 1.
+        """
         if self.parallelType is None:
             return 1
         if self.torchrun is not None:
@@ -112,26 +118,32 @@ class HandlerConfig(BaseModel):
 
     @property
     def broadcasts(self) -> bool:
-        """True if every rank gets every request; else only the first rank does."""
+        """True if every rank gets every request; False if only the first rank does."""
         return self.parallelType != "pp"
 
     @property
     def stops(self) -> Literal["alone", "together", "never"]:
-        """How a call ends at a send when its clients have left. A custom handler may have ranks of its own."""
+        """How a call is ended early once all its clients have disconnected; ``never`` lets it run to its end.
+
+        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call for ever.
+        """
         if self.ranks == 1:
             return "never" if self.parallelType == "custom" else "alone"
         return "together" if self.broadcasts else "never"
 
     @property
     def hidden(self) -> re.Pattern[str] | None:
+        """The pattern of the names of the server's environment variables that workers do not see."""
         return re.compile(self.blacklist_env_vars) if self.blacklist_env_vars else None
 
     @property
     def most_workers(self) -> int:
+        """The largest number of workers that the load may start."""
         return max(self.maxWorkers, self.minWorkers)
 
     @property
     def queue_size(self) -> int:
+        """The largest number of requests that may wait."""
         return self.jobQueueSize or HandlerConfig.model_fields["jobQueueSize"].default
 
 
@@ -140,7 +152,10 @@ KEYS, OURS = _FIELDS[: _FIELDS.index("ts")], _FIELDS[_FIELDS.index("ts") :]
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
-    """``overrides`` beat the YAML, key by key. Raises SettingsError, which names the key."""
+    """Validates the keys of a model; a key in ``overrides`` beats the same key in ``yaml``.
+
+    Raises SettingsError, which names the key.
+    """
     for key in overrides:
         if key not in _FIELDS:
             raise SettingsError(f"parameters.extra: unknown key {key!r}{did_you_mean(key, _FIELDS)}")
@@ -157,20 +172,20 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
 
 
 def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:
-    """One line for each key of a model's YAML that has an effect in TorchServe and none here."""
+    """Yields one line for each key of the YAML that has an effect in TorchServe and none here."""
     for key, reason in NOT_HONOURED.items():
         if key in yaml:
             yield f"{key}: {reason}"
     if 0 < config.maxWorkers < config.minWorkers:
-        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so that there are always {config.minWorkers}"
+        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so the model always has {config.minWorkers}"
     if not config.most_workers:
-        yield "minWorkers: the model has no worker, so that it answers nothing until it is scaled"
+        yield "minWorkers: 0: the model has no worker, and answers no request until a worker is added"
     torchrun = yaml.get("torchrun")
     if isinstance(torchrun, Mapping):
         for key in torchrun:
             if key in _TORCHRUN_NOT_HONOURED:
-                yield f"torchrun.{key}: the ranks are all on this machine and find each other"
+                yield f"torchrun.{key}: not used: all ranks run on this machine and find each other"
     for key in yaml:
         near = nearest_name(str(key), KEYS, _NEAR)
         if key not in KEYS and key not in NOT_HONOURED and near:
-            yield f"{key}: left to the handler; did you mean {near}?"
+            yield f"{key}: not a key of the server, only the handler reads it; did you mean {near}?"

@@ -1,4 +1,4 @@
-"""Reads the syntax of ``config.properties``, and what the file says of one model."""
+"""Parses ``config.properties``, and reads the settings of one model from it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.handlers.config.model_config import KEYS
 
-# A key of the whole server that is a default of every model: its name as a model's own setting.
+# Server-wide keys that are defaults of every model, each with the name of the model's own setting.
 CARRIED = {
     "default_response_timeout": "responseTimeout",
     "default_startup_timeout": "startupTimeout",
     "default_workers_per_model": "minWorkers",
     "job_queue_size": "jobQueueSize",
 }
-METRICS_CONFIG = "metrics_config"  # a file, which is copied beside each model's settings
-MODEL_SNAPSHOT = "model_snapshot"  # which archives to load, with the settings of each, as JSON
-_MODELS = "models"  # settings by model and version, as JSON
-MAR, DEFAULT_VERSION = "marName", "defaultVersion"  # here the model's folder has both
+METRICS_CONFIG = "metrics_config"  # the path of a file, which is copied beside each model's settings
+MODEL_SNAPSHOT = "model_snapshot"  # JSON: the archives to load, each with its settings
+_MODELS = "models"  # JSON: settings by model and version
+MAR, DEFAULT_VERSION = "marName", "defaultVersion"  # here the model's folder says both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
 _TLS = "the environment: MLSERVER_TORCH_STREAM_TLS_CERT_FILE, MLSERVER_TORCH_STREAM_TLS_KEY_FILE"
 _MANAGED = "the environment: MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE and those beside it"
@@ -78,17 +78,20 @@ _ESCAPED = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
 def is_true(value: object) -> bool:
-    """As Java reads a boolean: true in any case of letters, and nothing else."""
+    """Parses a boolean as Java does: ``true`` in any case is true, and every other text is false."""
     return str(value).strip().lower() == "true"
 
 
 def words(keys: str) -> frozenset[str]:
-    """Returns the words of a text, which spaces separate."""
+    """Returns the set of the words in ``keys``, which are separated by white space."""
     return frozenset(keys.split())
 
 
 def read_properties_file(file: Path) -> dict[str, str]:
-    """In UTF-8, with or without its mark at the beginning, else in Latin-1, as Java reads it. Raises SettingsError."""
+    """Returns the keys and values of a file. Raises SettingsError if the file cannot be read or parsed.
+
+    The file is decoded as UTF-8, with or without a byte order mark; if it is not UTF-8, as Latin-1, as Java reads it.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -100,7 +103,7 @@ def read_properties_file(file: Path) -> dict[str, str]:
 
 
 def read_properties(text: str) -> dict[str, str]:
-    """Reads the text as Java does: with comments, continued lines and escapes. Raises SettingsError."""
+    """Parses comments, continued lines and escapes as Java does. Raises SettingsError for half a surrogate pair."""
     found = {}
     lines = iter(_LINE_END.split(text))
     for line in lines:
@@ -116,20 +119,20 @@ def read_properties(text: str) -> dict[str, str]:
 
 
 def carried(properties: Mapping[str, str], model: str, version: str | None, yaml: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys for ``parameters.extra`` of a model: its own settings, else the defaults of all models.
+    """Returns a model's keys for ``parameters.extra``: the model's own settings, then the server's defaults.
 
-    A key of the model's YAML is left out. Raises SettingsError.
+    Keys that the model's YAML sets are left out, since the YAML beats the file. Raises SettingsError.
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := whole_number(key, properties[key])):  # 0: TorchServe chooses
+        if key in properties and (number := whole_number(key, properties[key])):  # with 0 TorchServe chooses
             extra[name] = number
     extra |= model_keys(own_settings(properties, model, version))
     return {key: value for key, value in extra.items() if yaml.get(key) is None}
 
 
 def not_carried_over(properties: Mapping[str, str], model: str, version: str | None) -> Iterator[str]:
-    """One line for each key that is not carried over."""
+    """Yields one line for each key that has no place in the model's settings; the line says where it belongs."""
     for key in properties:
         if key not in (*CARRIED, METRICS_CONFIG, _MODELS):
             yield f"{key}: {ELSEWHERE.get(key, 'TorchServe 0.12 does not know it either')}"
@@ -139,7 +142,7 @@ def not_carried_over(properties: Mapping[str, str], model: str, version: str | N
 
 
 def own_settings(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
-    """The settings of the archive's version, or of the only version if the archive names none."""
+    """Returns the settings of this version in ``models``; if ``version`` is None, those of the only version there."""
     versions = settings_by_version(_MODELS, properties.get(_MODELS, "{}")).get(model, {})
     if version is None:
         return dict(next(iter(versions.values()))) if len(versions) == 1 else {}
@@ -147,7 +150,7 @@ def own_settings(properties: Mapping[str, str], model: str, version: str | None)
 
 
 def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """Reads ``models``, or those of ``model_snapshot``: model -> version -> settings. Raises SettingsError."""
+    """Parses the JSON of ``models`` or ``model_snapshot`` into model -> version -> settings. Raises SettingsError."""
     try:
         document = json.loads(value)
         models = document["models"] if key == MODEL_SNAPSHOT else document
@@ -160,13 +163,13 @@ def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mappi
 
 
 def model_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of one model, without numbers below 1, which TorchServe takes for its own default."""
+    """Returns a model's settings without numbers below 1: for these TorchServe uses its own default."""
     left_out = {key for key, value in settings.items() if type(value) is int and value < 1}
     return {key: value for key, value in settings.items() if key in KEYS and key not in left_out}
 
 
 def whole_number(key: str, value: str) -> int:
-    """Reads the value of a key of ``config.properties``. Raises SettingsError, which names the key."""
+    """Parses the whole number that is the value of ``key``. Raises SettingsError, which names the key."""
     try:
         return int(value)
     except ValueError:
@@ -180,6 +183,6 @@ def _unescaped(text: str) -> str:
 
     unescaped = _ESCAPE.sub(plain, text)
     try:
-        return unescaped.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes may be one character
+        return unescaped.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes may make one character
     except UnicodeDecodeError:
         raise SettingsError(f"config.properties: {text!r}: half of a character is missing") from None

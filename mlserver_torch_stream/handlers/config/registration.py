@@ -1,4 +1,4 @@
-"""Reads a request that registers a model, and makes the model's settings of it."""
+"""Parses a request that registers a model, and turns it into the model's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlserver_torch_stream.handlers.config.properties import is_true
 from mlserver_torch_stream.handlers.config.server_config import ServerConfig
 from mlserver_torch_stream.handlers.config.store_files import ManagementRefusal, bad_request
 
-# A parameter of the request -> the model's own key.
+# The request's parameter -> the key in the model's settings.
 _KEYS = {
     "batch_size": "batchSize",
     "max_batch_delay": "maxBatchDelay",
@@ -29,17 +29,20 @@ _RUNTIMES = ("python", "python3")
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """``extra``: keys of ``parameters.extra`` that the request sets."""
+    """A request that registers a model. ``extra`` holds the keys of ``parameters.extra`` that the request sets."""
 
     url: str
     name: str | None = None
-    initial_workers: int | None = None  # None: as the server's configuration says
+    initial_workers: int | None = None  # None: the server's configuration decides
     synchronous: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_registration(given: Mapping[str, Any]) -> Registration:
-    """``given``: the query, or the JSON body. Raises ManagementRefusal."""
+    """Parses the parameters of a request, from its query or its JSON body.
+
+    Raises ManagementRefusal for an unknown parameter, a wrong value or a missing ``url``.
+    """
     for key in given:
         if key not in (*_KEYS, *_OTHERS):
             raise bad_request(f"unknown parameter {key!r}{did_you_mean(str(key), (*_KEYS, *_OTHERS))}")
@@ -61,10 +64,12 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
 
 
 def registered_settings(asked: Registration, path: Path, server: ServerConfig) -> dict[str, Any]:
-    """The content of a model-settings.json. Reads the archive's manifest and YAML alone. Raises ManagementRefusal.
+    """Returns the content of the model's ``model-settings.json``. Of the archive at ``path`` only the manifest and the
+    YAML are read. Raises ManagementRefusal.
 
-    As in TorchServe, the workers of the YAML beat ``initial_workers`` where it has both numbers, and there is no worker
-    where nothing says a number. What else the request says beats the YAML, which beats the defaults.
+    As in TorchServe, ``minWorkers`` and ``maxWorkers`` of the YAML, if it has both, beat ``initial_workers``, and a
+    model for which neither is given gets no worker. All other parameters of the request beat the YAML, and the YAML
+    beats the server's defaults.
     """
     try:
         name, version, yaml = read_named(path, asked.name)
@@ -79,7 +84,7 @@ def registered_settings(asked: Registration, path: Path, server: ServerConfig) -
 
 
 def _workers(yaml: Mapping[str, Any], asked: int | None) -> dict[str, int]:
-    """Empty where neither the archive nor the request says both numbers."""
+    """Returns minWorkers and maxWorkers; an empty dict if neither the YAML nor the request gives them."""
     least, most = yaml.get("minWorkers") or 0, yaml.get("maxWorkers") or 0
     if 0 < least <= most:
         return {"minWorkers": least, "maxWorkers": most}
@@ -87,7 +92,7 @@ def _workers(yaml: Mapping[str, Any], asked: int | None) -> dict[str, int]:
 
 
 def whole_number(given: Mapping[str, Any], key: str) -> int:
-    """Raises ManagementRefusal."""
+    """Parses the whole number in a request's parameter. Raises ManagementRefusal, which names the parameter."""
     try:
         return int(str(given[key]))
     except ValueError:

@@ -1,6 +1,7 @@
-"""Reads the configuration of a whole TorchServe: config.properties, its command line, its environment variables.
+"""Reads the configuration of a TorchServe server: config.properties, its command line and its environment variables.
 
-It becomes environment variables of MLServer and of this package, the archives to serve, and defaults of their settings.
+The configuration is turned into environment variables of MLServer and of this package, a list of archives to serve, and
+defaults for the archives' settings.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mlserver_torch_stream.handlers.config.worker_settings import find_metrics_c
 
 _BY_VARIABLES = "enable_envvars_config"
 _ALLOWED_URLS, _ALLOWED_BY_VARIABLE = "allowed_urls", "use_env_allowed_urls"
-# TorchServe reads no variable of these keys.
+# Keys that TorchServe reads from the file only, never from an environment variable.
 _FILE_ONLY = words(
     "enable_envvars_config io_ratio metric_time_interval model_snapshot models plugins_path system_metrics_cmd "
     "use_env_allowed_urls use_native_io version vmargs"
@@ -49,13 +50,13 @@ HONOURED = words(
     "management_address enable_model_api allowed_urls disable_token_authorization enable_envvars_config "
     "use_env_allowed_urls"
 )
-_READ_BY_MODELS = ("TS_DECODE_INPUT_REQUEST", "TS_METRICS_CONFIG")  # in any case
+_READ_BY_MODELS = ("TS_DECODE_INPUT_REQUEST", "TS_METRICS_CONFIG")  # whether or not variables are enabled
 _REFERENCE = re.compile(r"\$\$([^$]+)\$\$")
 _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>[^:/]+)(?::(?P<port>\d+))?/?", re.IGNORECASE)
 _METRICS_ENDPOINT = "MLSERVER_METRICS_ENDPOINT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL = "127.0.0.1"
-_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first of no other endpoint
+_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first one that is unused
 _USUAL_GRPC_PORT = "7070"
 _OURS = "MLSERVER_TORCH_STREAM_"
 # Settings of the server that suit handlers, streams and a model store.
@@ -80,7 +81,7 @@ _CORS = {
 }
 _TOKENS = (f"{_OURS}MANAGEMENT_TOKEN", f"{_OURS}MANAGEMENT_TOKEN_FILE")
 _MANAGEMENT_KEYS = ("management_address", "enable_model_api", _ALLOWED_URLS)
-# Keys that are keys of parameters.extra, too.
+# Keys that have the same name in parameters.extra.
 _TEXTS, _FLAGS = ("service_envelope", "blacklist_env_vars"), ("limit_max_image_pixels", "install_py_dep_per_model")
 
 
@@ -93,9 +94,9 @@ class Address:
 
 
 class ServerConfig:
-    """``properties``: the keys with their values; ``file``: where they were read, None for TorchServe's defaults.
+    """TorchServe's configuration: ``properties`` by key, and the ``file`` they come from (None: TorchServe's defaults).
 
-    All methods raise SettingsError, which names the key.
+    Every method may raise SettingsError, which names the key.
     """
 
     def __init__(
@@ -110,9 +111,10 @@ class ServerConfig:
     def read(
         cls, file: Path | None, arguments: Mapping[str, str] | None = None, environ: Mapping[str, str] = os.environ
     ) -> ServerConfig:
-        """``arguments``: keys from the command line, which beat the file. Variables beat both where they are enabled.
+        """Reads ``file``; ``arguments``, the keys from the command line, beat it.
 
-        Raises SettingsError: also for a key that is refused.
+        Environment variables beat both if the file enables them. Raises SettingsError, also for a key whose effect this
+        package does not have, such as a keystore.
         """
         given = read_properties_file(file) if file is not None else {}
         found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments or {})
@@ -124,15 +126,16 @@ class ServerConfig:
         return cls({key: value.strip() for key, value in found.items()}, file, environ)
 
     def is_true(self, key: str, default: bool = False) -> bool:
+        """Whether the boolean ``key`` is true; ``default`` stands for a key that is not set."""
         return is_true(self.properties.get(key, default))
 
     def ignored(self) -> Iterator[str]:
-        """One line for each key, and for each variable of TorchServe, that has no effect."""
+        """Yields one line for each key and each of TorchServe's environment variables that has no effect here."""
         for key in self.properties:
             if key not in HONOURED and key not in REFUSED:
                 yield f"{key}: ignored: {ELSEWHERE.get(key, 'TorchServe 0.12 does not know it either')}"
         if not self.is_true("disable_token_authorization"):
-            yield "token authorization: it is not disabled, but here the management API alone needs a token"
+            yield "token authorization: only the management API needs a token here; the inference API needs none"
         read = _variables(self.properties) if self.is_true(_BY_VARIABLES) else {}
         for key, name in _all_variables().items():
             if name in self._environ and name not in _READ_BY_MODELS and key not in read:
@@ -141,9 +144,10 @@ class ServerConfig:
     # --- the server ---
 
     def environment(self, gpus: Callable[[], int]) -> tuple[dict[str, str], list[str]]:
-        """The variables to set, and lines for the user. ``gpus``: the number of visible ones.
+        """Returns the environment variables to set, and lines to show to the user.
 
-        A variable that is set already wins, and for a variable of MLServer a line says so.
+        A variable that is set already keeps its value; if MLServer reads it, a line says so. ``gpus`` returns the
+        number of visible GPUs.
         """
         properties, environ = self.properties, self._environ
         wanted = {**_FIXED, **self._addresses(), **self._bounds(), **self._cors(), **self._visible(gpus)}
@@ -157,9 +161,9 @@ class ServerConfig:
             wanted[f"{_OURS}TORCHSERVE_METRIC_NAMES"] = "true"
         host = self._inference.host
         if properties.get("grpc_inference_address", host) != host:
-            lines.append(f"grpc_inference_address: it is the host of inference_address, {host}")
+            lines.append(f"grpc_inference_address: ignored: gRPC listens on the host of inference_address, {host}")
         if self._metrics.host != host and _METRICS_ENDPOINT not in wanted:
-            lines.append(f"metrics_address: its host is that of inference_address, {host}")
+            lines.append(f"metrics_address: its host is ignored: metrics are on the host of inference_address, {host}")
         why = self._why_unmanaged()
         if why is None:
             wanted |= self._management()
@@ -177,12 +181,15 @@ class ServerConfig:
 
     @cached_property
     def _managed(self) -> Address:
-        """Port 0: the configuration does not name it."""
+        """The address of the management API; its port is 0 if the configuration names none."""
         named = "management_address" in self.properties
         return self._address("management_address", 8081, 80) if named else Address(_LOCAL, 0)
 
     def _address(self, key: str, usual: int, without_port: int) -> Address:
-        """The host and the port of a key. ``without_port``: the port of an address that names none."""
+        """Parses the address in ``key``; without the key the port is ``usual``.
+
+        ``without_port`` is the port of an address that names none.
+        """
         given = self.properties.get(key)
         if given is None:
             return Address(_LOCAL, usual)
@@ -229,7 +236,7 @@ class ServerConfig:
         return {f"{_OURS}MAX_BODY_BYTES": size, "MLSERVER_GRPC_MAX_MESSAGE_LENGTH": size}
 
     def _cors(self) -> dict[str, str]:
-        """Nothing without an origin, as in TorchServe."""
+        """MLServer's CORS settings; as in TorchServe, an empty dict if no origin is allowed."""
         if not self.properties.get("cors_allowed_origin"):
             return {}
         lists = {
@@ -238,7 +245,7 @@ class ServerConfig:
         return {"MLSERVER_CORS_SETTINGS": json.dumps({name: words for name, words in lists.items() if words != [""]})}
 
     def _visible(self, gpus: Callable[[], int]) -> dict[str, str]:
-        """The first ``number_of_gpu`` of the visible GPUs; no variable where no more are visible."""
+        """CUDA_VISIBLE_DEVICES with the first ``number_of_gpu`` GPUs; an empty dict if that hides no GPU."""
         if "number_of_gpu" not in self.properties:
             return {}
         most = self._number("number_of_gpu", "not be below 0", lambda number: number >= 0)
@@ -263,7 +270,7 @@ class ServerConfig:
         return {f"{_OURS}{name}": value for name, value in wanted.items()}
 
     def _why_unmanaged(self) -> str | None:
-        """Why the management API is not opened; None if it is."""
+        """Returns the reason why the management API is not opened; None if it is opened."""
         if not self._managed.port:
             return "there is no management_address"
         if self._managed.port == self._inference.port:
@@ -275,11 +282,11 @@ class ServerConfig:
     # --- its models ---
 
     def model_extra(self, name: str, version: str, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of ``parameters.extra`` of a model, without those that its YAML has."""
+        """Returns a model's keys for ``parameters.extra``, without the keys that its YAML sets."""
         return {**self._extra, **carried(self.properties, name, version, yaml)}
 
     def stored_extra(self, stored: StoredModel, name: str, version: str, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of an archive of the model store: what a snapshot says of it beats its YAML."""
+        """Returns the same keys for an archive of the model store; settings in a snapshot beat the archive's YAML."""
         extra = {**self.model_extra(name, version, yaml), **model_keys(stored.snapshot)}
         own = own_settings(self.properties, name, version)
         if stored.snapshot.get(DEFAULT_VERSION) is True or own.get(DEFAULT_VERSION) is True:
@@ -287,7 +294,7 @@ class ServerConfig:
         return extra
 
     def stored_models(self, usual: str = "all") -> list[StoredModel]:
-        """The archives to load. ``usual``: ``load_models`` where the configuration does not name it."""
+        """Returns the archives to load. ``usual`` stands for ``load_models`` if the configuration does not set it."""
         return stored_models(self._store, {"load_models": usual, **self.properties})
 
     @property
@@ -311,7 +318,7 @@ def _is_port(number: int) -> bool:
 
 
 def _variables(properties: Mapping[str, str]) -> dict[str, str]:
-    """Key -> the variable that sets it."""
+    """Returns, by key, the name of the environment variable that sets it."""
     found = _all_variables()
     if not is_true(properties.get(_ALLOWED_BY_VARIABLE)):
         del found[_ALLOWED_URLS]
@@ -325,7 +332,7 @@ def _all_variables() -> dict[str, str]:
 
 
 def _resolved(key: str, value: str, environ: Mapping[str, str]) -> str:
-    """The value with the variables in it that are written ``$$NAME$$``."""
+    """Replaces each ``$$NAME$$`` in a value with the environment variable NAME. Raises SettingsError if it is unset."""
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in environ:

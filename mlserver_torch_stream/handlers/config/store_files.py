@@ -1,6 +1,6 @@
-"""Finds and downloads the archives of a model store, and names the errors of management requests.
+"""Finds archives in a model store, downloads them into it, and defines the errors of management requests.
 
-A URL of another server is asked for only where the settings allow it.
+An archive is downloaded only from a URL that the settings allow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlserver_torch_stream.handlers.config.properties import MAR, MODEL_SNAPSHOT
 
 
 class ManagementRefusal(RequestError):
-    """``kind``: the name of TorchServe's exception."""
+    """An error of the management API: an HTTP status, and ``kind``, the name of TorchServe's exception."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -48,12 +48,15 @@ def internal(message: str) -> ManagementRefusal:
     return ManagementRefusal(500, "InternalServerException", message)
 
 
-_TIMEOUT_S = 60.0  # of a connection, and of each read
+_TIMEOUT_S = 60.0  # for connecting, and for each read
 _CHUNK = 1 << 20
 
 
 class StoreFiles:
-    """``folder``: None where there is no model store. ``allowed``: patterns of whole URLs that are downloaded."""
+    """The archives in ``folder``, the model store, which is None if the server has none.
+
+    An archive is downloaded if a pattern in ``allowed`` matches its whole URL.
+    """
 
     def __init__(self, folder: Path | None, allowed: Sequence[str]) -> None:
         self._folder = folder
@@ -62,7 +65,10 @@ class StoreFiles:
         self._names = threading.Lock()
 
     def fetch(self, url: str) -> Path:
-        """Blocks while it downloads. Raises ManagementRefusal."""
+        """Returns the path of the archive that ``url`` names, and blocks while it is downloaded.
+
+        Raises ManagementRefusal.
+        """
         if self._folder is None:
             raise no_model("Model store has not been configured.")
         if not url:
@@ -74,24 +80,24 @@ class StoreFiles:
         return self._stored(url, self._folder)
 
     def remove_download(self, url: str) -> None:
-        """Where the model of a downloaded archive is unregistered, as in TorchServe, or cannot be registered."""
+        """Removes a downloaded archive, when its model is unregistered, as in TorchServe, or cannot be registered."""
         if self._folder is not None and is_remote(url):
             (self._folder / _file_name(url)).unlink(missing_ok=True)
 
     def url_of(self, uri: str) -> str:
-        """What names an archive here: an archive of the store is named by its file, as in TorchServe."""
+        """Returns the URL that describes an archive: as in TorchServe, the file's name if it is in the model store."""
         path = Path(uri)
         in_store = self._folder is not None and path.parent.absolute() == self._folder.absolute()
         return path.name if in_store else uri
 
     def _stored(self, url: str, folder: Path) -> Path:
-        """A file or a folder directly in the store: a name, or a path that leads there."""
+        """Returns the file or folder directly in the store that ``url`` names, as a name or as a path."""
         if "://" in url and not url.startswith("file://"):
             raise self._not_allowed(url)
         path = folder / url.removeprefix("file://")
         if path.parent.absolute() != folder.absolute() or path.name.startswith("."):
             raise no_model(f"{url} is not in the model store")
-        if not os.path.exists(path):  # False also for what is no name of a file
+        if not os.path.exists(path):  # False also for an invalid file name
             raise no_model(f"Model not found at: {url}")
         return path.absolute()
 
@@ -105,7 +111,7 @@ class StoreFiles:
             try:
                 self._copy(url, part)
                 part.rename(path)
-            except OSError as error:  # URLError is one
+            except OSError as error:  # URLError is a subclass
                 raise ManagementRefusal(
                     400, "DownloadArchiveException", f"Failed to download archive from: {url}: {error}"
                 ) from None
@@ -115,7 +121,7 @@ class StoreFiles:
 
     @contextmanager
     def _claimed(self, path: Path) -> Iterator[None]:
-        """Raises ManagementRefusal where there is such a file, or another request downloads it."""
+        """Reserves ``path`` for one download. Raises ManagementRefusal if the file exists or is being downloaded."""
         with self._names:
             if path.name in self._downloading or path.exists():
                 raise internal(f"Model file already exists {path.name}")
@@ -143,7 +149,7 @@ class StoreFiles:
 
 
 class _AllowedRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect leads only where a URL may lead."""
+    """Follows a redirect only to a URL that the settings allow."""
 
     def __init__(self, files: StoreFiles) -> None:
         self._files = files
@@ -166,9 +172,9 @@ def _file_name(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One archive, which may be missing. ``name``, ``version``: None for the archive's own.
+    """An archive to load; its file may be missing. A ``name`` or ``version`` of None is read from the archive.
 
-    ``snapshot``: what a snapshot says of it.
+    ``snapshot`` holds the model's settings in a TorchServe snapshot.
     """
 
     path: Path
@@ -178,7 +184,10 @@ class StoredModel:
 
 
 def stored_models(store: Path, properties: Mapping[str, str]) -> list[StoredModel]:
-    """Those of a snapshot, else of ``load_models``: all of the store, none, or names. Raises SettingsError."""
+    """Returns the archives that the snapshot lists; without a snapshot, those that ``load_models`` chooses.
+
+    ``load_models`` is ``all``, ``none`` or a list of names. Raises SettingsError.
+    """
     if not store.is_dir():
         raise SettingsError(f"model_store: no such folder: {store}")
     if MODEL_SNAPSHOT in properties:

@@ -1,8 +1,8 @@
 """Unpacks a ``.mar`` (a zip) or a ``.tar.gz``, within bounds, into a temporary folder of this process.
 
-The bytes that are written are counted; the sizes that an archive claims are not trusted. The process holds a lock on
-the folder, which the kernel releases however the process ends. A folder without a lock was left by a process that was
-killed, and is removed when the next folder is made. systemd-tmpfiles leaves folders with such a lock alone, too.
+The bound applies to the bytes that are written; the sizes that an archive claims are not trusted. The process holds a
+lock on the folder, which the kernel releases however the process ends. A folder without a lock was left by a killed
+process, and is removed when the next folder is made. The lock also keeps systemd-tmpfiles from cleaning the folder.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from typing import IO, Any
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
-# Packed weights are hardly smaller, packed text is a tenth; DEFLATE packs zeros to a thousandth.
+# Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks zeros, a bomb, to a thousandth.
 _MAX_RATIO = 100
 _LEAST_BYTES = 1 << 30  # the bound of a small archive
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
-_CHUNK = 1 << 16  # bytes of one read, and the bound of a long name or other headers of one member
+_CHUNK = 1 << 16  # bytes of one read, and the most bytes of one member's headers, such as a long name
 _ZIP, _GZIP = b"PK", b"\x1f\x8b"
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackBounds:
-    """The bounds of an unpacked archive. ``bytes`` None: 100 times the archive's own size, and at least 1 GiB."""
+    """The bounds of an unpacked archive. If ``bytes`` is None, the bound is 100 times its size, and at least 1 GiB."""
 
     bytes: int | None = None
     files: int = _FILES  # files and folders
 
     def bytes_of(self, archive: Path) -> int:
+        """The largest number of bytes to which ``archive`` may unpack."""
         return self.bytes or max(_LEAST_BYTES, _MAX_RATIO * archive.stat().st_size)
 
 
@@ -52,12 +53,12 @@ Wanted = Callable[[str], bool]  # whether the member of this name is unpacked
 
 
 def everything(name: str) -> bool:
-    """Accepts each name of an archive."""
+    """A ``Wanted`` that unpacks every member."""
     return True
 
 
 def take_bounds(extra: MutableMapping[str, Any]) -> UnpackBounds:
-    """Takes the two keys out of ``parameters.extra``. Raises SettingsError."""
+    """Removes the two keys of the bounds from ``parameters.extra``, and returns the bounds. Raises SettingsError."""
     return UnpackBounds(_taken(extra, BYTES_KEY, None), _taken(extra, FILES_KEY, _FILES))
 
 
@@ -70,7 +71,11 @@ def _taken(extra: MutableMapping[str, Any], key: str, default: Any) -> Any:
 
 
 def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = everything) -> None:
-    """Raises LoadFailed at the first member that must not be unpacked, other errors for a damaged archive."""
+    """Unpacks the ``wanted`` members of ``archive`` into ``folder``.
+
+    Raises LoadFailed at the first member that must not be unpacked: a link, a device, a path that leads out of the
+    folder, or a member that exceeds ``bounds``. For a damaged archive the errors of zipfile and tarfile are raised.
+    """
     target = _Target(archive, folder, bounds, wanted)
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
@@ -82,7 +87,7 @@ def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = e
     else:
         with _BoundedReads(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
             target.write(_of_tar(tar))
-            target.skip(content)  # the checksum is behind the last member
+            target.skip(content)  # the checksum follows the last member
 
 
 def _begins(archive: Path, signature: bytes) -> bool:
@@ -95,7 +100,7 @@ class _Member:
     name: str
     size: int  # as the archive claims it
     plain: bool  # a file or a folder
-    content: IO[bytes] | None  # None: a folder
+    content: IO[bytes] | None  # None for a folder
 
 
 def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
@@ -107,7 +112,7 @@ def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
 
 
 class _BoundedReads(gzip.GzipFile):
-    """Limits the reads of tarfile, which reads the headers of a member, such as a long name, in one piece."""
+    """Bounds each read of tarfile, which reads a member's headers, such as a long name, at once."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _CHUNK:
@@ -160,7 +165,7 @@ class _Target:
         return self._folder.joinpath(*parts)
 
     def _make(self, folder: Path) -> None:
-        """Makes a folder and those above it, each of which counts."""
+        """Makes a folder and its missing parents; each counts towards the bound."""
         if folder in self._made:
             return
         self._make(folder.parent)
@@ -173,7 +178,7 @@ class _Target:
         if self._files > self._most_files:
             raise LoadFailed(
                 f"{self._archive}: has more than {self._most_files} files and folders: "
-                f"if they are all meant, set parameters.extra.{FILES_KEY}"
+                f"if the archive needs them, raise parameters.extra.{FILES_KEY}"
             )
 
     def _copy(self, content: IO[bytes], path: Path) -> None:
@@ -182,7 +187,7 @@ class _Target:
                 file.write(chunk)
 
     def skip(self, content: IO[bytes] | gzip.GzipFile) -> None:
-        """Reads what follows the last member to its end, within the same bound; a record of padding is usual."""
+        """Reads the bytes after the last member, usually padding, to the end. They count towards the bound."""
         self._bytes = -tarfile.RECORDSIZE
         for _ in self._counted(content):
             pass
@@ -193,7 +198,7 @@ class _Target:
             if self._bytes > self._most_bytes:
                 raise LoadFailed(
                     f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
-                    f"if that is meant, set parameters.extra.{BYTES_KEY}"
+                    f"if the archive needs them, raise parameters.extra.{BYTES_KEY}"
                 )
             yield chunk
 
@@ -210,13 +215,13 @@ class OwnFolder:
         _remove_abandoned()
         made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
         self._descriptor = os.open(made, _OPEN)
-        with contextlib.suppress(OSError):  # on a file system without locks no folder is removed as abandoned
+        with contextlib.suppress(OSError):  # without locks in the file system, no folder is ever removed
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        # The folder gets the name that other processes look for when it is locked already.
+        # Other processes look for this name only, so the folder gets it after the lock is taken.
         self.path = Path(made).rename(Path(made).with_name(Path(made).name[1:]))
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Removes the folder and releases the lock. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -236,7 +241,7 @@ def _remove_abandoned() -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("Removed %s, left by a process that was killed", path)
-        except OSError:  # its process is alive
+        except OSError:  # the lock is held, so the folder's process is alive
             continue
         finally:
             os.close(descriptor)

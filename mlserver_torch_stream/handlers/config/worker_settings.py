@@ -1,7 +1,8 @@
-"""Finds what the settings of a model's workers name: the interpreter, requirements, the first metrics.
+"""Finds the files that a model's workers need: the interpreter, the requirements and the metrics' definitions.
 
-Of ``metrics.yaml`` the section ``model_metrics`` is read: ``ts_metrics`` is for TorchServe, and MLServer and the node
-exporter export those metrics under other names. Requirements are installed only for a model whose settings ask for it.
+Only the section ``model_metrics`` of ``metrics.yaml`` is read. The section ``ts_metrics`` describes TorchServe's own
+metrics, which MLServer and the node exporter export under other names. Requirements are installed only if the model's
+settings ask for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mlserver_torch_stream.model_source import find_path
 MODEL_METRICS = "model_metrics"
 _TYPES = ("counter", "gauge", "histogram")
 _USUAL = ["ModelName", "Level"]
-# The handlers' metrics in the file that TorchServe's package has.
+# The ``model_metrics`` of the metrics.yaml that TorchServe's package contains.
 DEFAULT: Mapping[str, Any] = {
     MODEL_METRICS: {
         "gauge": [{"name": name, "unit": "ms", "dimensions": _USUAL} for name in ("HandlerTime", "PredictionTime")]
@@ -34,7 +35,10 @@ DEFAULT: Mapping[str, Any] = {
 
 
 def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str, Any]:
-    """``given``: a file, relative to the settings' folder; ``key``: the setting that names it. Raises SettingsError."""
+    """Returns the content of the metrics file ``given``, a path relative to ``folder``, the folder of the settings.
+
+    Raises SettingsError, which names ``key``, the setting that holds the path.
+    """
     path = find_path(given, folder)
     if path is None or not path.is_file():
         raise SettingsError(f"{key}: no such file: {given}")
@@ -45,7 +49,7 @@ def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str
 
 
 def find_metrics_config(given: str, folder: str) -> Path:
-    """The file that the key of config.properties names. Raises SettingsError."""
+    """Returns the path of the file that ``metrics_config`` in config.properties names. Raises SettingsError."""
     read_metrics_config(given, folder, "config.properties: metrics_config")
     found = find_path(given, folder)
     assert found is not None
@@ -53,7 +57,7 @@ def find_metrics_config(given: str, folder: str) -> Path:
 
 
 def _checked(document: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Metrics by type. Raises ValueError."""
+    """Yields each type of metric with its metrics. Raises ValueError, which says what is wrong in the document."""
     section = document.get(MODEL_METRICS) if isinstance(document, dict) else None
     if not section or not isinstance(section, dict):
         raise ValueError(f"has no {MODEL_METRICS}, which TorchServe needs: metrics by type")
@@ -77,13 +81,17 @@ def _metric(place: str, metric: Any) -> dict[str, Any]:
 
 
 OLDEST = (3, 8)
-_OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")  # another interpreter's packages are elsewhere
+_OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__")  # they lead an interpreter to its packages
 _PRINT_VERSION = "import sys; print(*sys.version_info[:2])"
 _MAX_PROBE_S = 60.0
 
 
 def find_interpreter(given: str, folder: str | None) -> str:
-    """``given``: relative to the folder of the settings first, then to the working directory. Raises SettingsError."""
+    """Returns the absolute path of a Python interpreter, after it has run and told its version.
+
+    A relative path is looked up in ``folder``, the settings' folder, first, and then in the working directory. Raises
+    SettingsError.
+    """
     key = "parameters.extra.python"
     candidates = [Path(given).expanduser().absolute()]
     if folder is not None:
@@ -106,13 +114,16 @@ def find_interpreter(given: str, folder: str | None) -> str:
 
 
 def environment_of(python: str | None) -> dict[str, str]:
-    """The part of the server's environment that a worker inherits. ``python``: None for the server's own."""
+    """Returns the environment variables that a worker inherits from the server.
+
+    If ``python`` names another interpreter, the variables that set up the server's own are left out.
+    """
     left_out = _OF_OUR_PYTHON if python is not None else ()
     return {key: value for key, value in os.environ.items() if key not in left_out}
 
 
 def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
-    """One line about an archive's ``requirementsFile`` where the model has no interpreter of its own."""
+    """Returns a line that says how to install an archive's requirements into an environment for its workers."""
     line = f"{requirements} is not installed by the server: where it is needed, {_how_to_install(uri, requirements)}"
     if not uses_venv:
         return line
@@ -120,13 +131,13 @@ def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
 
 
 def _how_to_install(uri: str, requirements: str) -> str:
-    """The command that installs the requirements into an environment of their own."""
+    """Returns the commands that install the requirements into a new virtual environment."""
     path = uri.removeprefix("file://")
     folder, unpack = path, ""
     if not Path(path).is_dir():
         module = "tarfile" if path.endswith((".tar.gz", ".tgz")) else "zipfile"
         folder, unpack = "unpacked", f"python3 -m {module} -e {shlex.quote(path)} unpacked && "
-    # Requirements seldom name torch, because TorchServe's environments have the server's.
+    # torch is added, because requirements seldom name it: TorchServe's environments see the server's torch.
     install = f"venv/bin/pip install torch -r {shlex.quote(os.path.join(folder, requirements))}"
     return f"run `python3 -m venv venv && {unpack}{install}` and set parameters.extra.python to its venv/bin/python"
 
@@ -136,14 +147,16 @@ _ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_conf
 
 @dataclass(frozen=True)
 class WorkerFiles:
-    """``python``: None for the server's own interpreter. ``metrics``: the content of a ``metrics.yaml``."""
+    """The files of a model's workers: the interpreter ``python`` (None: the server's own), and ``metrics``, the content
+    of a ``metrics.yaml``.
+    """
 
     python: str | None = None
     metrics: Mapping[str, Any] = field(default_factory=lambda: DEFAULT)
 
 
 def find_worker_files(config: HandlerConfig, folder: str | None) -> WorkerFiles:
-    """``folder``: that of model-settings.json. Raises SettingsError."""
+    """Finds the files that ``config`` names; ``folder`` is the folder of model-settings.json. Raises SettingsError."""
     metrics, key = config.metrics_config, "parameters.extra.metrics_config"
     if not metrics:
         metrics, key = os.environ.get(_ENV_METRICS), _ENV_METRICS
@@ -155,11 +168,11 @@ def find_worker_files(config: HandlerConfig, folder: str | None) -> WorkerFiles:
 
 logger = logging.getLogger(__name__)
 _MAX_INSTALL_S = 1800.0
-_SHOWN = 1000  # characters of pip's output in an error
+_SHOWN = 1000  # characters of pip's output that an error shows
 
 
 def install_requirements(python: str | None, folder: Path, requirements: str) -> None:
-    """Runs pip as TorchServe does. ``python``: None for the server's own. Raises LoadFailed."""
+    """Runs pip as TorchServe does, with ``python``, or with the server's own interpreter. Raises LoadFailed."""
     if not (folder / requirements).is_file():
         raise LoadFailed(f"the archive has no {requirements}, which its requirementsFile names")
     command = [python or sys.executable, "-m", "pip", "install", "-U", "-t", str(folder), "-r", requirements]

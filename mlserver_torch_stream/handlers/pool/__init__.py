@@ -1,1 +1,1 @@
-"""Runs the workers of a model: batches, processes, ranks, scaling, and the stream of response pieces."""
+"""Runs the workers of a model: their processes and ranks, their batches, their scaling and their streams of pieces."""

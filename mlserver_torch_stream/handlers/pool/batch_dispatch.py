@@ -18,13 +18,16 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
 from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, WorkerSupervisor
 from mlserver_torch_stream.handlers.pool.worker_process import batch_frame
 
-# Batches that a worker gets while it runs another, so that it does not wait for the event loop in between: as many as
-# it will have run within so many seconds, by the time of its latest batch.
+# A worker gets further batches while it runs one, so that it need not wait for the event loop between two batches: as
+# many as it runs within _AHEAD_S seconds, judged by the duration of its latest batch.
 _AHEAD_S, _MAX_AHEAD = 0.005, 16
 
 
 class BatchDispatcher:
-    """``joins``: requests join those that a worker runs. ``watch`` is called when an idle worker gets a batch."""
+    """Sends requests from the queue to the workers. ``watch`` is called when an idle worker gets a batch.
+
+    If ``joins`` is true, a request joins the requests that a worker already runs, as in continuous batching.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,10 @@ class BatchDispatcher:
         self._timer = self._loop.call_later(next_due - now, self.dispatch_due) if next_due < math.inf else None
 
     def next_batch(self, slot: WorkerSlot, took: float) -> None:
-        """The worker has ended a batch, after ``took`` seconds of its handler; 0: the handler got no request of it."""
+        """Called when a worker has ended a batch, for which its handler needed ``took`` seconds.
+
+        ``took`` is 0 if the handler got none of the batch's requests, because their clients had disconnected.
+        """
         if slot.batches:
             slot.batches.popleft()
             slot.batch_s = took or slot.batch_s
@@ -74,14 +80,15 @@ class BatchDispatcher:
 
     @property
     def idle(self) -> list[int]:
-        """The workers that gather their next batch; a request that joins a running batch is gathered by none."""
+        """The numbers of the workers that are gathering their next batch; none if requests join running batches."""
         return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
 
     def has_room(self, slot: WorkerSlot) -> bool:
+        """Whether the worker could take another request, whether or not one waits."""
         return not slot.leaving and self._room(slot) > 0
 
     def is_free(self, slot: WorkerSlot) -> bool:
-        """Whether the worker may take a request that waits."""
+        """Whether a waiting request may go to this worker now."""
         due = self._queue.due(slot.number, slot.idle_since, time.monotonic())
         return due is not None and self._room(slot) > 0
 
@@ -93,7 +100,10 @@ class BatchDispatcher:
         return 0 if slot.active else self._config.batchSize
 
     def _most_ahead(self, slot: WorkerSlot) -> int:
-        """0 where another worker may take the batch earlier, or where a request whose client leaves would be run."""
+        """How many batches the worker may hold besides the one that it runs.
+
+        0 if another worker might run a batch earlier, or if a request would run although its client has disconnected.
+        """
         alone = self._queue.most_workers == len(self._supervisor.slots) == 1 and self._config.stops == "alone"
         if not slot.batches or not slot.batch_s or not alone or self._config.useJobTicket:
             return 0
@@ -121,7 +131,7 @@ class BatchDispatcher:
 
 
 class ResponseTimeout:
-    """A busy worker has one timer, which is set anew at each check."""
+    """Ends a worker that sends nothing for ``responseTimeout`` seconds. Each busy worker has one timer."""
 
     def __init__(
         self, config: HandlerConfig, supervisor: WorkerSupervisor, cancel: Callable[[HandlerJob], None]
@@ -132,7 +142,7 @@ class ResponseTimeout:
         self._loop = asyncio.get_running_loop()
 
     def watch(self, slot: WorkerSlot) -> None:
-        """Called when a worker gets its first request. Idempotent."""
+        """Starts the timer of a worker that gets its first request. Idempotent."""
         if slot.timer is None:
             self._check_in(slot, self._config.responseTimeout)
 
@@ -158,10 +168,13 @@ class ResponseTimeout:
             self._check_in(slot, oldest + limit - now)
 
     def _time_out_silent(self, slot: WorkerSlot, now: float, limit: int) -> float:
-        """Cancels each task that is silent for too long. Returns the time that decides whether the worker hangs."""
+        """Cancels each job that has been silent for ``limit`` seconds.
+
+        Returns the time of the last piece of the job that has been silent longest.
+        """
         for job in list(slot.active.values()):
             if not job.stream.over and now - job.active_at >= limit:
-                job.active_at = now  # the task has as long again to end
+                job.active_at = now  # the cancelled task gets the same time again to end
                 job.stream.fail(_silent(limit))
                 self._cancel(job)
         return min(job.active_at for job in slot.active.values())

@@ -1,6 +1,6 @@
-"""Holds the requests that wait for a worker, and chooses those of its next batch.
+"""Holds the requests that wait for a worker, and chooses the requests of a worker's next batch.
 
-It is plain state and plain methods: the caller passes the time.
+The queue reads no clock and does no I/O: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, Requ
 
 @dataclass
 class RequestSequence:
-    """The requests that share a state in one worker."""
+    """The requests of one ``sequence_id``. They all go to one worker, whose handler keeps their state."""
 
     id: str
     opened: float
     worker: int | None = None
     pending: deque[HandlerJob] = field(default_factory=deque)
     running: int = 0
-    has_state: bool = False  # a request of it was run
+    has_state: bool = False  # True after a request of the sequence has run
     ended: bool = False
     idle_since: float = 0.0
 
     @property
     def idle(self) -> bool:
+        """True if no request of the sequence waits or runs."""
         return not self.pending and not self.running
 
 
 class PlainJobs(deque[HandlerJob]):
-    """Requests of no sequence, in the order of their arrival, and how many bytes they take together."""
+    """The requests that belong to no sequence, in order of arrival, and the number of bytes that they take."""
 
     bytes = 0
 
@@ -58,29 +59,31 @@ class PlainJobs(deque[HandlerJob]):
 
 
 class BatchQueue:
-    """At most ``jobQueueSize`` requests wait, beside those that idle workers gather into a batch. The requests of a
-    sequence go to one worker, in their order.
+    """The requests that wait for the workers of one model.
 
-    A batch has at most one request of a sequence; a continuous batch may have several.
+    At most ``jobQueueSize`` requests wait, not counting those that idle workers are gathering into a batch. The
+    requests of a sequence go to one worker, in order. A batch has at most one request of a sequence; a continuous batch
+    may have several.
     """
 
     def __init__(self, config: HandlerConfig, most_bytes: int = MAX_BYTES) -> None:
         self._config = config
-        self._most_bytes = most_bytes  # of a batch
+        self._most_bytes = most_bytes  # the bound of one batch
         self._plain = PlainJobs()
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
-        self.most_workers = config.most_workers  # the workers that share the sequences, if all of them run
-        self.ahead = 0  # requests that wait in a worker, which got them before it had ended the batch before
-        self.leaving: set[int] = set()  # workers that get only the requests of the sequences that they hold
+        self.most_workers = config.most_workers  # sequences are shared between so many workers, running or not
+        self.ahead = 0  # requests that were sent to a worker before it had ended its previous batch
+        self.leaving: set[int] = set()  # workers that only get requests of their own sequences
 
     @property
     def most_sequences(self) -> int:
+        """The largest number of sequences that may be open at the same time."""
         return self._config.maxNumSequence or self._config.batchSize * self.most_workers
 
     @property
     def waiting_since(self) -> float | None:
-        """The arrival of the oldest request that waits and that any worker may take."""
+        """When the oldest waiting request that any worker may take arrived; None if there is no such request."""
         new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
         return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
 
@@ -90,7 +93,7 @@ class BatchQueue:
         return sequence_id in self._sequences and self._sequences[sequence_id].worker is not None
 
     def held_until(self, worker: int, now: float) -> float | None:
-        """When the sequences that this worker holds will have expired; None if it holds none by now."""
+        """The time at which this worker's last sequence expires; None if it holds no sequence now."""
         self._expire(now)
         ends = [self._expires_at(each) for each in self._sequences.values() if each.worker == worker]
         return max(ends, default=None)
@@ -100,15 +103,17 @@ class BatchQueue:
         return len(self._plain) + len(self._retries) + held + self.ahead
 
     def waiting(self, idle: Collection[int]) -> int:
-        """The requests that wait, without those that the idle workers gather into their next batches."""
+        """The number of waiting requests, without those that the ``idle`` workers are gathering into a batch."""
         if self._has_plain_alone and not self.leaving:
             return len(self) - min(len(self._plain), self._config.batchSize * len(idle))
         return len(self) - len(self._gathered(idle))
 
     @property
     def _has_plain_alone(self) -> bool:
-        """True if every worker may take every request, so that a batch of thousands is gathered without a look at each
-        of them for each further one."""
+        """True if every worker may take every waiting request.
+
+        Then a batch of thousands is gathered without a scan of all waiting requests at each further arrival.
+        """
         return not self._sequences and not self._retries
 
     def _gathered(self, idle: Collection[int]) -> set[str]:
@@ -119,7 +124,10 @@ class BatchQueue:
         return gathered
 
     def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
-        """``idle``: the workers that gather a batch, as in ``waiting``. Raises QueueFull or RequestTooLarge."""
+        """Adds a request that has arrived. ``idle`` are the workers that are gathering a batch, as in ``waiting``.
+
+        Raises QueueFull or RequestTooLarge.
+        """
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
         if len(self) >= self._config.queue_size and (count := self.waiting(idle)) >= self._config.queue_size:
@@ -130,11 +138,11 @@ class BatchQueue:
             self._plain.append(job)
 
     def add_retry(self, job: HandlerJob) -> None:
-        """Adds a request that is run again, before all other requests."""
+        """Puts a request that is to run again in front of all others."""
         self._retries.append(job)
 
     def take_back(self, job: HandlerJob) -> None:
-        """Puts back a request that a worker has received and not begun."""
+        """Puts a request back that was sent to a worker, which has not begun it."""
         sequence = self._of(job)
         if job.retry is not None:
             self._retries.appendleft(job)
@@ -147,7 +155,8 @@ class BatchQueue:
             self._not_run(sequence)
 
     def remove(self, job: HandlerJob, now: float) -> None:
-        if job in self._retries:  # it was run in a batch before
+        """Removes a waiting request, whose client has disconnected or whose time is over."""
+        if job in self._retries:  # its first run was in a batch
             self.ended(job, now, closes_sequence=job.closes_sequence)
         for queue in self._queues():
             if job in queue:
@@ -164,9 +173,10 @@ class BatchQueue:
         return [self._retries, self._plain, *(each.pending for each in self._sequences.values())]
 
     def due(self, worker: int, idle_since: float, now: float) -> float | None:
-        """The time at which the next batch of an idle worker is due; None: no request waits for this worker.
+        """When the next batch of an idle worker is due; None if no request waits for this worker.
 
-        A full batch is due at once, any other ``maxBatchDelay`` after both its first request and the worker are there.
+        A full batch is due at once. Any other is due ``maxBatchDelay`` ms after its first request has arrived and the
+        worker has become idle, whichever is later.
         """
         size = self._config.batchSize
         candidates: Sequence[HandlerJob] = self._plain
@@ -191,7 +201,7 @@ class BatchQueue:
         return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize
 
     def take(self, worker: int, room: int) -> list[HandlerJob]:
-        """The next batch, of at most ``room`` requests and of no more than fit into one message."""
+        """Removes and returns the next batch: at most ``room`` requests, and no more than fit into one message."""
         retry = next(self._retries_on(worker), None)
         if retry is not None:
             self._retries.remove(retry)
@@ -207,14 +217,17 @@ class BatchQueue:
         return batch
 
     def skipped(self, job: HandlerJob, now: float) -> None:
-        """A job has ended, and the handler did not get it."""
+        """Called when a job has ended without having reached the handler."""
         sequence = self._of(job)
         if sequence is not None:
             self._not_run(sequence)
             sequence.idle_since = now
 
     def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
-        """A job of a batch has ended; with ``closes_sequence``, or if its client asked for that, its sequence too."""
+        """Called when a job of a batch has ended.
+
+        Its sequence ends too if ``closes_sequence`` is true or the client asked for that.
+        """
         sequence = self._of(job)
         if sequence is None:
             return
@@ -226,7 +239,7 @@ class BatchQueue:
             del self._sequences[sequence.id]
 
     def worker_lost(self, worker: int) -> list[HandlerJob]:
-        """Removes the sequences whose state this worker held, and returns their requests that wait."""
+        """Removes the sequences whose state this worker held, and returns their waiting requests."""
         self.leaving.discard(worker)
         lost = [each for each in self._sequences.values() if each.worker == worker]
         retries = [job for job in self._retries if self._of(job) in lost]
@@ -281,7 +294,7 @@ class BatchQueue:
             yield from self._plain
 
     def _retries_on(self, worker: int) -> Iterator[HandlerJob]:
-        """The retries that the worker may run: a request of a sequence runs where the sequence has its state."""
+        """The retries that the worker may run: a request of a sequence runs in the worker that holds its state."""
         for job in self._retries:
             sequence = self._of(job)
             if sequence.worker == worker if sequence is not None else worker not in self.leaving:
@@ -297,7 +310,7 @@ class BatchQueue:
         sequence.running += 1
 
     def _not_run(self, sequence: RequestSequence) -> None:
-        """A request of the sequence has left its worker without having been run there."""
+        """Called when a request of the sequence has left its worker without having run there."""
         sequence.running -= 1
         if not sequence.running and not sequence.has_state:
             sequence.worker = None

@@ -1,10 +1,10 @@
 """Exports the metrics of handlers, under our names and as TorchServe's Prometheus mode does.
 
 ``HANDLER_METRICS`` is registered once per process in prometheus_client's default registry, which refuses a second
-collector of the same names; MLServer reloads models, but never this module. Our names have a prefix and the labels of
-the model. TorchServe's mode has the handler's names and dimensions, and ``Hostname``; of a histogram there are count,
-sum and the bucket that holds everything. A counter whose name does not end in ``_total`` has the type ``untyped``
-there: prometheus_client would change its name.
+collector of the same names; MLServer reloads models, but never this module. Our names have a prefix and the model's
+labels. In TorchServe's mode a metric has the handler's name and dimensions, and the label ``Hostname``; a histogram has
+its count, its sum and the bucket ``+Inf``. There a counter whose name does not end in ``_total`` has the type
+``untyped``, because prometheus_client would rename a counter.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Own = Mapping[tuple[str, str, tuple[tuple[str, str], ...]], list[float]]
-"""Count and sum by name, kind and labels; the sum of a gauge is its last value."""
+"""Count and sum by name, kind and labels; for a gauge the sum is its last value."""
 ModelLabels = tuple[str, str]
 
 MODEL_LABELS = ("model", "version")
 _TORCHSERVE_PREFIX = "torchserve_"
 _TOTAL = "_total"
 _SUFFIXES = {"counter": ("", _TOTAL), "histogram": ("", "_bucket", "_count", "_sum")}
-_OUR_TYPES = {"counter": "counter", "histogram": "summary"}  # others are gauges
+_OUR_TYPES = {"counter": "counter", "histogram": "summary"}  # all other kinds are gauges
 
 
 class ExportedNames:
-    """The names of exported samples, each with the metric that had it first: a name has one type in Prometheus."""
+    """The names of exported samples, each with the metric that used it first.
+
+    In Prometheus a name has one type, so a second metric with the same name and another type is not exported.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[str, str]] = {}
 
     def owner_of(self, name: str, kind: str) -> tuple[str, str] | None:
-        """The name and kind of the metric whose samples clash with those of this one; None if this one owns them."""
+        """Returns the name and kind of the metric that already uses this metric's sample names; None if none does."""
         metric, base = (name, kind), _base(name, kind)
         samples = [base + suffix for suffix in _SUFFIXES.get(kind, ("",))]
         owners = (self._owners.get(sample, metric) for sample in samples)
@@ -50,7 +53,7 @@ class ExportedNames:
 
 
 def our_families(models: Mapping[ModelLabels, Own]) -> Iterator[Metric]:
-    """The metrics with our prefix. A handler's dimension that is called as one of our labels has a prefix too."""
+    """Yields the handlers' metrics under our prefix. A dimension with the name of one of our labels gets a prefix."""
     found: dict[str, Metric] = {}
     for model_labels, own in models.items():
         for (name, kind, labels), (count, total) in list(own.items()):
@@ -81,8 +84,11 @@ def _apart(label: str, dimensions: Mapping[str, str]) -> str:
 
 
 def families(models: Iterable[Own]) -> Iterator[Metric]:
-    """TorchServe's. Adds up series with the same name and labels, as those of two versions of a model; the last gauge
-    counts."""
+    """Yields the handlers' metrics as TorchServe's Prometheus mode exports them.
+
+    Series with the same name and labels, for example those of two versions of a model, are added up; of gauges the last
+    value counts.
+    """
     host = socket.gethostname()
     found: dict[str, Metric] = {}
     for (name, kind, labels), (count, total) in _added(models).items():
@@ -119,8 +125,8 @@ def _add(family: Metric, name: str, kind: str, labels: dict[str, str], count: fl
 
 logger = logging.getLogger(__name__)
 _PREFIX = "torch_stream_handler_"
-_MAX_SERIES = 1000  # of one model's own metrics
-_MAX_WARNINGS = 20  # of one model, each of another metric
+_MAX_SERIES = 1000  # series of one model's own metrics
+_MAX_WARNINGS = 20  # metrics of one model that the log names as dropped
 _MAX_LABEL_CHARS = 128
 _UNFIT = re.compile(r"^(?=[0-9])|[^a-zA-Z0-9_]")
 _RESERVED = re.compile(r"__.*|le|quantile")  # labels that have a meaning for Prometheus
@@ -128,9 +134,9 @@ _RESERVED = re.compile(r"__.*|le|quantile")  # labels that have a meaning for Pr
 _COUNTERS = {
     "responses": "Responses that handlers sent, intermediate and last ones",
     "batches": "Batches, or joins to a continuous batch, that were sent to workers",
-    "batched_requests": "Requests in them",
+    "batched_requests": "Requests in the batches that were sent to workers",
     "worker_restarts": "Workers that were started again",
-    "dropped_metric_values": "Values of handlers' own metrics that are not exported, for a reason in the log",
+    "dropped_metric_values": "Values of handlers' own metrics that were not exported; the log says why",
 }
 _GAUGES = {"waiting_requests": "Requests that wait for a worker", "workers": "Workers that are ready"}
 
@@ -149,13 +155,10 @@ class HandlerMetrics:
     own: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[float]] = field(default_factory=dict)
     model: str = ""
     names: ExportedNames = field(default_factory=ExportedNames)  # shared by all models
-    _dropped: set[str] = field(default_factory=set)  # the metrics that the log names
+    _dropped: set[str] = field(default_factory=set)  # the metrics that the log has named as dropped
 
     def record(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
-        """Records a value of a handler's own metric, or logs once why the metric is not exported.
-
-        A histogram is exported as count and sum.
-        """
+        """Records a value of a handler's own metric; if the metric cannot be exported, logs the reason once."""
         fit = {_fit_label(key): str(text)[:_MAX_LABEL_CHARS] for key, text in labels.items()}
         key = (_fit(name), kind, tuple(sorted(fit.items())))
         if key not in self.own and (why := self._refusal(*key[:2])) is not None:
@@ -167,9 +170,9 @@ class HandlerMetrics:
 
     def _refusal(self, name: str, kind: str) -> str | None:
         if len(self.own) >= _MAX_SERIES:
-            return f"the handler has {_MAX_SERIES} series already"
+            return f"the handler already has {_MAX_SERIES} series"
         owner = self.names.owner_of(name, kind)
-        return None if owner is None else f"the {owner[1]} {owner[0]} has the name already"
+        return None if owner is None else f"the {owner[1]} {owner[0]} already has this name"
 
     def _drop(self, name: str, why: str) -> None:
         self.dropped_metric_values += 1
@@ -179,7 +182,9 @@ class HandlerMetrics:
 
 
 class HandlerMetricsCollector(Collector):
-    """The metrics of all models. The event loop's thread writes; a scrape in another thread may miss a request."""
+    """The metrics of all models. Only the event loop's thread writes them; a scrape runs in another thread, and may
+    miss the newest request.
+    """
 
     def __init__(self) -> None:
         self.torchserve_names = False
@@ -188,11 +193,12 @@ class HandlerMetricsCollector(Collector):
         self._lock = Lock()
 
     def of(self, model: str, version: str | None) -> HandlerMetrics:
+        """Returns the metrics of one version of a model; they are created at the first call."""
         with self._lock:
             return self._models.setdefault((model, version or ""), HandlerMetrics(model=model, names=self._names))
 
     def describe(self) -> Iterator[Metric]:
-        return iter(())  # the names of the handlers' own metrics are not known
+        return iter(())  # the names of the handlers' own metrics are not known in advance
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

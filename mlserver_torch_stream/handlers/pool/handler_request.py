@@ -1,4 +1,4 @@
-"""One request to a handler, its job in the pool, and the stream of response pieces that one reader takes.
+"""One request to a handler, its job in the pool, and the stream of its response pieces, which has one reader.
 
 All of it runs on the event loop's thread.
 """
@@ -15,17 +15,17 @@ from functools import partial
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.handlers.frames import bytes_in_frame
 
-# Limits for the pieces of one request that its client has not taken. Above the first pair a worker that runs no other
-# request waits for the client; above the second pair the stream is cut, so that no other request has to wait.
+# Limits for the pieces of one request that its client has not read. Above _MANY the worker waits for the client if it
+# runs no other request. Above _MAX the stream is ended, so that no other request has to wait.
 _MANY_BYTES, _MANY_PIECES = 1 << 20, 256
 _MAX_BYTES, _MAX_PIECES = 16 << 20, 16384
 
 
 class HandlerFailed(RequestError):
-    """The handler raised, returned a value that cannot be sent, or died. The handler may set another status.
+    """The handler raised an exception, returned a value that cannot be sent, or died.
 
-    ``handlers_status`` is that of TorchServe, and ``status`` what V2 allows of it. ``piece``: the handler's own answer,
-    where it set a status of 400 or more.
+    ``handlers_status`` is the status that the handler set, or TorchServe's default; ``status`` is the one that V2
+    allows for it. ``piece`` is the handler's own answer if it set a status of 400 or more.
     """
 
     status = 503
@@ -38,7 +38,7 @@ class HandlerFailed(RequestError):
 
 
 class WorkerLost(HandlerFailed):
-    """The worker died, or was killed, while it ran the request, perhaps because of another request of its batch."""
+    """The worker died or was killed while it ran the request; another request of the batch may be the cause."""
 
     shared = True
 
@@ -56,7 +56,7 @@ class ClientLags(RequestError):
 
 
 def allowed_status(status: int) -> int:
-    """A handler's own status. At 400 and 404 Seldon Core 2 would take the model for not loaded."""
+    """Returns the status that V2 sends for a handler's own: at 400 and 404 Seldon Core 2 would reload the model."""
     if status in (400, 404):
         return 422
     return status if 400 <= status < 600 else 503
@@ -73,11 +73,11 @@ class RequestPart:
 
 @dataclass(frozen=True, slots=True)
 class HandlerRequest:
-    """A request as a handler sees it. ``timeout_s``: from its arrival to its last piece.
+    """A request as a handler sees it. ``timeout_s`` bounds the time from its arrival to its last piece.
 
-    ``whole_sequence``: a worker sees the sequence from its first request on, each request once, or not at all. A
-    ``sequence_open`` request is refused unless a worker holds the sequence, and one that fails is not run again and
-    ends the sequence.
+    If ``whole_sequence`` is true, the worker must see every request of the sequence exactly once, from the first on.
+    Then a request with ``sequence_open`` is refused unless a worker holds the sequence, and a request that fails is not
+    run again but ends the sequence.
     """
 
     request_id: str
@@ -90,14 +90,17 @@ class HandlerRequest:
     sequence_open: bool = False
 
     def bytes_to_send(self) -> int:
-        """The most bytes of the message that carries the request to a worker."""
+        """An upper bound on the bytes that the request takes in a message to a worker."""
         parts = (bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts)
         return sum(parts) + bytes_in_frame(b"", self.request_id, *self.headers.keys(), *self.headers.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsePiece:
-    """One piece of a handler's answer, with the status and headers that it asks for. ``last``: no other follows."""
+    """One piece of a handler's answer, with the status and headers that the handler set.
+
+    After ``last`` none follows.
+    """
 
     value: bytes
     last: bool
@@ -111,8 +114,8 @@ class PieceStream:
 
     def __init__(self, closed: Callable[[], None]) -> None:
         self.over = False  # True: no more pieces are delivered
-        self.queued_s: float | None = None  # until the request was sent to a worker for the first time
-        self.drained: Callable[[], None] | None = None  # called once, when the reader has caught up
+        self.queued_s: float | None = None  # seconds from the request's arrival to its first start in a worker
+        self.drained: Callable[[], None] | None = None  # called once when the reader no longer lags
         self._closed = closed
         self._pieces: deque[ResponsePiece] = deque()
         self._bytes = 0
@@ -134,14 +137,14 @@ class PieceStream:
 
     @property
     def lags(self) -> bool:
-        """True if the reader has many pieces still to read."""
+        """True if many pieces, or many bytes, wait for the reader."""
         return self._bytes > _MANY_BYTES or len(self._pieces) > _MANY_PIECES
 
     def cut_if_far_behind(self) -> None:
-        """Ends the stream if its reader has too much still to read, apart from the newest piece."""
+        """Ends the stream if too many pieces, or too many bytes besides the newest piece, wait for the reader."""
         if self._bytes - len(self._pieces[-1].value) > _MAX_BYTES or len(self._pieces) > _MAX_PIECES:
             self._pieces.clear()
-            self.over = False  # also where the last piece is there: the reader does not get it
+            self.over = False  # also after the last piece, which the reader does not get now
             self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is closed"))
             self.close()
 
@@ -154,7 +157,7 @@ class PieceStream:
             self._call_drained()  # pieces that arrive from now on are dropped
 
     def close(self) -> None:
-        """The reader takes no more pieces. Synchronous, idempotent, safe from any task."""
+        """Called when the reader wants no more pieces. Synchronous, idempotent, safe in any task."""
         self.over = True
         self._closed()
         self._changed.set()
@@ -164,7 +167,7 @@ class PieceStream:
         return self
 
     async def __anext__(self) -> ResponsePiece:
-        """Raises the stream's error after the pieces that were delivered before it."""
+        """Waits for the next piece. The error of a failed stream is raised after all pieces before it were read."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -193,25 +196,26 @@ class HandlerJob:
 
     def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:
         self.request = request
-        self.key = key  # the request's id for the handler: unique among the jobs that run
+        self.key = key  # the request id that the handler sees, unique among the running jobs
         self.arrived = arrived
         self.bytes = request.bytes_to_send()
         self.stream = PieceStream(partial(closed, self))
-        self.alone = False  # True: it is the only job of its batch, and is not run again
+        self.alone = False  # True: the job is alone in its batch, so it is not run again if it fails
         self.closes_sequence = False  # True: the handler has ended the job's sequence
         self.retry: RequestError | None = None  # the error after which the job is run again
         self.active_at = arrived  # the time of its last piece
         self.deadline: asyncio.TimerHandle | None = None
-        self._delivered: list[bytes] = []  # digests, in case the job is run again
-        self._repeated = 0  # how many of them have arrived again
+        self._delivered: list[bytes] = []  # digests of the pieces, in case the job is run again
+        self._repeated = 0  # how many of these pieces the second run has sent again
 
     def begin(self, now: float) -> None:
-        """A worker begins to run the job."""
+        """Called when a worker begins to run the job."""
         self.active_at = now
         if self.stream.queued_s is None:
             self.stream.queued_s = now - self.arrived
 
     def deliver(self, piece: ResponsePiece) -> None:
+        """Passes a piece on to the reader, unless the job's first run delivered it before."""
         if self.stream.over:
             return
         if self._repeated < len(self._delivered):
@@ -232,7 +236,7 @@ class HandlerJob:
         self._repeated += 1
         if not same:
             assert self.retry is not None
-            self.stream.fail(HandlerFailed(f"{self.retry.message} (and run again alone it began differently)"))
+            self.stream.fail(HandlerFailed(f"{self.retry.message} (run again alone, it sent a different beginning)"))
             self.stream.close()
 
 

@@ -1,6 +1,6 @@
 """Chooses the send at which all ranks end a call whose clients have disconnected.
 
-It is plain state and plain methods, which return the message for the ranks.
+Each method returns the message that the caller has to send to the ranks, or None.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ Message = dict[str, Any]
 
 
 class RankCancellation:
-    """Ends a call only if all ranks have sent equally often in earlier calls.
+    """Ends a call early, but only if all ranks have made the same number of sends in each earlier call.
 
-    Then a send of one rank is the same place in the handler as the send with the same number of another rank. It is so
-    in a handler that calls TorchServe's function on every rank, although only the first rank sends to the client.
+    In such a handler the sends with the same number are the same place in the code on every rank. A handler that calls
+    ``send_intermediate_predict_response`` on every rank is one, although only the first rank's pieces reach the client.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._alike: bool | None = None  # None: not known yet
-        self._sends: dict[int, dict[int, int]] = {}  # by call, then by rank, until the call has ended on all ranks
-        self._call = 0  # the call that shall end
+        self._sends: dict[int, dict[int, int]] = {}  # call -> rank -> sends, until all ranks have ended the call
+        self._call = 0  # the call that is being ended
         self._next: dict[int, int] = {}  # the next send of each rank
-        self._waiting: set[int] = set()  # ranks that wait at the send where they meet
+        self._waiting: set[int] = set()  # ranks that have reached the common send and wait there
 
     def ended(self, rank: int, call: int, sends: int) -> None:
-        """A call has ended on a rank."""
+        """Called when a call has ended on a rank, after ``sends`` sends."""
         counts = self._sends.setdefault(call, {})
         counts[rank] = sends
         if len(counts) == self._ranks:
@@ -35,14 +35,14 @@ class RankCancellation:
                 self._alike = self._alike is not False and len(set(counts.values())) == 1
 
     def asked(self, call: int, send: int) -> Message:
-        """The first rank asks to end the call, and waits at its send with this number."""
+        """Called when the first rank asks to end the call; it waits at its send with the number ``send``."""
         if not self._alike:
             return _verdict(call, False)
         self._call, self._next, self._waiting = call, {0: send}, set()
         return {"t": "halt", "call": call}
 
     def next_send(self, rank: int, call: int, send: int) -> Message | None:
-        """The next send of a rank, at which it waits. 0: the rank cannot end the call any more."""
+        """Called when a rank reports the send at which it waits; 0 if it can no longer end the call."""
         if call != self._call:
             return None
         if not send:
@@ -53,7 +53,7 @@ class RankCancellation:
         return {"t": "meet", "call": call, "at": max(self._next.values())}
 
     def met(self, rank: int, call: int, here: bool) -> Message | None:
-        """A rank waits at the send where all ranks meet; not ``here``: it can no longer end the call there."""
+        """Called when a rank has reached the common send. If ``here`` is false, it can no longer end the call there."""
         if call != self._call:
             return None
         self._waiting.add(rank)
@@ -62,7 +62,10 @@ class RankCancellation:
         return None
 
     def too_late(self, call: int) -> Message | None:
-        """The ranks did not all meet in time, so they do not send alike. None: they met."""
+        """Called when the time to meet is over.
+
+        If ranks are missing, calls of this handler are not ended early again.
+        """
         if call != self._call:
             return None
         self._alike = False

@@ -1,4 +1,4 @@
-"""Starts the workers of one model, loads the handler in each of them, and starts a worker that dies again."""
+"""Starts the workers of one model, has each load the handler, and restarts workers that die."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mlserver_torch_stream.work_threads import in_thread
 
 logger = logging.getLogger(__name__)
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 30.0
-_STABLE_S = 60.0  # a worker that has lived so long, or has answered, starts again after the first delay
+_STABLE_S = 60.0  # a worker that has lived so long, or has answered, is restarted after the shortest delay
 
 
 class WorkerRemoved(LoadFailed):
-    """The worker was removed while it started."""
+    """The worker was removed before it was ready."""
 
 
 class WorkerSlot:
@@ -37,37 +37,37 @@ class WorkerSlot:
         self.number = number
         self.worker: WorkerProcess | None = None
         self.started_at = time.time()  # seconds since the epoch
-        self.starts = 0  # processes so far: what arrives from an earlier one is ignored
-        self.starting: asyncio.Future[None] | None = None  # done when all ranks are ready, or the start has failed
+        self.starts = 0  # processes so far: messages of an earlier process are ignored
+        self.starting: asyncio.Future[None] | None = None  # done when the ranks are ready, or one failed
         self.ranks_starting = 0  # ranks that are not ready yet
         self.ready = False
-        self.leaving = False  # it finishes its requests and sequences, and takes no new ones
-        self.removed = False  # it is being ended for good
-        self.lost = True  # it has no process
+        self.leaving = False  # True: it finishes its requests and sequences, and takes no new ones
+        self.removed = False  # True: it is being ended for good
+        self.lost = True  # True: it has no process
         self.gone = asyncio.Event()  # set when a removed worker has ended
         self.active: dict[str, HandlerJob] = {}
-        self.batches: deque[list[HandlerJob]] = deque()  # the batch that it runs, and the batches that were sent ahead
-        self.batch_s: float | None = None  # how long its latest batch took
-        self.cancellation: RankCancellation | None = None  # where the ranks may end a call together
+        self.batches: deque[list[HandlerJob]] = deque()  # the running batch, then the batches that were sent ahead
+        self.batch_s: float | None = None  # seconds that its latest batch took
+        self.cancellation: RankCancellation | None = None  # None: its calls are not ended by all ranks together
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
         self.active_at = 0.0  # the time of the last message
         self.delay_s = _FIRST_DELAY_S  # before the next start
         self.ready_at = 0.0
-        self.has_answered = False  # this process
+        self.has_answered = False  # True: this process has answered a request
 
     @property
     def begun(self) -> list[HandlerJob]:
-        """The requests that it runs. It begins a batch when it has ended the one before."""
+        """The requests that the worker runs now. It begins a batch when it has ended the previous one."""
         return self.batches[0] if self.batches else list(self.active.values())
 
     @property
     def ahead(self) -> list[HandlerJob]:
-        """The requests that it has got and not begun."""
+        """The requests that were sent to the worker and that it has not begun."""
         return [job for batch in islice(self.batches, 1, None) for job in batch]
 
     def fail_start(self, why: str) -> bool:
-        """False if the worker is not starting."""
+        """Fails a start that is in progress; returns False if there is none."""
         if self.starting is None or self.starting.done():
             return False
         self.starting.set_exception(LoadFailed(why))
@@ -75,30 +75,32 @@ class WorkerSlot:
 
 
 class SupervisorListener(Protocol):
-    """All methods are called on the event loop."""
+    """What a supervisor tells its owner. All methods are called on the event loop."""
 
-    def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None: ...
+    def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
+        """Called with each message of a worker: its JSON header and its raw bytes."""
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """The process of a ready worker has ended."""
+        """Called when the process of a ready worker has ended."""
 
-    def became_ready(self, slot: WorkerSlot) -> None: ...
+    def became_ready(self, slot: WorkerSlot) -> None:
+        """Called when all ranks of a worker have loaded the handler."""
 
     def unavailable(self, why: str) -> None:
-        """No worker is left, and the last attempt to start one has failed."""
+        """Called when no worker is left and the last attempt to start one has failed."""
 
     def dropped(self) -> None:
-        """A removed worker has ended."""
+        """Called when a removed worker has ended."""
 
 
 class WorkerSupervisor:
-    """``order`` makes the order of the worker with a number: what it loads. Numbers are used again."""
+    """The workers of one model. ``order`` returns what the worker with a given number loads; numbers are reused."""
 
     def __init__(
         self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], listener: SupervisorListener
     ) -> None:
-        self.slots: list[WorkerSlot] = []  # one that is removed stays until its process has ended
-        self.trouble: str | None = None  # why there is no worker
+        self.slots: list[WorkerSlot] = []  # a removed worker stays here until its process has ended
+        self.trouble: str | None = None  # the reason why there is no worker; None if there is one
         self.restarts = 0
         self._name = name
         self._config = config
@@ -106,22 +108,24 @@ class WorkerSupervisor:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._restarting: set[asyncio.Task[None]] = set()
-        self._processes: list[WorkerProcess] = []  # also those that no slot has any more; a start drops the ended ones
+        self._processes: list[WorkerProcess] = []  # also those without a slot; a start drops the ended ones
         self.ended = False
 
     @property
     def ready(self) -> list[WorkerSlot]:
+        """The workers that have loaded the handler and still run."""
         return [slot for slot in self.slots if slot.ready]
 
     @property
     def staying(self) -> list[WorkerSlot]:
-        """The workers that are not being scaled away, also workers that are not ready."""
+        """The workers that are not being scaled away, ready or not."""
         return [slot for slot in self.slots if not slot.leaving and not slot.removed]
 
     async def add(self, count: int) -> None:
-        """Starts so many more workers, all at once. Raises LoadFailed if one cannot be started; the other ones stay.
+        """Starts ``count`` more workers at the same time, and waits until they are ready.
 
-        WorkerRemoved is raised if no worker has failed for another reason.
+        Raises LoadFailed if a worker cannot be started; the others stay. Raises WorkerRemoved if the only failures are
+        workers that were removed while they started.
         """
         added = [self._new_slot() for _ in range(count)]
         results = await asyncio.gather(*map(self._start, added), return_exceptions=True)
@@ -132,7 +136,7 @@ class WorkerSupervisor:
             raise error
 
     def remove(self, slot: WorkerSlot) -> None:
-        """Ends a worker for good. It has no requests."""
+        """Ends a worker for good. The worker must have no requests."""
         slot.removed, slot.ready = True, False
         if slot.worker is not None:
             slot.worker.kill()
@@ -155,11 +159,12 @@ class WorkerSupervisor:
         self._listener.dropped()
 
     def kill(self, slot: WorkerSlot, why: str) -> None:
+        """Kills a worker's process; unless the worker is removed, it is restarted."""
         if slot.worker is not None:
             slot.worker.kill(why)
 
     def end(self) -> None:
-        """Ends all workers for good. From any thread."""
+        """Ends all workers for good. May be called in any thread."""
         self.ended = True
         for slot in list(self.slots):
             if slot.worker is not None:
@@ -171,7 +176,7 @@ class WorkerSupervisor:
             process.wait()
 
     async def _start(self, slot: WorkerSlot) -> None:
-        """Raises LoadFailed."""
+        """Starts the worker's process, and waits until all its ranks are ready. Raises LoadFailed."""
         name = f"{self._name} worker {slot.number}"
         removed = WorkerRemoved(f"{name} was scaled away while it started")
         if slot not in self.slots:
@@ -207,7 +212,7 @@ class WorkerSupervisor:
             slot.starting = None
 
     async def _end_process(self, slot: WorkerSlot, why: str) -> None:
-        """The next start finds the memory and the ports of this process free."""
+        """Ends the process and waits for its end, so that its memory and ports are free for the next start."""
         if slot.worker is not None:
             slot.worker.kill(why)
             await in_thread(slot.worker.wait)
@@ -256,7 +261,7 @@ class WorkerSupervisor:
         task.add_done_callback(self._restarting.discard)
 
     async def _start_again(self, slot: WorkerSlot) -> None:
-        """Tries until the worker is ready; the delay doubles with each attempt."""
+        """Starts the worker until it is ready; the delay between attempts doubles."""
         while True:
             await asyncio.sleep(slot.delay_s)
             slot.delay_s = min(slot.delay_s * 2, _MAX_DELAY_S)
@@ -268,9 +273,9 @@ class WorkerSupervisor:
             except WorkerRemoved:
                 return
             except Exception as error:
-                logger.error("Model %s: cannot start worker %d again: %s", self._name, slot.number, log_text(error))
+                logger.error("Model %s: cannot restart worker %d: %s", self._name, slot.number, log_text(error))
                 if not self.ready:
-                    self.trouble = f"its workers died, and cannot be started again: {error}"
+                    self.trouble = f"its workers died and cannot be restarted: {error}"
                     self._listener.unavailable(self.trouble)
             else:
                 logger.info("Model %s: worker %d is ready again", self._name, slot.number)
@@ -278,7 +283,10 @@ class WorkerSupervisor:
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:
-    """The variables that torchrun sets for the ranks of one machine; none for a single process. ``devices``: GPUs."""
+    """Returns, for each rank, the environment variables that torchrun sets; for a single process they are empty.
+
+    ``devices`` is the value of CUDA_VISIBLE_DEVICES for all ranks.
+    """
     shared: dict[str, str] = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     count = config.ranks
     if config.parallelType is None or (config.parallelType == "custom" and config.torchrun is None):

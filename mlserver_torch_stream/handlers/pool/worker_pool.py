@@ -1,4 +1,4 @@
-"""Takes the requests to a loaded model, and delivers the pieces of the replies that its workers send.
+"""Takes the requests to a loaded model, and delivers the pieces of the answers that its workers send.
 
 All of it runs on the event loop's thread, except ``shutdown``.
 """
@@ -35,7 +35,10 @@ from mlserver_torch_stream.work_threads import in_thread
 
 
 def pass_rank_message(slot: WorkerSlot, header: dict[str, Any], meet_s: float) -> None:
-    """If a call is to end early, its ranks have ``meet_s`` seconds to come to the same send."""
+    """Passes a rank's message to the cancellation of its call, and sends the message that comes back to all ranks.
+
+    The ranks have ``meet_s`` seconds to reach the same send.
+    """
     cancellation = slot.cancellation
     assert cancellation is not None
     kind, rank, call = header["t"], header["rank"], header["call"]
@@ -61,10 +64,11 @@ def _send(slot: WorkerSlot, message: Message | None) -> None:
 
 
 class WorkerPool:
-    """``start`` is called once, on the loop; ``shutdown`` from any thread. ``close`` removes the workers' files.
+    """The workers of one loaded model and the requests to them.
 
-    ``most_bytes`` bounds the message of one batch. If a call is to end early, its ranks have ``meet_s`` seconds to
-    come to the same send.
+    ``start`` is called once, on the event loop; ``shutdown`` may be called in any thread. ``close`` removes the
+    workers' files. ``most_bytes`` bounds the message of one batch. Before a call of several ranks ends early, the ranks
+    have ``meet_s`` seconds to reach the same send.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class WorkerPool:
         self._refusing: str | None = None
 
     async def start(self) -> None:
-        """Raises LoadFailed."""
+        """Starts the workers, and waits until all are ready. Raises LoadFailed."""
         try:
             await self.supervisor.add(self.scaling.least)
         except BaseException:
@@ -105,47 +109,55 @@ class WorkerPool:
 
     @property
     def trouble(self) -> str | None:
+        """The reason why the model has no worker; None if it has one."""
         return self.supervisor.trouble
 
     def drain(self, why: str) -> None:
+        """Refuses new requests with the reason ``why``; the requests in flight go on."""
         self._refusing = why
 
     def abort_all(self, why: str) -> None:
+        """Fails all requests with the reason ``why``."""
         for job in list(self.jobs.values()):
             job.stream.fail(NotServing(why))
             self.cancel(job)
 
     def shutdown(self) -> None:
+        """Ends all workers, and blocks until their processes have ended."""
         self.supervisor.end()
-        self._close()  # first: a process that ends waits for the workers only for a moment
+        self._close()  # first, because an ending process waits only briefly for its workers
         self.supervisor.wait()
-        if self.metrics.gauges == self.gauges:  # else the gauges are those of the next pool of this model
+        if self.metrics.gauges == self.gauges:  # else the model's next pool has set its own
             self.metrics.gauges = None
 
     def gauges(self) -> dict[str, int]:
-        """Called by the metrics, in any thread."""
+        """The number of waiting requests and of ready workers; the metrics call it, in any thread."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
 
     @property
     def waiting(self) -> int:
-        """The requests that count for ``jobQueueSize``."""
+        """The number of requests that count towards ``jobQueueSize``."""
         return self._queue.waiting(self._dispatcher.idle)
 
     @property
     def most_sequences(self) -> int:
+        """The largest number of sequences that may be open at the same time."""
         return self._queue.most_sequences
 
     # --- requests ---
 
     def submit(self, request: HandlerRequest, *, more: bool = False) -> PieceStream:
-        """Raises QueueFull, RequestTooLarge, NotServing or WorkerLost. ``more``: the next request of its batch follows
-        at once."""
+        """Queues a request and returns the stream of its answer.
+
+        With ``more``, the next request of the same batch follows at once, so no batch is sent yet. Raises QueueFull,
+        RequestTooLarge, NotServing or WorkerLost.
+        """
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:
             raise NotServing(refusal)
         now = time.monotonic()
         if request.sequence_open and not self._queue.is_open(request.sequence_id, now):
-            raise WorkerLost("sequence_id: no worker holds it: the worker died, or sequenceMaxIdleMSec has passed")
+            raise WorkerLost("sequence_id: the sequence is not open: its worker died, or sequenceMaxIdleMSec is over")
         if not self.scaling.most and not self._queue.is_open(request.sequence_id, now):
             raise NotServing(NO_WORKER)
         if self.config.useJobTicket and not any(map(self._dispatcher.has_room, self.supervisor.ready)):
@@ -162,7 +174,7 @@ class WorkerPool:
         return job.stream
 
     def cancel(self, job: HandlerJob) -> None:
-        """Idempotent. The handler's call is cancelled at its next send."""
+        """Cancels a job. A job that runs is cancelled at its handler's next send. Idempotent."""
         if self.jobs.get(job.key) is not job:
             return
         job.stream.over = True
@@ -174,7 +186,7 @@ class WorkerPool:
             slot.worker.send(encode_frame({"t": "cancel", "ids": [job.key]}), all_ranks=False)
 
     def _key(self, request_id: str) -> str:
-        """Handlers keep their state by it, so no two jobs that run have the same key."""
+        """Returns a key that no running job has, because handlers keep state by the request's id."""
         key, number = request_id, 1
         while key in self.jobs:
             number += 1
@@ -187,7 +199,7 @@ class WorkerPool:
             self.cancel(job)
 
     def _end(self, job: HandlerJob, error: RequestError) -> None:
-        """The job is over; it fails unless it has its last piece."""
+        """Ends the job, with ``error`` unless its last piece has been delivered."""
         job.stream.fail(error)
         self._forget(job)
 
@@ -216,7 +228,7 @@ class WorkerPool:
             pass_rank_message(slot, header, self._meet_s)
 
     def lost(self, slot: WorkerSlot, why: str) -> None:
-        """Fails the requests that the worker has begun, and all requests of the sequences whose state it held."""
+        """Fails the requests that the lost worker had begun, and all requests of the sequences whose state it held."""
         for job in reversed(slot.ahead):
             self._queue.ahead -= 1
             del slot.active[job.key]

@@ -1,6 +1,6 @@
-"""Runs one worker: a process, or one for each rank of a parallel handler, each with its own connection.
+"""Runs one worker: one process, or one for each rank of a parallel handler, each with its own connection.
 
-It reads the messages on the event loop.
+The messages of the processes are read on the event loop.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from mlserver_torch_stream.handlers.frames import MAX_READ, BrokenFrame, FrameBu
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
 from mlserver_torch_stream.handlers.pool.worker_rank import MAX_STOP_S, WorkerOrder, WorkerRank
 
-_MAX_AT_ONCE = 64  # messages that are passed on before other callbacks of the event loop run
+_MAX_AT_ONCE = 64  # messages that are passed on before other callbacks get a turn
 _OF_ALL_RANKS = ("ready", "refused", "sends", "next", "meets")  # messages that all ranks send, not only the first
 
 Receive = Callable[[dict[str, Any], bytes], None]
 
 
 class WorkerProcess:
-    """Calls ``receive`` with each message and its ``rank``, and ``lost`` once, with the reason of the end.
+    """A running worker. ``receive`` is called with each message and its ``rank``; ``lost`` once, with the reason of the
+    worker's end.
 
-    It is made on the event loop, which calls both.
+    It must be created on the event loop, on which both callbacks run.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class WorkerProcess:
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
                 self._ranks.append(WorkerRank(number, shown, environment, order))
-            except BaseException:  # the ranks that have started have no reaper yet that would end them
+            except BaseException:  # the ranks that have started have no reaper yet to end them
                 for rank in self._ranks:
                     rank.kill()
                     rank.wait()
@@ -62,28 +63,31 @@ class WorkerProcess:
 
     @property
     def pids(self) -> list[int]:
+        """The process ids of the ranks' subreapers, which are the parents of the workers."""
         return [rank.process.pid for rank in self._ranks]
 
     @property
     def running(self) -> bool:
+        """True until all processes of the worker have ended."""
         return any(reaper.is_alive() for reaper in self._reapers)
 
     def send(self, frame: bytes, all_ranks: bool) -> None:
-        """Does not wait for the worker to read."""
+        """Queues a frame for the first rank, or for all ranks, without waiting until it is read."""
         for rank in self._ranks if all_ranks else self._ranks[:1]:
             rank.send(frame)
 
     def pause(self) -> None:
-        """Reads no more messages until ``resume``, so that the worker waits at its next one."""
+        """Stops reading until ``resume``, so that the worker blocks when it sends its next message."""
         self._flowing = False
 
     def resume(self) -> None:
+        """Reads messages again after ``pause``."""
         self._flowing = True
         for rank in self._ranks:
             self._loop.call_soon(self._pass_on, rank)
 
     def kill(self, why: str | None = None) -> None:
-        """Ends the worker with all processes that it has started. ``why`` is the reason that ``lost`` gets."""
+        """Kills the worker and all processes that it has started. ``lost`` gets ``why`` as the reason."""
         for rank in self._ranks:
             rank.kill()
         if why is not None:
@@ -95,7 +99,7 @@ class WorkerProcess:
             reaper.join(MAX_STOP_S)
 
     def _read(self, rank: WorkerRank) -> None:
-        """Takes what has arrived. The connection ends with the process, or after ``kill``."""
+        """Reads the bytes that have arrived. The connection ends with the process, or after ``kill``."""
         try:
             data = rank.connection.recv(MAX_READ)
         except BlockingIOError:
@@ -110,7 +114,7 @@ class WorkerProcess:
             self._end_reading(rank)
 
     def _pass_on(self, rank: WorkerRank) -> None:
-        """Passes on the messages that are complete; between many of them other callbacks of the event loop run."""
+        """Passes on the complete messages; after each ``_MAX_AT_ONCE`` of them other callbacks get a turn."""
         left = _MAX_AT_ONCE
         while left and self._flowing and (frame := self._next(rank)) is not None:
             self._receive(*frame)
@@ -120,7 +124,7 @@ class WorkerProcess:
         self._set_reading(rank, self._flowing and left > 0)
 
     def _next(self, rank: WorkerRank) -> tuple[dict[str, Any], bytes] | None:
-        """The next complete message that the server needs: of most kinds, that is the first rank's alone."""
+        """Returns the next complete message. Of other ranks than the first, most kinds of messages are skipped."""
         try:
             while (frame := rank.frames.take()) is not None:
                 if rank.number == 0 or frame[0]["t"] in _OF_ALL_RANKS:
@@ -146,21 +150,21 @@ class WorkerProcess:
         rank.kill()
 
     def _reap(self, rank: WorkerRank) -> None:
-        """Waits, in a thread, for ``kill`` or the end of the connection, and then for the end of the process."""
+        """Runs in a thread: waits for ``kill`` or the end of the connection, then for the end of the process."""
         rank.killed.wait()
         how = rank.wait()
         if not self._post(self._reaped, rank, how):
             rank.connection.close()
 
     def _reaped(self, rank: WorkerRank, how: str) -> None:
-        """The process has ended."""
+        """Called when the process has ended."""
         self._read_rest(rank)
         rank.connection.close()
         self._post_end(f"{rank.name} {how}{rank.trouble}")
         self.kill()  # the other ranks, which would wait for this one
 
     def _read_rest(self, rank: WorkerRank) -> None:
-        """Passes on what a rank that was killed had sent before."""
+        """Passes on the messages that a killed rank had sent before its end."""
         while not rank.ended:
             self._read(rank)
         while (frame := self._next(rank)) is not None:
@@ -179,7 +183,7 @@ class WorkerProcess:
         self._post(self._report_end, why)
 
     def _post(self, callback: Callable[..., None], *args: Any) -> bool:
-        """Calls back on the event loop, from any thread. False: the loop is closed."""
+        """Calls back on the event loop, from any thread. Returns False if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -188,7 +192,7 @@ class WorkerProcess:
 
 
 def batch_frame(jobs: Sequence[HandlerJob]) -> bytes:
-    """The message that makes a worker run these jobs as one batch."""
+    """Encodes the message that has a worker run these jobs as one batch."""
     requests = [
         {
             "id": job.key,

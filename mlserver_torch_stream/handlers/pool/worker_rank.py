@@ -27,8 +27,8 @@ from mlserver_torch_stream.handlers.frames import FrameBuffer
 from mlserver_torch_stream.process_output import drain
 
 _PACKAGE = Path(version.__file__).parent
-# The worker imports this package from its folder, so that an interpreter with packages of its own sees no other package
-# of the server. Nothing of the server's working directory is imported.
+# The worker imports this package by its folder, so that an interpreter with its own packages sees no other package of
+# the server's environment. The server's working directory is not on its import path.
 _PROGRAM = """
 import importlib.util, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -40,7 +40,7 @@ supervise({descriptor})  # before anything else is imported, so that the subreap
 from mlserver_torch_stream.handlers.worker.main import main
 main({descriptor})
 """
-_MAX_FRAMES = 512  # that one system call sends; Linux takes 1024
+_MAX_FRAMES = 512  # frames that one system call sends; Linux takes 1024
 _STOP_S = 5.0
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
@@ -48,10 +48,10 @@ MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """What a worker loads: the first message to it. ``environment`` has one mapping per rank.
+    """What a worker loads, as the first message to it says. ``environment`` has one mapping for each rank.
 
-    ``python``: the interpreter that runs the worker, None for the server's own. ``hidden``: matches the whole names of
-    the server's variables that the worker does not see.
+    ``python`` is the interpreter that runs the worker; None means the server's own. The worker does not see the
+    server's environment variables whose whole names match ``hidden``.
     """
 
     message: Mapping[str, Any]
@@ -62,9 +62,9 @@ class WorkerOrder:
 
 
 class WorkerRank:
-    """One worker process and the subreaper above it, which is the child of this process.
+    """One worker process. Its parent is a subreaper, a child process of the server.
 
-    When the connection closes, also because this process ends, the subreaper ends the worker and all processes that the
+    When the connection closes, also because the server ends, the subreaper kills the worker and all processes that the
     worker has started.
     """
 
@@ -75,12 +75,12 @@ class WorkerRank:
         self.connection.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self.frames = FrameBuffer(_parse)
-        self.reading = False  # the event loop watches the connection
-        self.ended = False  # nothing more is read of the connection
-        self.trouble = ""  # why it ended, other than with the process
+        self.reading = False  # True: the event loop reads the connection
+        self.ended = False  # True: the connection has ended, and is not read any more
+        self.trouble = ""  # the reason if the connection ended before the process
         self.killed = threading.Event()
         self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet
-        self._full = False  # the event loop watches until the connection takes more
+        self._full = False  # True: the event loop waits until the connection takes more
         output, writing = os.pipe()
         inherited = {
             key: value
@@ -107,7 +107,8 @@ class WorkerRank:
         drain(output, name)
 
     def send(self, frame: bytes) -> None:
-        """Sends the frames of one turn of the event loop together, and what the connection does not take then later."""
+        """Queues a frame. The frames of one turn of the event loop are sent together, as soon as the connection takes
+        them."""
         if not self._unsent:
             self._loop.call_soon(self._send_on)
         self._unsent.append(memoryview(frame))
@@ -119,7 +120,7 @@ class WorkerRank:
             sent = self.connection.sendmsg(list(islice(self._unsent, _MAX_FRAMES)))
         except BlockingIOError:
             sent = 0
-        except OSError:  # the event loop reads the end of the connection
+        except OSError:  # the connection has ended, which the next read reports
             self._unsent.clear()
             sent = 0
         while self._unsent and sent >= len(self._unsent[0]):
@@ -134,22 +135,26 @@ class WorkerRank:
                 self._loop.remove_writer(self.connection)
 
     def end(self) -> None:
-        """The connection has ended. Called on the event loop; idempotent."""
+        """Called on the event loop when the connection has ended. Idempotent."""
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self.connection)
             self._loop.remove_writer(self.connection)
 
     def kill(self) -> None:
+        """Closes the connection, at which the subreaper kills the worker and its processes."""
         self.killed.set()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> str:
-        """How the process ended. One in uninterruptible sleep may outlive the wait."""
+        """Waits at most ``MAX_STOP_S`` seconds for the end of the process, and returns how it ended.
+
+        A process in uninterruptible sleep may outlive the wait.
+        """
         try:
             self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # the subreaper hangs; the worker ends with it
+        except subprocess.TimeoutExpired:  # the subreaper hangs: the worker dies with it
             self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_STOP_S)
@@ -160,7 +165,7 @@ class WorkerRank:
 
 
 def _parse(header: bytes) -> Any:
-    """Four times as fast as the standard library's parser, which takes more: lone surrogates, NaN, large integers."""
+    """Parses with orjson, four times as fast as json; json parses lone surrogates, NaN and large integers too."""
     try:
         return orjson.loads(header)
     except ValueError:

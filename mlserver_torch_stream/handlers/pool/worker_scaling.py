@@ -1,4 +1,4 @@
-"""Scales the workers of a model: one more where requests wait and no worker is free, one less where one is idle.
+"""Scales the workers of a model: adds one while requests wait and no worker is free, removes one that stays idle.
 
 All of it runs on the event loop's thread.
 """
@@ -18,16 +18,16 @@ from mlserver_torch_stream.handlers.pool.supervisor import WorkerRemoved, Worker
 from mlserver_torch_stream.log_text import log_text
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0  # after a worker that could not be started for waiting requests
-_LEAST_PAUSE_S = 0.01  # between two looks at the same request
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0  # after a failed attempt to add a worker
+_LEAST_PAUSE_S = 0.01  # between two checks of the same waiting request
 NO_WORKER = "it has no worker to serve inference request. Please use scale workers API to add workers."
 
 
 class WorkerScaling:
-    """Between ``least`` and ``most`` workers, which ``scale`` changes. One worker at a time is started for load.
+    """Keeps between ``least`` and ``most`` workers; ``scale`` changes the two numbers.
 
-    ``free``: whether a worker may take a request now. ``failed`` is called with the reason where no worker is left and
-    none can be started.
+    For waiting requests one worker at a time is started. ``free`` says whether a worker may take a request now.
+    ``failed`` is called with the reason if no worker is left and none can be started.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class WorkerScaling:
             self._look_at(self._due(since))
 
     def refused_for_room(self) -> None:
-        """A request was refused because no worker was free (``useJobTicket``): nothing waits, and one is missing."""
+        """Called when a request was refused because no worker was free (``useJobTicket``): a worker is missing,
+        although no request waits."""
         if self._may_grow and time.monotonic() >= self._paused_until:
             self._grow()
 
@@ -69,7 +70,7 @@ class WorkerScaling:
         return self._growing is None and len(self._supervisor.staying) < self.most
 
     def _due(self, since: float) -> float:
-        """When one more worker is due for a request that waits since then; at once where there is none at all."""
+        """When a worker is added for a request that waits since ``since``; at once if the model has no worker."""
         return max(since + (self._up_after_s if self._supervisor.staying else 0.0), self._paused_until)
 
     def _look_at(self, when: float) -> None:
@@ -83,7 +84,7 @@ class WorkerScaling:
         now, due = time.monotonic(), self._due(since)
         if due > now:
             self._look_at(due)
-        elif any(map(self._free, self._supervisor.ready)):  # the request waits until its batch is due
+        elif any(map(self._free, self._supervisor.ready)):  # the request only waits until its batch is due
             self._look_at(now + max(self._up_after_s, _LEAST_PAUSE_S))
         else:
             self._grow()
@@ -97,7 +98,7 @@ class WorkerScaling:
         except LoadFailed as error:
             if isinstance(error, WorkerRemoved) or self._supervisor.ended:
                 return
-            logger.error("No further worker can be started for the requests that wait: %s", log_text(error))
+            logger.error("Cannot start another worker for the waiting requests: %s", log_text(error))
             self._paused_until = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 2, _MAX_PAUSE_S)
             if not self._supervisor.staying:
@@ -111,6 +112,7 @@ class WorkerScaling:
     # --- fewer workers ---
 
     def became_idle(self, slot: WorkerSlot) -> None:
+        """Called when a worker has ended its last request."""
         if slot.leaving:
             self._end_if_done(slot)
         elif self._idle_timer is None and len(self._ready_to_stay) > self.least:
@@ -121,7 +123,7 @@ class WorkerScaling:
         return [slot for slot in self._supervisor.staying if slot.ready]
 
     def _end_idle(self) -> None:
-        """Ends the workers that are idle for long enough, beginning with the highest number."""
+        """Ends the workers that have been idle for long enough, the highest numbers first."""
         self._idle_timer = None
         if self._supervisor.ended:
             return
@@ -140,10 +142,11 @@ class WorkerScaling:
     # --- by order ---
 
     async def scale(self, least: int, most: int, grace: float | None = None) -> None:
-        """Returns when ``least`` workers are ready and those over ``most`` have finished their requests and ended.
+        """Sets both numbers. Returns when ``least`` workers are ready and the workers above ``most`` have ended.
 
-        After ``grace`` seconds these are ended with their requests; None: never. Without any worker to stay, those that
-        leave take the requests that wait. Raises LoadFailed, and then the numbers are as before.
+        A worker that is scaled away finishes its requests; after ``grace`` seconds it is ended with them (None: never).
+        If no worker stays, the leaving ones also take the waiting requests. Raises LoadFailed if a worker cannot be
+        started; the numbers are then as before.
         """
         before = self.least, self.most
         self._set(least, most)
@@ -157,13 +160,13 @@ class WorkerScaling:
         except WorkerRemoved:
             raise
         except LoadFailed:
-            if (self.least, self.most) == (least, most):  # else it was scaled again meanwhile
+            if (self.least, self.most) == (least, most):  # else another order has changed them
                 self._set(*before)
                 self._let_go([slot for slot in self._supervisor.staying if slot not in known])
             raise
         self.requests_wait()
         starting = [slot.starting for slot in self._supervisor.staying if slot.starting is not None]
-        if starting:  # by an earlier order
+        if starting:  # an earlier order started them
             await asyncio.wait(starting)
         for slot in surplus:
             await slot.gone.wait()
@@ -185,12 +188,12 @@ class WorkerScaling:
             self._supervisor.kill(slot, f"worker {slot.number} was ended {when}")
 
     def _end_if_done(self, slot: WorkerSlot) -> None:
-        """Ends a worker that leaves, once it has no requests and holds no sequences."""
+        """Ends a worker that is being scaled away, if it has no requests and holds no sequences."""
         if slot.removed or slot.active:
             return
         now = time.monotonic()
         held_until = self._queue.held_until(slot.number, now) or 0.0
-        if not self.most and self._queue.waiting_since is not None:  # for a batch
+        if not self.most and self._queue.waiting_since is not None:  # a request still waits for its batch
             held_until = max(held_until, now + self._batch_s)
         if not slot.ready or held_until <= now:
             self._queue.worker_lost(slot.number)

@@ -1,7 +1,7 @@
 """The MLServer runtime for TorchServe handlers: ``implementation: mlserver_torch_stream.TorchServeRuntime``.
 
-MLServer may reload this module at any time, so it holds no state. This package imports ``server`` because endpoints,
-drain and errors are those of our token models.
+MLServer may reload this module at any time, so it holds no state. Endpoints, drain and errors are shared with the token
+models, in ``server``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
     extra_keys = (*KEYS, *OURS)
 
     async def load(self) -> bool:
+        """Starts the model's workers. Raises SettingsError or LoadFailed."""
         join_mlservers_log()
         loop = asyncio.get_running_loop()
         with self._loading():
@@ -61,15 +62,16 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return True
 
     async def unload(self) -> bool:
+        """Drains the model, and ends its workers."""
         await self._slot.unload()
         return True
 
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> dict[str, Any] | RequestPart:
-        """Where flat JSON is taken, a body may be anything that TorchServe takes."""
+        """Parses a request's body: JSON on V2's paths; on the paths of ``generate`` whatever TorchServe accepts."""
         return read_posted(raw, content_type) if FLAT in route.spellings else parse_object(raw)
 
     def reply(self, request: RestRequest) -> HandlerReply:
-        """A V2 request or, where flat JSON is taken, the handler's own body."""
+        """Returns the reply to a V2 request or, on the paths of ``generate``, to a body in the handler's own format."""
         posted, built = request.posted, self._slot.built
         body = posted.json
         own = isinstance(body, RequestPart) or (FLAT in request.route.spellings and not has_tensors(body))
@@ -83,13 +85,16 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return self._reply(handled, request.endpoint, request.context(request_id), BinaryOutputs.wanted_by(body))
 
     def most_open(self) -> int:
+        """The number of requests of one gRPC stream that may run at once."""
         return 256
 
     def message_reply(self, message: MessageRequest) -> HandlerReply:
+        """Returns the reply to one message of a gRPC stream."""
         context = ReplyContext(self.name, self.version, request_index=message.index)
         return self._reply(self._read(message.payload, message.request_id), message.endpoint, context)
 
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
+        """Returns the final response of a message that failed before it had a reply."""
         reply = PieceEncoder(ReplyContext(self.name, request_index=index), HandlerRequest(request_id, ()), False)
         return [reply.failure(error)]
 
@@ -110,7 +115,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return PredictionReply(request, self._slot.built.engine.submit, self._observer(request, endpoint))
 
     def _read(self, payload: InferenceRequest, request_id: str) -> HandlerRequest:
-        """Raises InvalidInput and NotServing."""
+        """Turns a V2 request into the handler's request. Raises InvalidInput or NotServing."""
         refuse_unreadable(payload)
         built = self._slot.built
         return read_request(payload, request_id, built.engine.config, built.archive.envelope)
@@ -122,7 +127,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         context: ReplyContext,
         binary: BinaryOutputs | None = None,
     ) -> HandlerReply:
-        """``binary``: over REST, the outputs that the request wants as raw bytes."""
+        """``binary`` names the outputs that a REST request wants as raw bytes; None over gRPC."""
         built = self._slot.built
         reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
         return HandlerReply(request, reply, built.engine.submit, self._observer(request, endpoint), binary)
@@ -132,7 +137,9 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return HandlerRequestObserver(record, self._reports, self._slot.built.engine.metrics)
 
     def describe_workers(self) -> dict[str, Any]:
+        """Returns the model and its workers as TorchServe's management API shows them."""
         return describe_pool(self._slot.built)
 
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
+        """Sets the least and the largest number of workers, as ``WorkerScaling.scale`` does."""
         await self._slot.built.engine.scaling.scale(least, most, grace)

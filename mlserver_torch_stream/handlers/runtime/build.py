@@ -1,6 +1,6 @@
-"""Makes a model's pool of workers from its settings, and describes it as TorchServe's management API does.
+"""Builds a model's pool of workers from its settings, and describes it as TorchServe's management API does.
 
-``build`` blocks, so it is called in a thread while the event loop runs.
+``build`` blocks, so it runs in a thread beside the event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mlserver_torch_stream.handlers.pool.worker_rank import WorkerOrder
 from mlserver_torch_stream.server.host import source_of
 
 logger = logging.getLogger("mlserver_torch_stream.handlers")
-_PICKLE = 4  # what Python 3.8 reads, too
+_PICKLE = 4  # a version of pickle's protocol that Python 3.8 reads too
 
 
 @dataclass
@@ -53,14 +53,19 @@ class BuiltPool:
         return _device(self.engine.config, number)[0] is not None
 
     def give_back(self) -> bool:
+        """Returns True: a pool is never shared, so its only user may shut it down."""
         return True
 
     def shutdown(self) -> None:
+        """Ends the workers, and blocks until their processes have ended."""
         self.engine.shutdown()
 
 
 def build(settings: ModelSettings, loop: asyncio.AbstractEventLoop) -> BuiltPool:
-    """Raises SettingsError or LoadFailed."""
+    """Opens the model's archive, finds or installs what its workers need, and starts them on the event loop ``loop``.
+
+    Raises SettingsError or LoadFailed.
+    """
     uri, extra, folder = _given(settings)
     archive = open_archive(uri, folder, take_bounds(extra))
     try:
@@ -95,7 +100,7 @@ async def _start(settings: ModelSettings, archive: Archive, config: HandlerConfi
 
 
 def worker_order(model: str, archive: Archive, config: HandlerConfig, workers: WorkerFiles, number: int) -> WorkerOrder:
-    """The order of the worker with this number: what it loads, and on which device."""
+    """Returns what the worker with this number loads, and on which device."""
     gpu, visible = _device(config, number)
     message = {
         "t": "load",
@@ -112,13 +117,16 @@ def worker_order(model: str, archive: Archive, config: HandlerConfig, workers: W
         "stops": config.stops,
         "limits_pixels": config.limit_max_image_pixels,
     }
-    # JSON cannot carry all of YAML, and a worker's interpreter may have no parser of YAML.
+    # JSON cannot hold every YAML value, and a worker's interpreter may have no YAML parser.
     body = pickle.dumps(dict(archive.yaml), protocol=_PICKLE)
     return WorkerOrder(message, body, rank_environments(config, visible), workers.python, config.hidden)
 
 
 def _device(config: HandlerConfig, number: int) -> tuple[int | None, str | None]:
-    """The GPU of a worker, and the GPUs that a parallel worker sees. As in TorchServe, workers take them in turn."""
+    """Returns the number of a worker's GPU, and the value of CUDA_VISIBLE_DEVICES for a worker of several ranks.
+
+    As in TorchServe, the workers are assigned to the GPUs in turn.
+    """
     devices = config.deviceIds if config.deviceIds is not None else tuple(range(gpu_count()))
     if config.deviceType == "cpu" or not devices:
         return None, None
@@ -137,7 +145,7 @@ def _mode(config: HandlerConfig) -> str:
 
 
 def gpu_count() -> int:
-    """The GPUs that workers see."""
+    """Returns the number of GPUs that workers see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
@@ -145,14 +153,14 @@ def gpu_count() -> int:
 
 
 def _given(settings: ModelSettings) -> tuple[str, dict[str, Any], str | None]:
-    """uri, extra, and the folder of model-settings.json."""
+    """Returns the model's ``uri``, its ``extra`` and the folder of its model-settings.json."""
     parameters = settings.parameters
     source = source_of(settings)
     folder = os.path.dirname(source) if source else None
     extra: Mapping[str, Any] = (parameters.extra if parameters is not None else None) or {}
     uri = parameters.uri if parameters is not None else None
     if not uri:
-        raise SettingsError("parameters.uri: names the .mar, .tar.gz, folder or handler.py[:function] to serve")
+        raise SettingsError("parameters.uri: missing: name the .mar, .tar.gz, folder or handler.py[:function] to serve")
     return uri, dict(extra), folder
 
 
@@ -166,7 +174,10 @@ def _summary(archive: Archive, config: HandlerConfig, workers: WorkerFiles) -> s
 
 
 def describe_pool(built: BuiltPool) -> dict[str, Any]:
-    """Times as in the model's settings: ms for ``maxBatchDelay``, s for the timeouts; memory in bytes."""
+    """Returns the model and its workers as TorchServe's management API shows them.
+
+    Times have the units of the model's settings: ms for ``maxBatchDelay``, s for the timeouts. Memory is in bytes.
+    """
     pool = built.engine
     config = pool.config
     waiting = pool.waiting
@@ -207,14 +218,14 @@ def _worker(slot: WorkerSlot, gpu: bool) -> dict[str, Any]:
         "startTime": started.strftime("%Y-%m-%dT%H:%M:%S.") + f"{started.microsecond // 1000:03d}Z",
         "status": "READY" if slot.ready and not slot.leaving else "UNLOADING",
         "memoryUsage": sum(map(_resident_bytes, pids)),
-        "pid": next(iter(pids[1:2] or pids), 0),  # the first process is the worker's supervisor
+        "pid": next(iter(pids[1:2] or pids), 0),  # the first process is the subreaper
         "gpu": gpu,
         "gpuUsage": "N/A",
     }
 
 
 def _tree(pid: int) -> Iterator[int]:
-    """The process and its descendants."""
+    """Yields the pid of a process and of all its descendants."""
     yield pid
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -223,7 +234,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """0 for a process that has ended, and where there is no /proc."""
+    """Returns the resident memory of a process; 0 if it has ended, or if the system has no /proc."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

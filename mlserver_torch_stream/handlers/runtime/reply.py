@@ -1,4 +1,4 @@
-"""Writes the replies to requests for a handler, and reports each request once at its end.
+"""Writes the replies to a handler's requests, and reports each request once, at its end.
 
 All of it runs on the event loop's thread.
 """
@@ -30,24 +30,29 @@ from mlserver_torch_stream.types import FinishReason
 
 
 class HandlerRequestObserver(TimedRequest):
-    """Its record has no token counts: a handler's pieces need not be tokens."""
+    """Measures one request to a handler.
+
+    Its log line has no token counts, since a handler's pieces need not be tokens.
+    """
 
     def __init__(self, record: RequestRecord, reports: RequestReports, handler_metrics: HandlerMetrics) -> None:
         super().__init__(record, reports)
         self._handler_metrics = handler_metrics
 
     def piece(self, queued_s: float | None) -> None:
+        """Records that a piece was delivered, and how long the request was queued, in seconds."""
         if self.record.ttft_s is None:
             self.record.queue_s = queued_s
             self.first_event(time.monotonic())
 
     def count(self) -> None:
+        """Counts the request in the metrics, by how it ended."""
         outcome, reason = self._outcome()
         self._handler_metrics.requests[outcome] += 1
         self.metrics.ended(reason, self.record.e2e_s, self.record.queue_s or 0.0)
 
     def _outcome(self) -> tuple[str, str]:
-        """For the handler's own metric and for the metric of all requests."""
+        """Returns how the request ended, in the words of the handlers' metric and of the metric of all requests."""
         record = self.record
         if record.client_disconnected:
             return "cancelled", CANCELLED
@@ -58,20 +63,20 @@ class HandlerRequestObserver(TimedRequest):
         return "error", FinishReason.ERROR.value
 
 
-# Of a response that holds all pieces: a handler that never ends must not fill the memory.
+# The bounds of a response that holds all pieces, so that a handler that never ends cannot fill the memory.
 MAX_WHOLE_BYTES, MAX_WHOLE_PIECES = 1 << 30, 1 << 18
 
 _STREAM_NEXT = "ts_stream_next"
 
 
 class Submit(Protocol):
-    """Hands a request to the workers. Raises RequestError."""
+    """Queues a request for the workers, as ``WorkerPool.submit`` does. Raises RequestError."""
 
     def __call__(self, request: HandlerRequest, *, more: bool = False) -> PieceStream: ...
 
 
 class PieceReader:
-    """Reads the job that ``submit`` opens, once; as a whole reply it has at most ``most_pieces`` pieces."""
+    """Submits a request and reads its pieces, once. A whole reply has at most ``most_pieces`` pieces."""
 
     def __init__(
         self,
@@ -89,16 +94,21 @@ class PieceReader:
 
     @property
     def request_id(self) -> str:
+        """The request's id, of the client or of the server."""
         return self._request.request_id
 
     def close(self) -> None:
+        """Cancels the request unless it has ended. Idempotent."""
         self._closed = True
         if self._job is not None:
             self._job.close()
         self._observer.closed()
 
     def begin(self, more: bool = False) -> PieceStream:
-        """Submits the request. ``more``: the next request of its batch follows at once. Raises RequestError."""
+        """Submits the request.
+
+        With ``more``, the next request of the same batch follows at once. Raises RequestError.
+        """
         try:
             self._job = self._submit(self._request, more=more)
         except RequestError as error:
@@ -109,7 +119,10 @@ class PieceReader:
         return self._job
 
     async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
-        """The pieces as the handler sent them; ``whole``: they are bounded. Raises RequestError."""
+        """Yields the pieces as the handler sent them; with ``whole``, within the bounds of a whole reply.
+
+        Raises RequestError.
+        """
         last, count, size = False, 0, 0
         answer: ResponsePiece | None = None
         job = self._job or self.begin()
@@ -118,7 +131,7 @@ class PieceReader:
                 self._observer.piece(job.queued_s)
                 last, count, size = piece.last, count + 1, size + len(piece.value)
                 if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
-                    message = f"{count} pieces, {size} bytes are too much for one response: stream it"
+                    message = f"{count} pieces with {size} bytes are too many for one response: stream it"
                     raise HandlerFailed(message, 507)
                 yield piece if last or count > 1 else self._first_of_stream(piece)
             if not last and self._closed:
@@ -139,13 +152,13 @@ class PieceReader:
         return piece
 
     def _own_answer(self, error: Exception) -> ResponsePiece | None:
-        """The piece that stands for an error; None: the error is raised."""
+        """Returns the piece to send in place of an error; None if the error is to be raised."""
 
 
 class HandlerReply(PieceReader):
-    """A stream of V2 responses, or a whole one.
+    """The reply to a V2 request: a stream of responses, or one whole response.
 
-    ``binary``: the outputs that a REST client wants as raw bytes; None stands for gRPC, where all BYTES are raw.
+    ``binary`` names the outputs that a REST client wants as raw bytes; None means gRPC, where all BYTES are raw.
     """
 
     keep_alive = Spelling.keep_alive
@@ -161,31 +174,32 @@ class HandlerReply(PieceReader):
         most_pieces: int = MAX_WHOLE_PIECES,
     ) -> None:
         super().__init__(request, submit, observer, most_pieces)
-        self.error: Exception | None = None  # of a stream that failed after its first response
+        self.error: Exception | None = None  # set if the stream failed after its first response
         self._binary = binary
         self._reply = reply
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
+        """Yields the V2 responses of the stream."""
         async for piece in self.pieces():
             yield self._spelled(self._reply.piece(piece))
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """The whole response over REST, and the raw bytes that follow its JSON. Raises RequestError."""
+        """Returns the whole REST response, and the raw bytes that follow its JSON, or None. Raises RequestError."""
         binary = self._binary or BinaryOutputs()
         return attach_binary(as_rest(await self.whole(), binary), binary)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The final response of a stream that has begun; none if it was sent already."""
+        """Returns the final response of a stream that failed after its start; nothing if it was sent already."""
         return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
 
     def end(self) -> None:
-        """None: the last response is the end of the stream."""
+        """Returns None: a V2 stream ends with its last response, and has no mark of its end."""
 
     def _spelled(self, body: JsonObject) -> JsonObject:
         return body if self._binary is None else as_rest(body)
 
     async def whole(self) -> JsonObject:
-        """All pieces as one response. Raises RequestError."""
+        """Returns all pieces as one response. Raises RequestError."""
         return self._reply.whole([piece async for piece in self.pieces(whole=True)])
 
 
@@ -202,14 +216,14 @@ class PredictionReply(PieceReader):
     """A reply on TorchServe's own paths and services, where a stream has the header ``ts_stream_next``."""
 
     async def whole(self) -> bytes:
-        """All pieces joined. Raises RequestError."""
+        """Returns the joined bytes of all pieces. Raises RequestError."""
         return b"".join([piece.value async for piece in self.pieces(whole=True)])
 
     def _first_of_stream(self, piece: ResponsePiece) -> ResponsePiece:
         return replace(piece, headers={**piece.headers, _STREAM_NEXT: "true"})
 
     def _own_answer(self, error: Exception) -> ResponsePiece | None:
-        """The answer of a handler that has set a status of an error."""
+        """Returns the handler's own answer if the handler has set an error status."""
         if not isinstance(error, HandlerFailed):
             return None
         if error.piece is None or error.piece.status != error.handlers_status:
@@ -218,7 +232,7 @@ class PredictionReply(PieceReader):
 
 
 _JSON = "application/json"
-_UNNAMED = ("", "application/x-www-form-urlencoded")  # curl sends the second one by default
+_UNNAMED = ("", "application/x-www-form-urlencoded")  # the second one is curl's default
 _FORM = "multipart/form-data"
 _OTHERWISE = (
     "name its content type (text/plain, image/png, application/octet-stream, …), or send it as the tensor `body` to "
@@ -227,13 +241,13 @@ _OTHERWISE = (
 
 
 class UnknownContentType(RequestError):
-    """A body of a content type that handlers cannot get."""
+    """A handler cannot get a body of this content type."""
 
     status = 415
 
 
 def read_posted(raw: bytes, content_type: str) -> dict[str, Any] | RequestPart:
-    """A JSON object, or the part ``body`` of the handler's request. Raises RequestError."""
+    """Parses a posted body: JSON into an object, any other type into the part ``body``. Raises RequestError."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == _FORM:
         raise UnknownContentType(

@@ -1,6 +1,7 @@
 """Turns a V2 request into a handler's request, and a handler's pieces into V2 responses.
 
-A body is the object that REST writes as JSON, except that the elements of BYTES are bytes; ``as_rest`` makes them text.
+A body here is the object that REST writes as JSON, except that the elements of BYTES tensors are bytes; ``as_rest``
+turns them into text.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, parameters_
 
 JSON = "application/json"
 _TEXT = "text/plain"
-_CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # by MLServer's names
-# Parameters for the server: the handler gets no header of them.
+_CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # MLServer's content type -> the MIME type
+# Parameters for the server, which do not become headers of the handler's request.
 _NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
 _MICROSECONDS = 1_000_000
 
 
 def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope: str) -> HandlerRequest:
-    """Raises InvalidInput."""
+    """Turns a V2 request into the handler's request, with one part for each tensor. Raises InvalidInput."""
     parameters = parameters_of(payload.parameters)
     if not payload.inputs:
         raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
@@ -40,7 +41,7 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
 def read_body(
     body: Mapping[str, Any] | RequestPart, headers: Mapping[str, str], request_id: str, config: HandlerConfig
 ) -> HandlerRequest:
-    """Makes a request of the handler's own body. ``parameters`` of a JSON object stay in the object."""
+    """Makes a request from a body in the handler's own format; a key ``parameters`` of a JSON object stays there."""
     part = body if isinstance(body, RequestPart) else RequestPart("body", JSON, orjson.dumps(body))
     return read_parts([part], headers, request_id, config)
 
@@ -52,7 +53,10 @@ def read_parts(
     config: HandlerConfig,
     parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> HandlerRequest:
-    """Makes a request of the handler's own fields. ``headers`` and V2's ``parameters`` say everything else."""
+    """Makes a request from its parts. V2's ``parameters`` become headers, beside ``headers``, or options of the server.
+
+    Raises InvalidInput.
+    """
     headers = {str(name).lower(): str(text) for name, text in headers.items()}
     sequence_id = _sequence(parameters, headers, config)
     ends = headers.get(sequence_header("sequence_end"), "").lower() == "true"
@@ -69,12 +73,15 @@ def read_parts(
 
 
 def _is_for_envelope(payload: Any, envelope: str) -> bool:
-    """True if KServe's envelope reads the whole request; under ``kserve`` the tensor ``body`` may hold V1's JSON."""
+    """True if one of KServe's envelopes reads the whole request.
+
+    Under ``kserve`` the request may also have one tensor ``body``, which holds the JSON of KServe's V1 protocol.
+    """
     return envelope == "kservev2" or (envelope == "kserve" and {each.name for each in payload.inputs} != {"body"})
 
 
 def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: HandlerConfig) -> str | None:
-    """The id of the request's sequence. Writes TorchServe's headers of the sequence into ``headers``."""
+    """Returns the id of the request's sequence, and writes TorchServe's headers of a sequence into ``headers``."""
     for name in ("sequence_start", "sequence_end"):
         if not isinstance(parameters.get(name, False), bool):
             raise InvalidInput(name, "must be true or false")
@@ -87,7 +94,7 @@ def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: Ha
     if sequence_id is None and config.sequenceBatching:
         if parameters.get("sequence_end"):
             raise InvalidInput("sequence_id", "is needed to end a sequence")
-        sequence_id = f"ts-seq-{uuid4()}"  # a sequence begins, as in TorchServe
+        sequence_id = f"ts-seq-{uuid4()}"  # as in TorchServe, a new sequence gets an id
         headers[sequence_header("sequence_start")] = "true"
     if sequence_id is not None:
         headers[sequence_header("sequence_id")] = sequence_id
@@ -130,7 +137,7 @@ def _part(tensor: Any, content_type: str) -> RequestPart:
 
 
 def _whole(payload: Any) -> RequestPart:
-    """The whole request in JSON, for an envelope that reads V2 itself."""
+    """Returns the whole request as JSON, for an envelope that reads V2 itself."""
     inputs = []
     for tensor in payload.inputs:
         datatype, elements = read_elements(tensor)
@@ -140,7 +147,7 @@ def _whole(payload: Any) -> RequestPart:
 
 
 def _shaped(elements: list[Any], shape: list[int]) -> list[Any]:
-    """Nested lists of the tensor's shape."""
+    """Nests a tensor's flat elements into lists of the tensor's shape."""
     for size in reversed(shape[1:]):
         elements = [elements[start : start + size] for start in range(0, len(elements), size)] if size else []
     return elements
@@ -150,7 +157,7 @@ def _json(name: str, value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        raise InvalidInput(name, "its elements are not what its datatype says") from None
+        raise InvalidInput(name, "its elements do not have its datatype") from None
 
 
 def _transport_headers(payload: Any) -> Mapping[str, str]:
@@ -158,7 +165,7 @@ def _transport_headers(payload: Any) -> Mapping[str, str]:
 
 
 def _header_text(value: Any) -> str:
-    """The value as the text of a header."""
+    """Formats a parameter's value as the text of a header."""
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str) else orjson.dumps(value).decode()
@@ -170,21 +177,22 @@ _NO_BINARY = BinaryOutputs()
 
 
 class PieceEncoder:
-    """Writes the responses to one request, numbered from 0."""
+    """Writes the responses to one request, and numbers them from 0."""
 
     def __init__(self, context: ReplyContext, request: HandlerRequest, speaks_v2: bool) -> None:
         self._context = context
         self._request = request
         self._speaks_v2 = speaks_v2
-        self._headers = dict(context.headers)  # until the first response has taken them
+        self._headers = dict(context.headers)  # empty after the first response, which has them
         self._count = 0
         self.final_sent = False
 
     def piece(self, piece: ResponsePiece) -> JsonObject:
+        """Returns the V2 response that carries one piece."""
         return self._body(self._outputs([piece]), piece.last, piece)
 
     def whole(self, pieces: Sequence[ResponsePiece]) -> JsonObject:
-        """One response of all pieces: their joined bytes and, if there are several, the length of each."""
+        """Returns one response with the joined bytes of all pieces and, if there are several, their lengths."""
         outputs = self._outputs(pieces)
         if len(pieces) > 1:
             lengths = [len(piece.value) for piece in pieces]
@@ -192,7 +200,7 @@ class PieceEncoder:
         return self._body(outputs, True, pieces[-1])
 
     def failure(self, error: Exception) -> JsonObject:
-        """The final response of a stream that has begun."""
+        """Returns the final response of a stream that failed after its start."""
         body = self._body([], True, None)
         body["error"] = body["parameters"]["error"] = str(error) or type(error).__name__
         return body
@@ -228,9 +236,9 @@ class PieceEncoder:
 
 
 def as_rest(body: JsonObject, binary: BinaryOutputs = _NO_BINARY) -> JsonObject:
-    """Writes the elements of BYTES as text, or as base64 if they are no text; the content type then says base64.
+    """Writes the elements of BYTES tensors as text, or as base64 with that content type if they are not UTF-8.
 
-    ``binary``: the outputs, by name, that stay bytes.
+    The outputs that ``binary`` names stay bytes.
     """
     outputs = [tensor if binary(tensor["name"]) else _tensor_as_rest(tensor) for tensor in body["outputs"]]
     return {**body, "outputs": outputs}
@@ -247,7 +255,7 @@ def _tensor_as_rest(tensor: JsonObject) -> JsonObject:
 
 
 def _v2_outputs(value: bytes) -> list[JsonObject] | None:
-    """The tensors in a response of the envelope ``kservev2``; None if the value is no such response."""
+    """Returns the tensors in a response of the envelope ``kservev2``; None if the value is not such a response."""
     try:
         outputs = orjson.loads(value)["outputs"]
         return [

@@ -1,6 +1,6 @@
-"""Calls a handler, whose return value is the last piece of each response: for a batch, or for each request alone.
+"""Calls a handler, for a batch or for each request alone. Its return value is the last piece of each response.
 
-Import it when ``ts`` can be imported.
+This module imports ``ts``, so import it after ``provide_ts``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class WrongResults(Exception):
 
 @dataclass(frozen=True)
 class Caller:
-    """``responds``: False on ranks whose responses are not sent. ``stop``: whether a call may end at a send."""
+    """Calls the handler for one batch at a time. ``stop`` decides whether a call ends early, at a send.
+
+    ``responds`` is False on ranks other than the first, whose responses are not sent.
+    """
 
     entry: Entry
     context: HandlerContext
@@ -40,7 +43,10 @@ class Caller:
     stop: NeverStop = field(default_factory=StopAlone)
 
     def call(self, requests: Sequence[WorkerRequest]) -> None:
-        """Raises nothing. A request whose client has left before the call is no part of it."""
+        """Calls the handler and sends its results; a failure is sent to the clients, not raised.
+
+        Requests whose clients have disconnected before the call are left out.
+        """
         all_ids = [request.id for request in requests]
         skipped = [each for each in all_ids if self.channel.cancelled(each)] if self.stop.skips else []
         left = [request for request in requests if request.id not in skipped]
@@ -49,14 +55,14 @@ class Caller:
         self.channel.pieces(pieces, ended=all_ids, skipped=skipped, took=time.monotonic() - began if left else 0.0)
 
     def _pieces(self, requests: Sequence[WorkerRequest], began: float) -> list[SentPiece]:
-        """Makes the call. Returns the last pieces, which are not sent yet."""
+        """Calls the handler, and returns the last pieces, which are not sent yet."""
         outlet = Outlet(requests, self.channel, self.stop)
         pieces: list[SentPiece] = []
         self.stop.begin()
         try:
             self.context.for_call(requests, outlet)
             returned = self.entry([request.data() for request in requests], self.context)
-            self.channel.hold()  # the time of the prediction leaves with the answer
+            self.channel.hold()  # the metric PredictionTime is sent with the answer
             add_prediction_time(self.context, began)
             if self.responds:
                 pieces = answer(self.context, self.channel, returned, requests, outlet.ended)
@@ -72,7 +78,7 @@ class Caller:
 
 
 def run_calls(caller: Caller, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
-    """Runs for ever. ``take(True)`` waits for the requests of the next batch."""
+    """Calls the handler for batch after batch, for ever. ``take(True)`` waits for the requests of the next batch."""
     while True:
         caller.call(take(True))
 
@@ -80,9 +86,9 @@ def run_calls(caller: Caller, take: Callable[[bool], Sequence[WorkerRequest]]) -
 def answer(
     context: HandlerContext, channel: Channel, returned: Any, requests: Sequence[WorkerRequest], ended: Collection[str]
 ) -> list[SentPiece]:
-    """The last pieces, made of the handler's results. A request whose result cannot be sent fails alone.
+    """Encodes the handler's results as the last pieces. A request whose result cannot be sent fails alone.
 
-    Raises WrongResults.
+    Raises WrongResults if ``returned`` is not a list with one result for each request.
     """
     left = [index for index, request in enumerate(requests) if request.id not in ended]
     trouble = mismatch(returned, len(requests))
@@ -98,7 +104,7 @@ def answer(
 
 
 def mismatch(returned: Any, count: int) -> str | None:
-    """Why the value is no list of ``count`` results; None if it is one."""
+    """Returns why the value is not a list of ``count`` results; None if it is."""
     if not isinstance(returned, list):
         return f"the handler returned a {type(returned).__name__} instead of a list"
     if len(returned) != count:
@@ -112,7 +118,7 @@ def add_prediction_time(context: HandlerContext, began: float) -> None:
 
 
 def failure(error: BaseException) -> tuple[int, str]:
-    """TorchServe's status for an exception that a handler raised, and a message for the clients."""
+    """Returns TorchServe's status for an exception that a handler raised, and the message for the clients."""
     if isinstance(error, WrongResults):
         return FAILED, str(error)
     if isinstance(error, PredictionException):
@@ -123,10 +129,10 @@ def failure(error: BaseException) -> tuple[int, str]:
 
 
 class Tasks:
-    """Runs each request as a task of its own on the handler's event loop, where the model sets ``asyncCommunication``.
+    """Runs each request as a separate task on the handler's event loop, for models with ``asyncCommunication``.
 
-    A task is cancelled as soon as its client disconnects, and a task that fails fails alone. All methods run on the
-    loop's thread, except ``start`` and ``cancel``, which other threads call.
+    A task is cancelled as soon as its client disconnects; the failure of a task affects no other task. All methods run
+    on the loop's thread, except ``start`` and ``cancel``, which other threads call.
     """
 
     def __init__(
@@ -139,10 +145,12 @@ class Tasks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self, requests: Sequence[WorkerRequest]) -> None:
+        """Starts a task for each request."""
         for request in requests:
             self._loop.call_soon_threadsafe(self._begin, request)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
+        """Cancels the tasks of these requests; ids without a task are ignored."""
         for request_id in request_ids:
             self._loop.call_soon_threadsafe(self._stop, request_id)
 
@@ -152,7 +160,7 @@ class Tasks:
     def _stop(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
         if task is not None:
-            self._loop.call_soon(task.cancel)  # after the task's first step, without which ``_answer`` would not begin
+            self._loop.call_soon(task.cancel)  # not at once: the task must have started, or ``_answer`` never runs
 
     async def _answer(self, request: WorkerRequest) -> None:
         context, channel = copy.copy(self._context), self._channel  # the handler's own attributes are shared

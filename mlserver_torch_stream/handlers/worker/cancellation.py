@@ -1,6 +1,6 @@
-"""Decides whether a call ends at one of its sends because all its clients have disconnected.
+"""Decides whether a call of the handler ends early, at one of its sends, because all its clients have disconnected.
 
-A call has a number, which is the same on all ranks that make the call together.
+Calls are numbered; a call that several ranks make together has the same number on all of them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ from mlserver_torch_stream.handlers.worker.channel import Channel
 
 
 class ClientsLeft(BaseException):
-    """Raised from a handler's send when all clients of its call have disconnected. ``except Exception`` does not catch
-    it."""
+    """Raised from a handler's send when all clients of its call have disconnected.
+
+    It derives from BaseException, so a handler's ``except Exception`` does not catch it.
+    """
 
 
 class NeverStop:
-    """For a call in which other processes may take part: they might wait for this one for ever."""
+    """Lets every call run to its end: other processes may take part in it, and might wait for this one for ever."""
 
-    skips = False  # whether a call leaves out requests whose clients have disconnected before it
+    skips = False  # True: requests whose clients disconnected before the call are left out of it
 
     def begin(self) -> None: ...
 
     def sent(self, left: bool) -> None:
-        """Called at each send; ``left``: all clients have disconnected. Raises ClientsLeft if the call ends here."""
+        """Called at each send; ``left`` says whether all clients have disconnected.
+
+        Raises ClientsLeft if the call is to end here.
+        """
 
     def end(self) -> None: ...
 
     def receive(self, header: Mapping[str, Any]) -> None:
-        """Takes a message of the server; called in the thread that reads."""
+        """Handles a message from the server; called in the thread that reads the connection."""
 
 
 class StopAlone(NeverStop):
-    """For a call in which no other process takes part."""
+    """Ends a call at the first send after all clients have disconnected; no other process takes part in the call."""
 
     skips = True
 
@@ -60,9 +65,9 @@ class StopTogether(NeverStop):
         self._running = False
         self._sends = 0
         self._asked = False  # by this rank, in this call
-        self._halting = 0  # the last call that shall end early
-        self._meetings: dict[int, int] = {}  # by call, from this one on: the send at which its ranks meet
-        self._verdicts: dict[int, bool] = {}  # by call, from this one on: whether it ends there
+        self._halting = 0  # the latest call that the ranks try to end early
+        self._meetings: dict[int, int] = {}  # this and later calls -> the send at which the ranks meet
+        self._verdicts: dict[int, bool] = {}  # this and later calls -> whether the call ends at that send
 
     def begin(self) -> None:
         with self._changed:
@@ -106,7 +111,7 @@ class StopTogether(NeverStop):
             self._changed.notify_all()
 
     def _halt(self, call: int) -> None:
-        if call > self._call:  # this rank is still at an earlier call
+        if call > self._call:  # this rank has not reached the call yet
             self._halting, following = call, 1
         elif call == self._call and self._running and self._single:
             self._halting, following = call, self._sends + 1

@@ -1,7 +1,7 @@
-"""The worker's end of its connection: sends pieces and failures, and knows which requests were cancelled.
+"""The worker's end of its connection to the server: sends pieces and failures, and knows the cancelled requests.
 
-In a process that a handler forks the connection is closed at the fork, so that the process can neither send nor keep
-the connection open.
+If a handler forks, the connection is closed in the child, so that the child can neither send nor keep the connection
+open.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlserver_torch_stream.handlers.frames import MAX_BYTES, FrameReader, bytes_
 
 _MAX_MESSAGE_CHARS = 2000
 STREAM_NEXT = "ts_stream_next"
-_NOT_SENT = {STREAM_NEXT, "content-type"}  # headers that a piece has as fields of its own
-TOO_LARGE = 507  # the status of a whole reply that is too large, too
+_NOT_SENT = {STREAM_NEXT, "content-type"}  # headers for which a piece has fields
+TOO_LARGE = 507  # the status also of a whole reply that is too large
 
 
 @dataclass(frozen=True)
 class SentPiece:
-    """A piece of the response to one request. ``last``: no piece follows."""
+    """A piece of the response to one request. After a piece with ``last`` none follows."""
 
     request_id: str
     value: bytes
@@ -33,15 +33,15 @@ class SentPiece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_to_send(self) -> int:
-        """The most bytes that the piece takes of a message."""
+        """An upper bound on the bytes that the piece takes in a message."""
         texts = (self.request_id, self.content_type, *self.headers.keys(), *self.headers.values())
         return bytes_in_frame(self.value, *texts)
 
 
 class Channel:
-    """Sends from any thread; reads in one. A message has at most ``most_bytes``.
+    """Sends in any thread, and reads in one. A message has at most ``most_bytes`` bytes.
 
-    ``lost`` is called in place of an error if a message cannot be sent because the server has closed its end.
+    If a message cannot be sent, because the server has closed its end, ``lost`` is called and no error is raised.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Channel:
         self._most_bytes = most_bytes
         self._reader = FrameReader(connection)
         self._sending = threading.Lock()
-        self._held: list[dict[str, Any]] | None = None  # messages that leave with the next pieces
+        self._held: list[dict[str, Any]] | None = None  # messages that are sent with the next pieces
         self._cancelled: set[str] = set()
         self._shut = False
         os.register_at_fork(after_in_child=self._shut_in_child)
@@ -64,13 +64,15 @@ class Channel:
         return os.getpid() != self.pid
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """Returns the next message from the server: its JSON header and its raw bytes; None at the end."""
         return self._reader.read()
 
     def send(self, kind: str, **fields: Any) -> None:
+        """Sends a message of this kind, with the fields as its header."""
         self._send({"t": kind, **fields})
 
     def hold(self) -> None:
-        """Keeps what is sent from now on until the next pieces, and sends all of it with them."""
+        """Keeps the messages that follow, and sends them together with the next pieces."""
         with self._sending:
             self._held = self._held or []
 
@@ -81,11 +83,11 @@ class Channel:
         skipped: Sequence[str] = (),
         took: float = 0.0,
     ) -> set[str]:
-        """Sends the pieces in as many messages as they need, and then that the requests ``ended`` are over.
+        """Sends the pieces, in as many messages as they need, and then tells the server which requests have ``ended``.
 
-        ``skipped`` are those of the ended requests that the handler did not get; ``took`` is how many seconds it needed
-        for the others. The ids of ended requests may be used again. Returns the requests that have failed because their
-        piece does not fit into a message.
+        ``skipped`` are the ended requests that the handler did not get, and ``took`` is the number of seconds that the
+        handler needed for the others. The ids of ended requests may be reused. Returns the ids of the requests that
+        failed because a piece does not fit into a message.
         """
         failed: set[str] = set()
         group: list[SentPiece] = []
@@ -94,7 +96,7 @@ class Channel:
             size = piece.bytes_to_send()
             if size > self._most_bytes:
                 self.failed(
-                    [piece.request_id], TOO_LARGE, f"a piece of {len(piece.value)} bytes is too large: send parts"
+                    [piece.request_id], TOO_LARGE, f"a piece of {len(piece.value)} bytes is too large: send it in parts"
                 )
                 failed.add(piece.request_id)
                 continue
@@ -123,24 +125,29 @@ class Channel:
         self._send({"t": "pieces", "items": items, **end}, b"".join(each.value for each in pieces))
 
     def failed(self, request_ids: Collection[str], status: int, message: str, retry: bool = False) -> None:
-        """``retry``: the requests were a batch, and may succeed one by one."""
+        """Reports that requests have failed. With ``retry`` they were a batch, and may succeed one by one."""
         if request_ids:
             message = message[:_MAX_MESSAGE_CHARS]
             self.send("failed", ids=list(request_ids), status=status, message=message, retry=retry)
 
     def expect(self, request_ids: Iterable[str]) -> None:
-        """The requests begin: a cancellation of an earlier request with the same id is void."""
+        """Called when requests begin; cancellations of earlier requests with the same ids no longer count."""
         self._cancelled.difference_update(request_ids)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
+        """Marks requests as cancelled, because their clients have disconnected."""
         self._cancelled.update(request_ids)
 
     def cancelled(self, request_id: str) -> bool:
+        """Whether the request was cancelled."""
         return request_id in self._cancelled
 
     def _shut_in_child(self) -> None:
-        """Closes the descriptor: closing the socket would leave it open for the reader's file. A child's own child does
-        not close it again, as the number may be that of another file there."""
+        """Closes the descriptor in a forked child.
+
+        Closing the socket object would leave the descriptor open for the reader's file. A child of the child does not
+        close it again, because there the number may belong to another file.
+        """
         if not self._shut:
             self._shut = True
             os.close(self._connection.fileno())
@@ -154,7 +161,8 @@ class Channel:
                 return
             frames = []
             if self._held:
-                header["metrics"] = [held for held in self._held if held["t"] == "metric"]  # a frame less each
+                # In the header of the pieces, a metric needs no frame of its own.
+                header["metrics"] = [held for held in self._held if held["t"] == "metric"]
                 frames = [encode_frame(held) for held in self._held if held["t"] != "metric"]
             self._held = None
             try:

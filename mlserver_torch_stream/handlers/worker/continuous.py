@@ -1,6 +1,6 @@
-"""Continuous batching: calls the handler in a loop, each time with the requests that are in the batch.
+"""Continuous batching: calls the handler in a loop, each time with the requests that are in the batch then.
 
-Requests join between two calls and leave when their ``stopping_criteria`` ends them.
+A request joins between two calls, and leaves when its ``stopping_criteria`` says so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Continuous:
     """The batch, and the requests that wait to join it.
 
-    A call that raises is made again without the requests that joined in it, which then join one at a time. If that call
-    raises too, each member is called alone. So a request that makes the handler raise fails alone.
+    So that a request that makes the handler raise fails alone, a call that raised is repeated without the requests that
+    had just joined; these then join one at a time. If the repeated call raises too, each request is called alone.
     """
 
     def __init__(self, entry: Entry, context: HandlerContext, channel: Channel) -> None:
@@ -39,13 +39,15 @@ class Continuous:
 
     @property
     def busy(self) -> bool:
+        """True if a request is in the batch or waits to join it."""
         return bool(self._members or self._joining or self._suspects)
 
     def join(self, requests: Sequence[WorkerRequest]) -> None:
+        """Adds requests, which join the batch at the next step."""
         self._joining.extend(requests)
 
     def step(self) -> None:
-        """One call of the handler."""
+        """Lets waiting requests join, and calls the handler once."""
         self._remove_cancelled()
         joined = self._newcomers()
         batch = [*self._members.values(), *joined]
@@ -60,7 +62,7 @@ class Continuous:
             self._find_culprit(error, batch, joined)
 
     def _find_culprit(self, error: BaseException, batch: list[WorkerRequest], joined: list[WorkerRequest]) -> None:
-        """Called after a call that raised; ``joined`` are the requests that joined in it."""
+        """Repeats a call that raised ``error``, to find the request that caused it; ``joined`` had just joined."""
         members = [each for each in batch if each not in joined]
         if not joined or (members and self._call(members) is not None):
             self._each_alone(members)
@@ -93,8 +95,10 @@ class Continuous:
             self._over(request)
 
     def _call(self, batch: Sequence[WorkerRequest]) -> BaseException | None:
-        """Calls the handler with a batch, and returns what it raises. Members that are not in the batch stay as they
-        are."""
+        """Calls the handler with ``batch``, and returns the exception that it raises, or None.
+
+        Requests outside ``batch`` keep their state.
+        """
         context = self._context
         outlet = Outlet(batch, self._channel, NeverStop())
         began = time.monotonic()
@@ -108,7 +112,7 @@ class Continuous:
         except BaseException as error:
             logger.error("The handler failed", exc_info=error)
             return error
-        if trouble is not None:  # the call is not made again, because the handler has advanced its state
+        if trouble is not None:  # no repetition, because the handler has advanced its state
             for request in batch:
                 self._channel.failed([request.id], FAILED, trouble)
                 self._over(request)
@@ -127,7 +131,7 @@ class Continuous:
         return None
 
     def _piece(self, index: int, request: WorkerRequest, value: Any) -> SentPiece | None:
-        """None: the value cannot be sent, and the request has failed."""
+        """Encodes a request's value; returns None if it cannot be sent, after failing the request."""
         last = self._stops(index, value)
         try:
             return self._context.piece(index, value, last)
@@ -136,7 +140,10 @@ class Continuous:
             return None
 
     def _stops(self, index: int, value: Any) -> bool:
-        """True for the last value. As in TorchServe, that is any value without a criterion or a verdict of it."""
+        """Whether the value is the request's last.
+
+        As in TorchServe, it is if no criterion is set or it returns None.
+        """
         criteria = self._context.stopping_criteria
         verdict: bool | None = criteria[index](value) if criteria else None
         return verdict is None or verdict
@@ -151,7 +158,10 @@ class Continuous:
 
 
 def run_steps(batch: Continuous, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
-    """Runs for ever. ``take`` returns the requests that have arrived; ``take(True)`` waits for one."""
+    """Calls the handler again and again, for ever.
+
+    ``take`` returns the requests that have arrived; ``take(True)`` waits for one.
+    """
     while True:
         batch.join(take(not batch.busy))
         batch.step()

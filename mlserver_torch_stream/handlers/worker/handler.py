@@ -1,6 +1,6 @@
 """Finds and initialises a handler's entry point in an archive's folder, as TorchServe does.
 
-Each problem becomes one line, which the load of the model fails with.
+Each problem becomes a HandlerRefused with one line, with which the model's load fails.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Callable
 
 Entry = Callable[[Any, Any], Any]
 ENVELOPES = ("body", "json", "kserve", "kservev2")
-_OF_KSERVE = {"kserve": "instances", "kservev2": "inputs"}  # envelope -> the key of a body of its protocol
+_OF_KSERVE = {"kserve": "instances", "kservev2": "inputs"}  # envelope -> the key in bodies of its protocol
 _METHODS = ("initialize", "handle")
 _SHIM = Path(__file__).parent.parent / "shim"
 _PACKAGE = "mlserver-torch-stream[torchserve]"
-# TorchServe 0.12's own handlers, and what to install for each.
+# TorchServe 0.12's own handlers, each with the packages to install for it.
 _HANDLERS = "mlserver-torch-stream[torchserve-handlers]"
 BUILT_IN = {
     "base_handler": _PACKAGE,
@@ -35,7 +35,7 @@ BUILT_IN = {
     "object_detector": _HANDLERS,
     "text_classifier": _HANDLERS,
     "trt_llm_handler": f"{_PACKAGE} and tensorrt_llm",
-    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # TorchServe's page names it; later ones lack its modules
+    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # TorchServe's documented version; later ones lack modules
 }
 
 
@@ -45,14 +45,17 @@ class HandlerRefused(Exception):
 
 @dataclass(frozen=True)
 class Handler:
-    """``initialize`` is called once, with a context; then ``entry`` is called with data and a context."""
+    """A handler's functions: ``initialize(context)`` is called once, and ``entry(data, context)`` for each batch."""
 
     entry: Entry
     initialize: Callable[[Any], Any]
 
 
 def provide_ts(which: str) -> None:
-    """Makes ``import ts`` work: with torchserve's package if it is installed, else with the shim."""
+    """Makes ``import ts`` work: with the torchserve package if it is installed, else with the shim.
+
+    ``which`` is ``auto``, ``shim`` or ``package``. Raises HandlerRefused if the package is asked for and missing.
+    """
     installed = which != "shim" and _installed()
     if which == "package" and not installed:
         raise HandlerRefused(f"torchserve is not installed: install {_PACKAGE}")
@@ -63,19 +66,23 @@ def provide_ts(which: str) -> None:
 def _installed() -> bool:
     try:
         return importlib.util.find_spec("ts.torch_handler") is not None
-    except ImportError:  # there is no ts, or it is another package
+    except ImportError:  # no package ts, or another package of this name
         sys.modules.pop("ts", None)
         return False
 
 
 def enter(folder: str) -> None:
-    """Makes an archive's folder the working directory and the first place of imports."""
+    """Makes an archive's folder the working directory and the first entry of ``sys.path``."""
     os.chdir(folder)
     sys.path.insert(0, folder)
 
 
 def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -> Handler:
-    """``spelled``: ``file[.py][:function]``, or the name of one of TorchServe's handlers. Raises HandlerRefused."""
+    """Imports a handler and finds its functions.
+
+    ``spelled`` is ``file[.py][:function]`` or the name of one of TorchServe's handlers. ``asynchronous`` says whether
+    the model sets ``asyncCommunication``, which needs an ``async def``. Raises HandlerRefused.
+    """
     file, _, function = spelled.partition(":")
     name = re.sub(r"\.py$", "", file.rsplit("/", 1)[-1])
     module = _import(name, Path(folder), spelled)
@@ -93,7 +100,7 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
     path = next((each for each in (folder / f"{name}.py", folder / name / "__init__.py") if each.is_file()), None)
     if path is None:
         return _built_in(name, spelled)
-    # Classes and pickles expect the module's own name. Another module may have it already, and is not replaced.
+    # The module keeps its name, which classes and pickles refer to, unless another module has that name already.
     module_name = f"handler_{name}" if name in sys.modules else name
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
@@ -102,24 +109,22 @@ def _import(name: str, folder: Path, spelled: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        more = f" (install {_PACKAGE}: its package may have it)" if _shim_lacks(error) else ""
+        more = f" (install {_PACKAGE}, whose package ts may contain it)" if _shim_lacks(error) else ""
         raise HandlerRefused(f"importing {path.name} raised {described(error)}{more}") from error
     return module
 
 
 def _built_in(name: str, spelled: str) -> ModuleType:
-    """A handler of TorchServe's package; the shim has ``base_handler`` too."""
+    """Imports one of TorchServe's handlers from its package; the shim has ``base_handler``."""
     if name not in BUILT_IN:
-        raise HandlerRefused(
-            f"no handler {spelled!r} in the archive, nor in TorchServe, which brings {_names(BUILT_IN)}"
-        )
+        raise HandlerRefused(f"no handler {spelled!r} in the archive, nor in TorchServe, which has {_names(BUILT_IN)}")
     try:
         return importlib.import_module(f"ts.torch_handler.{name}")
     except ModuleNotFoundError as error:
         own = error.name == f"ts.torch_handler.{name}"
-        why = "is of its own package" if own else f"needs a module that is missing, {error.name}"
+        why = "is in the torchserve package" if own else f"needs a module that is missing, {error.name}"
         raise HandlerRefused(f"TorchServe's handler {spelled!r} {why}: install {BUILT_IN[name]}") from None
-    except Exception as error:  # as torchvision raises beside another torch than its own
+    except Exception as error:  # torchvision, for example, raises RuntimeError beside another version of torch
         raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {described(error)}") from error
 
 
@@ -153,7 +158,7 @@ def _own_classes(module: ModuleType) -> list[type]:
 
 
 def _instead(module: ModuleType, own: list[type], classes: list[type]) -> str:
-    """Describes what a module without an entry point has instead."""
+    """Describes the classes and functions of a module that has no entry point."""
     if classes:
         return f"it has {_names(each.__name__ for each in classes)}"
     if own:
@@ -177,7 +182,7 @@ def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
     if envelope not in ENVELOPES:
         raise HandlerRefused(f"unknown envelope {envelope!r}; known are {', '.join(ENVELOPES)}")
     if asynchronous:
-        raise HandlerRefused("envelopes do not go with asyncCommunication")
+        raise HandlerRefused("asyncCommunication cannot be combined with a service envelope")
     if envelope not in _OF_KSERVE:
         return _envelope(envelope, entry)
     by_protocol = {name: _envelope(name, entry) for name in _OF_KSERVE}
@@ -192,11 +197,11 @@ def _envelope(name: str, entry: Entry) -> Entry:
 
 
 def _protocol(data: Any, otherwise: str) -> str:
-    """KServe's envelope by the key of the first request's body; ``otherwise``: for a body with neither key."""
+    """Chooses KServe's envelope by a key of the first request's body; a body with neither key gets ``otherwise``."""
     body = data[0].get("data") or data[0].get("body") if data else None
     try:
         body = json.loads(body) if isinstance(body, (bytes, bytearray)) else body
-    except ValueError:  # the envelope's own matter
+    except ValueError:  # the envelope reports it
         return otherwise
     keys = body if isinstance(body, dict) else ()
     return next((name for name, key in _OF_KSERVE.items() if key in keys), otherwise)
@@ -215,7 +220,7 @@ def described(error: BaseException) -> str:
 
 
 def text_of(value: object) -> str:
-    """The text of any object of a handler, whose ``__str__`` may raise."""
+    """Returns ``str(value)`` of a handler's object, or a note if its ``__str__`` raises."""
     try:
         return str(value)
     except BaseException as error:

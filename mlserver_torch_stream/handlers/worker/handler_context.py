@@ -1,6 +1,6 @@
-"""The context that a handler gets, with its metrics: TorchServe's classes, which lead to our channel.
+"""The context and the metrics that a handler gets: subclasses of TorchServe's, which send through our channel.
 
-Import it when ``ts`` can be imported: the base class is the package's or the shim's.
+This module imports ``ts``, the package or the shim, so import it after ``provide_ts``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mlserver_torch_stream.handlers.worker.handler import described
 
 logger = logging.getLogger(__name__)
 _INT = struct.Struct("!i")
-_ERROR = "error"  # the value of a response without results, as in TorchServe
+_ERROR = "error"  # as in TorchServe, the value of a response without results
 FAILED = 503
 
 
 @dataclass(frozen=True)
 class Response:
-    """What TorchServe would send to its frontend: a piece for each of several requests."""
+    """A message in the format that TorchServe sends to its frontend: a piece for each of several requests."""
 
     code: int
     message: str
@@ -38,7 +38,7 @@ class Response:
 
 
 def parse(message: bytes | bytearray) -> Response:
-    """Raises ValueError."""
+    """Parses a message in TorchServe's binary format. Raises ValueError."""
     cursor = _Cursor(memoryview(message))
     code = cursor.integer()
     text = cursor.text()
@@ -47,7 +47,7 @@ def parse(message: bytes | bytearray) -> Response:
         request_id = cursor.take(length).decode()
         content_type = cursor.text()
         status = cursor.integer()
-        cursor.text()  # the reason phrase, which no protocol of ours carries
+        cursor.text()  # the reason phrase is skipped, since none of our protocols has one
         headers = {cursor.text(): cursor.text() for _ in range(cursor.integer())}
         value = cursor.take(cursor.integer())
         last = headers.get(STREAM_NEXT) == "false"
@@ -69,7 +69,7 @@ class _Cursor:
     def take(self, length: int) -> bytes:
         end = self._position + length
         if length < 0 or end > len(self._message):
-            raise ValueError("a response that is cut off")
+            raise ValueError("the response is cut off")
         taken = bytes(self._message[self._position : end])
         self._position = end
         return taken
@@ -77,22 +77,24 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """One request as it arrived. ``parts``: name, content type and value of each part."""
+    """One request as it arrived. Each of its ``parts`` is a name, a content type and a value."""
 
     id: str
     headers: Mapping[str, str]
     parts: Sequence[tuple[str, str, bytes]]
 
     def data(self) -> dict[str, Any]:
+        """Returns the request as a handler gets it: the decoded value of each part, by name."""
         return {name: values.decode(value, content_type) for name, content_type, value in self.parts}
 
     def processor(self) -> RequestProcessor:
+        """Returns the request's headers, and the place of its response's status and headers."""
         parts = {name: {"content-type": content_type} for name, content_type, _ in self.parts}
         return RequestProcessor(_Headers({**parts, **self.headers}))
 
 
 class _Headers(Dict[str, Any]):
-    """Headers in lower case, which a handler may ask for as the client has spelled them, as in TorchServe."""
+    """Headers whose names are in lower case; as in TorchServe, a handler may look them up in any case."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return super().get(key, super().get(key.lower(), default))
@@ -104,10 +106,13 @@ class _Headers(Dict[str, Any]):
 
 
 class HandlerContext(Context):  # type: ignore[misc]
-    """A handler may set the header ``ts_stream_next`` to "false" before it sends a piece, which then is the last."""
+    """The context of a handler in a worker.
+
+    If a handler sets the header ``ts_stream_next`` to "false" before it sends a piece, that piece is the last.
+    """
 
     def for_call(self, requests: Sequence[WorkerRequest], outlet: Outlet) -> None:
-        """Prepares for one call, whose pieces go through the outlet."""
+        """Prepares the context for one call with these requests; the call's pieces go through ``outlet``."""
         self._ids = [request.id for request in requests]  # the handler may change ``request_ids``
         self.request_ids = dict(enumerate(self._ids))
         self.request_processor = [request.processor() for request in requests]
@@ -125,11 +130,12 @@ class HandlerContext(Context):  # type: ignore[misc]
         super().set_response_header(idx, key, value)
 
     def send_intermediate(self, ret: Any, req_id_map: Mapping[int, str], message: str, code: int) -> None:
-        """Sends a piece of each response, whose request fails alone if its value cannot be sent. Raises ClientsLeft.
+        """Sends a piece of each request's answer. A request whose value cannot be sent fails alone.
 
-        ``ret``: the values, by place or by index; None: the pieces are those of an error.
+        ``ret`` holds the values by the request's index, as a list or a dict; with None each piece reports an error.
+        Raises ClientsLeft if all clients have disconnected.
         """
-        if os.getenv("LOCAL_RANK", "0") != "0":  # a call may end at a send of any rank
+        if os.getenv("LOCAL_RANK", "0") != "0":  # other ranks send nothing, but a call may end at their sends too
             self.cl_socket.send(None)
             return
         response = Response(code, message, [])
@@ -146,9 +152,9 @@ class HandlerContext(Context):  # type: ignore[misc]
         self.cl_socket.send(response)
 
     def piece(self, index: int, value: Any, last: bool, request_id: str | None = None) -> SentPiece:
-        """``request_id``: None for that of the request at the index.
+        """Encodes the value for the request at ``index``, or for ``request_id`` if it is given.
 
-        Raises values.Unserialisable for any value that cannot be sent, and for a context that the handler broke.
+        Raises values.Unserialisable if the value cannot be sent, or if the handler has broken the context.
         """
         try:
             status, _ = self.get_response_status(index)
@@ -163,25 +169,26 @@ class HandlerContext(Context):  # type: ignore[misc]
 
 
 class Outlet:
-    """``context.cl_socket``: sends the pieces of one call, and reads the messages that the ``ts`` package writes."""
+    """Sends the pieces of one call. As ``context.cl_socket`` it accepts the messages that the ``ts`` package writes."""
 
     def __init__(self, requests: Sequence[WorkerRequest], channel: Channel, stop: NeverStop) -> None:
         self._channel = channel
         self._stop = stop
         self._ids = frozenset(request.id for request in requests)
-        self.ended: set[str] = set()  # requests whose last piece was sent
+        self.ended: set[str] = set()  # the ids of the requests whose last piece was sent
 
     def sendall(self, message: bytes | bytearray | None) -> None:
-        """Takes a response in TorchServe's binary format. Raises ClientsLeft."""
+        """Sends a message that is encoded in TorchServe's binary format. Raises ClientsLeft."""
         self.send(None if message is None else parse(message))
 
     def fail(self, request_ids: Sequence[str], status: int, message: str) -> None:
+        """Reports that requests have failed, with TorchServe's status and a message for the clients."""
         failed = [each for each in request_ids if each not in self.ended]
         self._channel.failed(failed, status, message)
         self.ended.update(failed)
 
     def send(self, response: Response | None) -> None:
-        """``response``: None on other ranks than the first. Raises ClientsLeft."""
+        """Sends a response, which is None on ranks other than the first. Raises ClientsLeft."""
         if response is None:
             self._stop.sent(left=False)
             return
@@ -199,9 +206,10 @@ class Outlet:
 
 
 class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
-    """``context.metrics``: TorchServe's own store, whose values go to the server instead of the log.
+    """``context.metrics``: TorchServe's store, except that values are sent to the server, not to the log.
 
-    ``config``: the content of ``metrics.yaml``. The server reads it, since this interpreter may have no YAML parser.
+    ``config`` is the content of ``metrics.yaml``, which the server has read, because this interpreter may have no YAML
+    parser.
     """
 
     def __init__(self, channel: Channel, model_name: str, config: Mapping[str, Any]) -> None:
@@ -209,7 +217,7 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         self._channel = channel
         super().__init__(config_file_path="")
         self.initialize_cache()
-        # While the handler loads there is no request, and TorchServe counts a metric without ids among errors.
+        # No request exists while the handler loads, and TorchServe logs an error for a metric without request ids.
         self.set_request_ids(model_name)
         self.model_name = model_name
 
@@ -223,16 +231,16 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         return metric
 
     def _add_number(self, name: str, add: Callable[..., object], value: Any, *args: Any, **options: Any) -> None:
-        """Logs a value that is no number: no metric fails a request."""
+        """Adds a value; one that is not a number is logged, so that no metric fails a request."""
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
-            logger.error("Metric %s: %r is no number", name, value)
+            logger.error("Metric %s: %r is not a number", name, value)
             return
         add(number, *args, **options)
 
     def _emit(self, metric: Any, request_id: str, value: float, dimension_string: str) -> None:
-        names = metric.dimension_names or []  # the string is not split at its commas, because a value may have some
+        names = metric.dimension_names or []  # not split at commas, which a value may contain
         values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
         self._channel.send(
             "metric",

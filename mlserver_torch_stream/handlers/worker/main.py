@@ -36,17 +36,20 @@ def main(descriptor: int) -> None:
 
 
 class HandlerHost:
-    """Call ``load`` once, then ``run``, which tells the server that the worker is ready and ends with the process."""
+    """Loads a handler and runs requests with it.
+
+    Call ``load`` once, then ``run``, which reports that the worker is ready and never returns.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._tasks: Any = None  # in asynchronous mode
+        self._tasks: Any = None  # a Tasks if the model sets asyncCommunication
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = NeverStop()
 
     def load(self) -> None:
-        """Loads the handler that the first message names. The process ends if that fails."""
+        """Loads the handler that the first message names; if that fails, the process ends."""
         first = self._channel.read()
         if first is None:
             os._exit(0)
@@ -69,7 +72,7 @@ class HandlerHost:
             self._serve = self._prepare()
         except handlers.HandlerRefused as error:
             self._refuse(str(error), error.__cause__)
-        except Exception as error:  # the handler's own exceptions are causes above
+        except Exception as error:  # not the handler's: those are HandlerRefused
             self._refuse(f"TorchServe's package cannot be used: {handlers.described(error)}", error)
 
     def _refuse(self, message: str, cause: BaseException | None) -> None:
@@ -98,7 +101,7 @@ class HandlerHost:
         )
 
     def _initialize(self) -> None:
-        """A coroutine, such as the load call of a module-level ``async def handle``, runs to its end here."""
+        """Calls the handler's ``initialize``; a coroutine, as of a module-level ``async def handle``, is run here."""
         try:
             returned = self._found.initialize(self._context)
             if inspect.iscoroutine(returned) and self._loop is not None:
@@ -111,7 +114,7 @@ class HandlerHost:
         self._exit_if_forked()
 
     def _prepare(self) -> Callable[[], object]:
-        """Returns the loop that runs requests, and imports what it needs: TorchServe's package imports torch here."""
+        """Returns the function that runs requests in a loop. The ``ts`` package, if present, imports torch here."""
         mode = self._order["mode"]
         entry, context, channel = self._found.entry, self._context, self._channel
         if mode == "async":
@@ -129,11 +132,12 @@ class HandlerHost:
         return partial(run_calls, Caller(entry, context, channel, self._order["responds"], self._stop), self._take)
 
     def run(self) -> None:
+        """Reports that the worker is ready, and runs requests for ever."""
         self._channel.send("ready")
         self._serve()
 
     def _take(self, wait: bool) -> list[Any]:
-        """The requests that have arrived."""
+        """Returns the requests that have arrived; with ``wait``, waits for at least one."""
         self._exit_if_forked()
         requests: list[Any] = []
         try:
@@ -153,10 +157,10 @@ class HandlerHost:
         try:
             while (frame := self._channel.read()) is not None:
                 self._receive(*frame)
-        except OSError:  # a server that is killed while messages to it are under way leaves a reset
+        except OSError:  # the server was killed, and the connection reset
             pass
         except BrokenFrame as error:
-            logging.error("The server does not keep to the protocol: %s", error)
+            logging.error("The server has sent an invalid message: %s", error)
         finally:
             _end()
 
@@ -190,6 +194,6 @@ class HandlerHost:
 
 def _end() -> None:
     """Ends this process group at once; the subreaper ends the other processes that the handler has started."""
-    with contextlib.suppress(Exception):  # the handler may have replaced stdout, or its reader may have ended
+    with contextlib.suppress(Exception):  # the handler may have replaced stdout, or nothing reads it now
         sys.stdout.flush()
     os.killpg(os.getpgrp(), signal.SIGKILL)

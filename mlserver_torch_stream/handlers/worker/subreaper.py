@@ -1,7 +1,7 @@
-"""Runs between the server and a worker: when one of them ends, it ends all processes of the worker.
+"""The process between the server and a worker: when either of them ends, it kills all processes of the worker.
 
-On Linux it becomes the parent of every orphan below it, also of processes that have a session of their own; elsewhere
-it ends the worker's process group only.
+On Linux it becomes the parent of every orphaned descendant, even in another session, and so finds all of them. On other
+systems it kills the worker's process group only.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import select
 import signal
 import sys
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # PR_… in linux/prctl.h
 _TERMINATING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 _SHARED = "/dev/shm/"
 _OPENMP = "__KMP_REGISTERED_LIB_"
-SHARED_MEMORY = "shared-memory"  # a file in the worker's folder with the names of the shared memory that it uses
+SHARED_MEMORY = "shared-memory"  # the file in the worker's folder that names its shared memory
 
 
 def supervise(descriptor: int, folder: str | None = None) -> None:
-    """Forks, and returns in the child, which becomes the worker. In this process it never returns.
+    """Forks: the child returns and becomes the worker, and this process supervises it and never returns.
 
-    ``descriptor`` is the worker's end of its connection: it hangs up when the server closes its own end, or is killed.
-    ``folder`` is the worker's own: it is removed at the end, and so is the shared memory of its processes, which they
-    map when they are ended, or which a file in the folder names.
+    ``descriptor`` is the worker's end of its connection, which hangs up when the server closes its end or is killed.
+    ``folder`` belongs to the worker. At the end it is removed, and with it the shared memory of the worker's processes:
+    the memory that they map when they are killed, and the memory that the file ``shared-memory`` in the folder names.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
@@ -47,12 +47,12 @@ def supervise(descriptor: int, folder: str | None = None) -> None:
     os.close(writing)
     os.setsid()
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # the parent ended before the call above
+    if os.getppid() != supervisor:  # the parent ended before prctl was called
         os._exit(1)
 
 
 def _wake(number: int, frame: object) -> None:
-    """Does nothing: Python has written the signal's number into the pipe."""
+    """A signal handler that does nothing; Python writes the signal's number into the wake-up pipe."""
 
 
 class _Supervisor:
@@ -61,7 +61,7 @@ class _Supervisor:
         self._descriptor = descriptor
         self._signals = signals
         self._folder = folder
-        self._status: int | None = None  # of the worker, when it has ended
+        self._status: int | None = None  # the worker's exit status, once it has ended
 
     def run(self) -> None:
         self._wait()
@@ -69,8 +69,8 @@ class _Supervisor:
         with contextlib.suppress(OSError):
             os.killpg(self._worker, signal.SIGKILL)
         if self._status is None:
-            os.kill(self._worker, signal.SIGKILL)  # the worker may not have a group of its own yet
-        os.close(self._descriptor)  # the server gets the end now, however long the rest takes
+            os.kill(self._worker, signal.SIGKILL)  # the worker may not lead its own process group yet
+        os.close(self._descriptor)  # now the server sees the end, however long the rest takes
         self._end_children()
         if self._folder is not None:
             _remove(self._folder, shared)
@@ -79,7 +79,7 @@ class _Supervisor:
     def _wait(self) -> None:
         """Waits until the worker has ended, the server hangs up, or a signal terminates this process."""
         poll = select.poll()
-        poll.register(self._descriptor, 0)  # a hang-up is always reported; the worker reads the messages
+        poll.register(self._descriptor, 0)  # 0: only a hang-up is reported; the worker reads the messages
         poll.register(self._signals, select.POLLIN)
         while self._status is None:
             for descriptor, _ in poll.poll():
@@ -90,7 +90,7 @@ class _Supervisor:
             self._reap(os.WNOHANG)
 
     def _end_children(self) -> None:
-        """Kills children until there are none: those of a killed process become children of this one."""
+        """Kills children until there are none, because the children of a killed process become children of this one."""
         more = True
         while more:
             for pid in _children():
@@ -99,7 +99,10 @@ class _Supervisor:
             more = self._reap(0) and self._reap(os.WNOHANG)
 
     def _reap(self, options: int) -> bool:
-        """Reaps one child if ``options`` is 0, else all that have ended. False: there are no more children."""
+        """Waits for one child if ``options`` is 0, else reaps all that have ended.
+
+        Returns False if no child is left.
+        """
         try:
             while True:
                 pid, status = os.waitpid(-1, options)
@@ -112,7 +115,7 @@ class _Supervisor:
 
 
 def _remove(folder: str, shared: list[str]) -> None:
-    """Removes the folder, and the shared memory that it or ``shared`` names: killed processes leave both behind."""
+    """Removes the folder, and the shared memory that its file or ``shared`` names; killed processes leave both."""
     import shutil
 
     with contextlib.suppress(OSError), open(os.path.join(folder, SHARED_MEMORY), encoding="utf-8") as file:
@@ -125,12 +128,12 @@ def _remove(folder: str, shared: list[str]) -> None:
 
 
 def shared_memory(root: int) -> list[str]:
-    """The names in ``/dev/shm`` that the process ``root`` and those below it map, or have registered by their pid."""
+    """Returns the names in ``/dev/shm`` that ``root`` or a descendant of it maps, or has registered by its pid."""
     parents = _parents()
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    inodes: set[int] = set()  # a semaphore is mapped under a name that is gone, and has another one
+    inodes: set[int] = set()  # inodes, since a semaphore is renamed after it is mapped
     for pid in below:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
             inodes.update(int(line.split()[4]) for line in file if _SHARED in line)
@@ -144,19 +147,19 @@ def shared_memory(root: int) -> list[str]:
 
 
 def _pid_of_openmp(name: str) -> int:
-    """The process that Intel's OpenMP has registered by this name; 0 for other names."""
+    """Returns the pid in a name that Intel's OpenMP registers in ``/dev/shm``; 0 for other names."""
     pid = name.partition(_OPENMP)[2].partition("_")[0]
     return int(pid) if pid.isdigit() else 0
 
 
 def _children() -> list[int]:
-    """The pids of the children; an empty list where there is no ``/proc``."""
+    """Returns the pids of this process's children; an empty list if the system has no ``/proc``."""
     own = os.getpid()
     return [pid for pid, parent in _parents().items() if parent == own]
 
 
 def _parents() -> dict[int, int]:
-    """The pid of each process's parent, by its own; nothing where there is no ``/proc``."""
+    """Returns each process's parent, pid by pid; an empty dict if the system has no ``/proc``."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
@@ -176,14 +179,14 @@ def _prctl(option: int, value: int) -> None:
             return
     except (ImportError, OSError, AttributeError):
         pass
-    print(f"prctl({option}) is not there: a process may outlive the worker that has started it", flush=True)
+    print(f"prctl({option}) is not available: processes may outlive the worker that has started them", flush=True)
 
 
 def _end_like(status: int) -> None:
-    """Ends this process as the worker has ended, so that the server gets the worker's status."""
+    """Ends this process with the worker's status or signal, which the server then sees."""
     if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of the worker is enough
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's core dump is enough
+        with contextlib.suppress(OSError):  # SIGKILL's handler cannot be reset
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))

@@ -1,6 +1,6 @@
 """Decodes the values of requests for a handler and encodes its results, both as TorchServe does.
 
-torch is used only where the handler has imported it.
+This module never imports torch; it recognises tensors if the handler has imported torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Unserialisable(Exception):
 
 
 def decode(value: bytes, content_type: str) -> Any:
-    """JSON as an object, text as str, other types as a bytearray; so is a value that does not fit its content type."""
+    """Decodes JSON to an object and text to str; other content types, and values that cannot be decoded, to a
+    bytearray.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     wanted = os.environ.get("TS_DECODE_INPUT_REQUEST", "true") == "true"
     try:
@@ -30,12 +32,15 @@ def decode(value: bytes, content_type: str) -> Any:
         if wanted and kind.startswith("text"):
             return value.decode()
     except ValueError as error:
-        logger.warning("A body is not of its content type %s: %s", kind, error)
+        logger.warning("A body does not match its content type %s: %s", kind, error)
     return bytearray(value)
 
 
 def encode(value: Any) -> bytes:
-    """Raises Unserialisable."""
+    """Encodes a handler's result: bytes as they are, text as UTF-8, a tensor by ``torch.save``, other values as JSON.
+
+    Raises Unserialisable.
+    """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, str):

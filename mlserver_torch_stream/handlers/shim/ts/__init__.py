@@ -1,3 +1,3 @@
-"""Stands in for torchserve's package in a worker without it, and has only what handlers import."""
+"""Stands in for the torchserve package in a worker that lacks it. Only the parts that handlers import are here."""
 
 __version__ = "0.12.0"

@@ -41,7 +41,10 @@ class RequestProcessor:
 
 
 class Context:
-    """``idx`` is the place of a request in the list that ``handle`` gets. A handler may add attributes of its own."""
+    """What ``handle`` gets beside its data. ``idx`` is a request's position in the list ``data``.
+
+    A handler may set attributes of its own on it.
+    """
 
     def __init__(
         self,

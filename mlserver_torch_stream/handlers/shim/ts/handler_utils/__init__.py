@@ -1,1 +1,1 @@
-"""As in torchserve."""
+"""Helpers that handlers import, under the names of the torchserve package."""

@@ -8,7 +8,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 
 class TextIteratorStreamerBatch(BaseStreamer):
-    """Yields lists of ``{"text": …}``, one for each row; ends as soon as one row ends."""
+    """Yields a list with one ``{"text": …}`` for each row, step by step, until the first row ends."""
 
     def __init__(
         self, tokenizer: Any, batch_size: int, skip_prompt: bool = False, timeout: float | None = None, **decode: Any
@@ -19,7 +19,7 @@ class TextIteratorStreamerBatch(BaseStreamer):
 
     def put(self, value: Any) -> None:
         if value.shape[0] != self.batch_size:
-            raise ValueError(f"made for a batch of {self.batch_size}, got a tensor of shape {tuple(value.shape)}")
+            raise ValueError(f"the batch size is {self.batch_size}, but the tensor's shape is {tuple(value.shape)}")
         for row, streamer in enumerate(self.streamers):
             streamer.put(value[row : row + 1])
 

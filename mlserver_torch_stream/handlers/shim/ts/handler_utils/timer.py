@@ -9,7 +9,7 @@ from typing import Any
 
 
 def timed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The time is the metric ``ts_handler_<method>``, in milliseconds."""
+    """Records the duration of each call as the metric ``ts_handler_<method>``, in milliseconds."""
 
     @functools.wraps(func)
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:

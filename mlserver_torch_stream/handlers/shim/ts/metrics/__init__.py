@@ -1,1 +1,1 @@
-"""As in torchserve."""
+"""The metrics of handlers, under the names of the torchserve package."""

@@ -1,4 +1,4 @@
-"""One metric. It checks dimensions and values, and logs a value unless ``emit_metrics`` is replaced."""
+"""One metric of a handler. It checks each update, and logs the value; the worker replaces ``emit_metrics``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class CachingMetric:
-    """Logs and drops a wrong update: no metric fails a request."""
+    """A metric with its type, unit and dimensions.
+
+    A wrong update is logged and dropped, so no metric fails a request.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class CachingMetric:
 
     def add_or_update(self, value: float, dimension_values: Sequence[str] = (), request_id: str = "") -> None:
         if len(dimension_values) != len(self.dimension_names):
-            logger.error("Metric %s: %r are no values for %r", self.metric_name, dimension_values, self.dimension_names)
+            logger.error("Metric %s: %r do not match %r", self.metric_name, dimension_values, self.dimension_names)
         elif self.metric_type is MetricTypes.COUNTER and value < 0:
             logger.error("Metric %s: a counter cannot go down", self.metric_name)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Dimension:
-    """Its name and its value."""
+    """A label's name and value."""
 
     def __init__(self, name: str, value: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""The errors of metrics."""
+"""The errors of the store of metrics."""
 
 
 class MetricsCacheValueError(Exception):
@@ -6,11 +6,11 @@ class MetricsCacheValueError(Exception):
 
 
 class MetricsCacheTypeError(Exception):
-    """A metric has another type."""
+    """The metric exists with another type."""
 
 
 class MetricsCacheKeyError(Exception):
-    """The cache has no such metric."""
+    """The store has no such metric."""
 
 
 class MetricsCacheIOError(Exception):
@@ -18,7 +18,7 @@ class MetricsCacheIOError(Exception):
 
 
 class MetricsCachePyYamlError(Exception):
-    """The file of metrics is no YAML."""
+    """The file of metrics is not valid YAML."""
 
 
 class GeneralMetricsCacheError(Exception):

@@ -1,4 +1,4 @@
-"""``context.metrics``: metrics by type and name, to which a handler adds values."""
+"""The class of ``context.metrics``: a handler's metrics, by type and name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ts.metrics.metric_type_enum import MetricTypes
 
 
 class MetricsCacheYamlImpl:
-    """``config_file_path``: a ``metrics.yaml``, whose ``model_metrics`` are there after ``initialize_cache``."""
+    """A store of metrics. ``initialize_cache`` fills it with the ``model_metrics`` of ``config_file_path``."""
 
     def __init__(self, config_file_path: str) -> None:
         self.config_file_path = config_file_path
@@ -33,7 +33,7 @@ class MetricsCacheYamlImpl:
         except OSError as error:
             raise errors.MetricsCacheIOError(f"cannot read {config_file_path}: {error}") from None
         except yaml.YAMLError as error:
-            raise errors.MetricsCachePyYamlError(f"{config_file_path} is no YAML: {error}") from None
+            raise errors.MetricsCachePyYamlError(f"{config_file_path} is not valid YAML: {error}") from None
 
     def _parse_metrics_section(self, key: str = "model_metrics") -> Any:
         try:

@@ -4,7 +4,7 @@ import enum
 
 
 class MetricTypes(enum.Enum):
-    """The values are the names in configuration files."""
+    """The types; the values are their names in a ``metrics.yaml``."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

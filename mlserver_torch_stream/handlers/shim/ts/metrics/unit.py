@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Units:
-    """``units``: the full name by each short name."""
+    """``units`` maps a unit's short name to its full name."""
 
     def __init__(self) -> None:
         self.units: dict[str | None, str] = {

@@ -1,1 +1,1 @@
-"""As in torchserve."""
+"""A deprecated import path of the torchserve package."""

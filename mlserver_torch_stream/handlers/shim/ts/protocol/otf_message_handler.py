@@ -1,4 +1,4 @@
-"""The deprecated place of ``send_intermediate_predict_response``."""
+"""The deprecated import path of ``send_intermediate_predict_response``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""As in torchserve."""
+"""The base class of handlers and the request envelopes, under the names of the torchserve package."""

@@ -15,11 +15,11 @@ from ts.handler_utils.timer import timed
 from ts.utils.util import list_classes_from_module, load_label_mapping
 
 logger = logging.getLogger(__name__)
-PROFILER_AVAILABLE = False  # traces of ENABLE_TORCH_PROFILER need the package
+PROFILER_AVAILABLE = False  # only the torchserve package writes the traces of ENABLE_TORCH_PROFILER
 
 
 class BaseHandler(abc.ABC):  # noqa: B024
-    """``handle`` calls preprocess, inference and postprocess; a handler overrides any of them."""
+    """A handler whose ``handle`` calls preprocess, inference and postprocess; a subclass overrides any of them."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -35,7 +35,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         self.model_yaml_config: dict[str, Any] = {}
 
     def initialize(self, context: Any) -> None:
-        """Raises RuntimeError if the archive has no model that can be loaded."""
+        """Loads the archive's model. Raises RuntimeError if the archive has none that can be loaded."""
         self.model_yaml_config = context.model_yaml_config or {}
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             logger.warning("ENABLE_TORCH_PROFILER is not implemented here: install torchserve")
@@ -67,7 +67,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         return self._compiled(model)
 
     def _compiled(self, model: Any) -> Any:
-        """Compiles if the YAML has ``pt2``: a backend, or options with ``compile: {enable: …}``."""
+        """Compiles the model if the YAML has ``pt2``: the name of a backend, or ``compile: {enable: true, …}``."""
         asked = self.model_yaml_config.get("pt2")
         if asked is None:
             return model
@@ -85,7 +85,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
         if not os.path.isfile(os.path.join(model_dir, model_file)):
-            raise RuntimeError(f"Missing the file {model_file}")
+            raise RuntimeError(f"The archive has no file {model_file}")
         classes = list_classes_from_module(importlib.import_module(model_file.split(".")[0]))
         if len(classes) != 1:
             raise ValueError(
@@ -98,18 +98,22 @@ class BaseHandler(abc.ABC):  # noqa: B024
 
     @timed
     def preprocess(self, data: Any) -> Any:
+        """Turns the requests' data into the model's input."""
         return torch.as_tensor(data, device=self.device)
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model without gradients."""
         with torch.inference_mode():
             return self.model(data.to(self.device), *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:
+        """Turns the model's output into a list with one result for each request."""
         return data.tolist()
 
     def handle(self, data: Any, context: Any) -> Any:
+        """Answers a batch: preprocess, inference, postprocess."""
         began = time.perf_counter()
         self.context = context
         if self._is("describe"):
@@ -123,6 +127,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         return output
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
+        """Answers a request for explanations with the handler's ``get_insights``."""
         row = raw_data[0]
         inputs, target = None, 0
         if isinstance(row, dict):
@@ -131,9 +136,11 @@ class BaseHandler(abc.ABC):  # noqa: B024
         return self.get_insights(data_preprocess, inputs, target)  # type: ignore[attr-defined]
 
     def describe_handle(self) -> Any:
+        """Returns the model's description; a subclass overrides it."""
         return None
 
     def get_device(self) -> Any:
+        """Returns the device that the model is on."""
         return self.device
 
     def _is(self, what: str) -> bool:

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
-CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#\d{1,6}|#x[\da-f]{1,6});")  # HTML's tags and entities
+CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#\d{1,6}|#x[\da-f]{1,6});")  # HTML tags and entities
 
 
 class PredictionException(Exception):
-    """A failure with a status and a text for the client."""
+    """A handler raises it to fail a request with a message and a status for the client."""
 
     def __init__(self, message: str, error_code: int = 500) -> None:
         super().__init__(message)
@@ -32,13 +32,15 @@ class PredictionException(Exception):
 def deprecated(
     version: object, replacement: str = "", klass: type[Warning] = PendingDeprecationWarning
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function that ``version`` removes: each call warns."""
+    """Decorates a function that ``version`` removes, so that each call warns."""
 
     def mark(func: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(func)
         def warned(*args: Any, **kwargs: Any) -> Any:
             instead = f", use {replacement}" if replacement else ""
-            warnings.warn(f"{func.__name__} is deprecated and goes with {version}{instead}", klass, stacklevel=2)
+            warnings.warn(
+                f"{func.__name__} is deprecated and will be removed in {version}{instead}", klass, stacklevel=2
+            )
             return func(*args, **kwargs)
 
         return warned
@@ -47,13 +49,13 @@ def deprecated(
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that are defined in a module itself."""
+    """Returns the classes that the module itself defines, of ``parent_class`` if it is given."""
     own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     return [each for each in own if parent_class is None or issubclass(each, parent_class)]
 
 
 def check_valid_pt2_backend(backend: str) -> bool:
-    """True if ``torch.compile`` has this backend; logs a backend that it does not have."""
+    """Returns whether ``torch.compile`` has this backend, and logs a warning if not."""
     from torch._dynamo import list_backends
 
     known = backend in list_backends(exclude_tags=())
@@ -63,7 +65,7 @@ def check_valid_pt2_backend(backend: str) -> bool:
 
 
 def get_yaml_config(yaml_file_path: str) -> Any:
-    """Returns what a YAML file holds."""
+    """Returns the content of a YAML file."""
     import yaml
 
     with open(yaml_file_path, encoding="utf-8") as file:
@@ -71,7 +73,7 @@ def get_yaml_config(yaml_file_path: str) -> Any:
 
 
 def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
-    """The labels by class id, from ``index_to_name.json``; None if there is no such file."""
+    """Returns the labels by class id, from a file such as ``index_to_name.json``; None if it does not exist."""
     if not os.path.isfile(mapping_file_path):
         logger.warning("%s is missing: answers will not name classes", mapping_file_path)
         return None
@@ -93,7 +95,10 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """For each row, probabilities by label; without a mapping the class id is the label."""
+    """Returns, for each row, its probabilities by label; without ``mapping`` the labels are the class ids.
+
+    ``probs`` and ``lbl_classes`` hold, for each row, the probabilities and the class ids in the same order.
+    """
     if not isinstance(probs, list):
         raise Exception("probabilities must be a list")
     if mapping is not None and not isinstance(mapping, dict):

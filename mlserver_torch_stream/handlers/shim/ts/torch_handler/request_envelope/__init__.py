@@ -1,1 +1,1 @@
-"""Formats of requests that are not the handler's own."""
+"""Envelopes: they translate a request in a common format for a handler that does not know the format."""

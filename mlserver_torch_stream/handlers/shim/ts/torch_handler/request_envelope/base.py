@@ -15,12 +15,15 @@ class BaseEnvelope(ABC):
         self.context: Any = None
 
     def handle(self, data: Any, context: Any) -> Any:
+        """Decodes the requests, calls the handler with them, and encodes its results."""
         self.context = context
         results = self._handle_fn(self.parse_input(data) if data else data, context)
         return self.format_output(results) if results else results
 
     @abstractmethod
-    def parse_input(self, data: Any) -> Any: ...
+    def parse_input(self, data: Any) -> Any:
+        """Decodes the batch of requests."""
 
     @abstractmethod
-    def format_output(self, data: Any) -> Any: ...
+    def format_output(self, data: Any) -> Any:
+        """Encodes the handler's results."""

@@ -1,4 +1,4 @@
-"""Gives the handler the plain bodies."""
+"""The envelope that passes the plain bodies to the handler."""
 
 from __future__ import annotations
 

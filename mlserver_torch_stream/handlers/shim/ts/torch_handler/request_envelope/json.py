@@ -10,7 +10,7 @@ from ts.torch_handler.request_envelope.base import BaseEnvelope
 
 
 class JSONEnvelope(BaseEnvelope):
-    """The instances of a whole batch go to the handler as one list."""
+    """TorchServe's envelope ``json``: the instances of all requests of a batch go to the handler as one list."""
 
     def parse_input(self, data: Any) -> Any:
         rows = [self._instances(row) for row in data]

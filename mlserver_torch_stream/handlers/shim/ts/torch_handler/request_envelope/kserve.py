@@ -1,4 +1,4 @@
-"""Reads the instances of one request in KServe's first protocol, and writes its predictions or explanations."""
+"""Reads the instances of a request in KServe's V1 protocol, and writes its predictions or explanations."""
 
 from __future__ import annotations
 

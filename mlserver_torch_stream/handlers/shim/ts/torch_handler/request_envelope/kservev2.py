@@ -1,4 +1,4 @@
-"""Reads the inputs of one request in KServe's second protocol, and writes outputs of the same names."""
+"""Reads the inputs of a request in KServe's V2 protocol, and writes outputs with the names of the inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATATYPES = {
 
 
 class KServev2Envelope(BaseEnvelope):
-    """Data have the request's shape; of BYTES the handler gets the first element only."""
+    """TorchServe's envelope ``kservev2``: data keep the request's shape, but BYTES are cut to their first element."""
 
     def parse_input(self, data: Any) -> Any:
         body = data[0].get("data") or data[0].get("body")
