@@ -18,6 +18,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm==1.106.2", "openai==2.54.0"),
     "litellm-mcp": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),  # LiteLLM needs it for an argument `tools`
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "openai==3.54.0"),
+    "litellm-proxy": ("litellm[proxy]==1.108.7", "openai==3.57.0"),
+    "aiperf": ("aiperf==0.13.0",),
+    "guidellm": ("guidellm==0.8.1",),
     "instructor": ("instructor==1.17.0",),
     "lm-eval": ("lm-eval[api]==0.4.13",),
     "llama-index": ("llama-index-llms-openai-like==0.8.1",),
@@ -32,7 +35,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "playwright": ("playwright==1.65.2", "axe-playwright-python==0.1.8"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
 }
-_BESIDE_OURS = ("lm-eval",)  # these environments have the packages of this one too: torch is large
+_BESIDE_OURS = ("lm-eval", "guidellm")  # these environments have the packages of this one too: torch is large
 _INSTALL_S = 900
 
 

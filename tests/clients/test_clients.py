@@ -115,7 +115,7 @@ def test_the_version_of_a_client_is_that_which_ran(clients: Clients, row: Row) -
 _HERE = Path(__file__).parent
 _AGENT_RUN_S = 300
 _900_TOKENS_TAKE_SECONDS = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.002"}  # a timeout of 0.3 s comes first
-_TEMPLATE = (
+TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %} {{ call.function.arguments.place }}{% endfor %}\n{% endfor %}"
@@ -124,7 +124,7 @@ _TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = Model("tiny", str(tiny_model), extra={"chat_template": _TEMPLATE})
+    model = Model("tiny", str(tiny_model), extra={"chat_template": TOOL_TEMPLATE})
     folder = tmp_path_factory.mktemp("agents") / "models"
     with serve(folder, [model], settings=QUIET, environment=_900_TOKENS_TAKE_SECONDS) as server:
         yield server

@@ -26,7 +26,9 @@ def main(url: str) -> None:
         (call,) = message.tool_calls
         Look.model_validate_json(call.function.arguments)
         messages += [message, {"role": "tool", "tool_call_id": call.id, "content": f"no, turn {turn}"}]
-    assert client.chat.completions.create(messages=messages, **_ASKED).choices[0].message.content
+    text = client.chat.completions.create(messages=messages, **_ASKED).choices[0].message.content
+    chunks = client.chat.completions.create(messages=messages, stream=True, **_ASKED)
+    assert text == "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) != ""
 
     helper = client.chat.completions.stream(messages=messages[:1], tools=_TOOLS, tool_choice=_CHOICE, **_ASKED)
     with helper as stream:

@@ -1,0 +1,84 @@
+"""Programs that judge or front a server, unchanged: they get its address, a model, a tokenizer's folder, and their load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import plain_http
+from tests.clients.environments import make_environment
+from tests.clients.test_clients import TOOL_TEMPLATE
+from tests.server.conftest import QUIET
+from tests.server.harness import HOST, Model, Server, free_ports, serve
+from tests.waiting import wait_until
+
+_HERE = Path(__file__).parent
+_RUN_S = 3000  # minutes of it are starts of processes that import transformers
+_PROXY_START_S = 300
+_STOP_S = 30
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = Model("tiny", str(tiny_model), extra={"chat_template": TOOL_TEMPLATE})
+    with serve(tmp_path_factory.mktemp("tools") / "models", [model], settings=QUIET) as running:
+        yield running
+
+
+def _run(python: str, script: str, *arguments: str) -> None:
+    command = [python, str(_HERE / f"{script}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("tool", ["aiperf", "guidellm"])
+def test_a_load_is_answered_streamed_and_counted(tool: str, server: Server, tiny_model: Path, tmp_path: Path) -> None:
+    _run(str(make_environment(tmp_path, tool)), f"loads_of_{tool}", server.url, str(tiny_model))
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no interpreter with vLLM")
+def test_a_load_of_vllm_is_answered_and_streamed(server: Server, tiny_model: Path) -> None:
+    _run(os.environ["VLLM_PYTHON"], "loads_of_vllm", server.url, str(tiny_model))
+
+
+def test_a_tool_loop_through_litellms_proxy(server: Server, tmp_path: Path) -> None:
+    python = make_environment(tmp_path, "litellm-proxy")
+    with _litellm_proxy(python, server, tmp_path) as url:
+        _run(str(python), "tools_of_openai", url)
+
+
+@contextmanager
+def _litellm_proxy(python: Path, server: Server, folder: Path) -> Iterator[str]:
+    """The address of a proxy whose model ``tiny`` is the server's."""
+    backend = {"model": "openai/tiny", "api_base": f"{server.url}/v1", "api_key": "none"}
+    config, log_path = folder / "config.yaml", folder / "proxy.log"
+    config.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": backend}]}))
+    (port,) = free_ports(1)
+    alone = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command = [str(python.with_name("litellm")), "--config", str(config), "--host", HOST, "--port", str(port)]
+    with log_path.open("wb") as log:
+        proxy = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **alone}, cwd=folder)
+    try:
+        url = f"http://{HOST}:{port}"
+        wait_until(lambda: proxy.poll() is not None or _is_alive(url), "LiteLLM's proxy", _PROXY_START_S)
+        assert proxy.poll() is None, log_path.read_text(errors="replace")
+        yield url
+    finally:
+        proxy.terminate()
+        proxy.wait(_STOP_S)
+
+
+def _is_alive(url: str) -> bool:
+    try:
+        return plain_http.get(f"{url}/health/liveliness", timeout=5).is_success
+    except httpx.TransportError:
+        return False
