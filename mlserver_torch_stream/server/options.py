@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
-# After ``stalled_reader_timeout``, until the reader is given up. If other work has held up the event loop for so long,
-# or the machine has, what the reader did meanwhile is still to be processed.
+# Seconds from the end of ``stalled_reader_timeout`` until the reader is given up. A blocked event loop first has to
+# process what the reader did meanwhile.
 LAST_LOOK_S = 0.1
 PREFIX = "MLSERVER_TORCH_STREAM_"
-# Other modules read these under the same prefix: the folder of converted models, faults for tests, which kernels.
+# Other modules read these variables: the folder of converted models, faults for tests, the choice of kernels.
 _ELSEWHERE = frozenset({"cache", "faults", "kernel"})
 _REMOVED = {
     "grpc_management_port_torchserve": "the management API is served over REST alone: set "
@@ -27,7 +27,7 @@ _SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(t
 
 
 class ServerOptions(BaseModel):
-    """All times in seconds."""
+    """The options of the server. All times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -129,7 +129,7 @@ class ServerOptions(BaseModel):
         return value
 
     def model_of_alias(self, name: str) -> str:
-        """The model that has this alias, or else the name itself."""
+        """Returns the model for which ``name`` is an alias; ``name`` itself if it is not an alias."""
         for pair in filter(None, self.model_aliases.split(",")):
             alias, _, model = (part.strip() for part in pair.partition("="))
             if re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL):
@@ -138,7 +138,7 @@ class ServerOptions(BaseModel):
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:
-    """Raises SettingsError, which names the variable."""
+    """Reads the options from environment variables. Raises SettingsError, which names the variable."""
     environ = os.environ if environ is None else environ
     given = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     ours = {key: value for key, value in given.items() if key not in _ELSEWHERE and not _SERVICE_LINK.fullmatch(key)}
@@ -155,6 +155,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] != "extra_forbidden":
         return f"{name}: {first['msg']}, got {first['input']!r}"
     if key in _REMOVED:
-        return f"{name}: it is removed: {_REMOVED[key]}"
+        return f"{name}: was removed: {_REMOVED[key]}"
     known = [*ServerOptions.model_fields, *_ELSEWHERE]
     return f"{name}: unknown variable{did_you_mean(key, known, lambda near: PREFIX + near.upper())}"
