@@ -247,7 +247,7 @@ def registry_of(owner: DataPlane | InferenceServicer | MLServer) -> MultiModelRe
 
 
 def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> MLModel | None:
-    """Finds a model as the registry's ``get_model`` does, but synchronously, because routes are matched synchronously."""
+    """Finds a model as the registry's ``get_model`` does, but synchronously, as the matching of routes needs it."""
     versions = versions_of(registry, name)
     return None if versions is None else versions._find_model(version)
 

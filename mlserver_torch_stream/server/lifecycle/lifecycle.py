@@ -158,7 +158,7 @@ class Lifecycle:
         self.failure: str | None = None
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
-        """Returns all members, or the members of one engine: its current one, and earlier ones with requests in flight."""
+        """Returns all members, or those of one engine: the current one, and earlier ones with requests in flight."""
         self._members = [member for member in self._members if not (member.retired and member.inflight.empty)]
         return [member for member in self._members if engine is None or member.engine is engine]
 
@@ -198,7 +198,7 @@ class Lifecycle:
             task.cancel()
 
     async def delay(self, seconds: float) -> None:
-        """Waits for ``seconds`` while requests are still accepted, so that routers notice that the server is not ready."""
+        """Waits while requests are still accepted, so that routers notice that the server is not ready."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._grace_skipped.wait(), seconds)
 
@@ -224,7 +224,7 @@ class Lifecycle:
             all_ended.cancel()
 
     async def stop_engines(self, members: Collection[Member]) -> None:
-        """Stops the engines' threads, because a thread that computes while the interpreter exits may crash the process."""
+        """Stops the engines' threads; one that computes while the interpreter exits may crash the process."""
         stops = [in_thread(member.engine.shutdown) for member in members if member.engine is not None]
         if stops:
             await asyncio.wait(stops, timeout=_ENGINE_STOP_TIMEOUT)

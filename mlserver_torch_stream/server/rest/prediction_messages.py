@@ -182,7 +182,7 @@ class PredictionPath:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str], registry: MultiModelRegistry) -> PredictionPath:
-        """Splits a path as TorchServe does; but ``v1`` before more is a version only if the model has such a version."""
+        """Splits a path as TorchServe does, but ``v1`` before more is a version only if the model has that version."""
         name, version = parameters["model_name"], parameters.get("model_version")
         rest = parameters.get("url_path", "").rstrip("/")
         if version == _API and rest and find_model(registry, name, _API) is None:

@@ -1,4 +1,4 @@
-"""A response in chunks or server-sent events, which starts with its first chunk and ends if its client reads nothing."""
+"""A response in chunks or server-sent events; it starts with its first chunk and ends if its client reads nothing."""
 
 from __future__ import annotations
 
