@@ -92,7 +92,7 @@ class TritonReply(Request[Reply]):
                 yield framed
 
     def failure(self, error: Exception) -> Sequence[Framed]:
-        """Returns a final response for each sequence that lacks one; if nothing was sent, one response with the error."""
+        """Returns a final response for each sequence that lacks one, or one with the error if nothing was sent."""
         refusal = self.refuse(error)
         if self._begun and self.reply is not None:
             return [self._framed(body) for body in self.reply.failure(error)]
