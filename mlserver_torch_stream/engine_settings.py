@@ -119,8 +119,8 @@ class EngineSettings(BaseModel):
     chat_template: str | None = None
     """A Jinja template, or the file that holds it; default: the tokenizer's template."""
     tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
-    """The notation of the model's tool calls ([tools.md](tools.md#how-models-write-calls)); `auto` finds it, and with `none` calls
-    stay text."""
+    """The notation of the model's tool calls ([tools.md](tools.md#how-models-write-calls)); `auto` finds it, and with
+    `none` calls stay text."""
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """With `think` the text between `<think>` and `</think>` is the reasoning of an answer, and with `none` it is part
     of the text; `auto` means `think` if the chat template contains `</think>`."""
@@ -197,8 +197,8 @@ class EngineSettings(BaseModel):
     """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
     `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""
     vllm: dict[str, Any] | None = None
-    """The engine arguments, which may be `{}`, with which vLLM generates the tokens ([engines.md](engines.md)); default:
-    this package's own engine generates them."""
+    """The engine arguments, which may be `{}`, with which vLLM generates the tokens ([engines.md](engines.md));
+    default: this package's own engine generates them."""
     lora_modules: dict[str, str] | None = None
     """The folders or hub ids, by name, of LoRA adapters that are loaded with the model
     ([engines.md](engines.md#adapters))."""

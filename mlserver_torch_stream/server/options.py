@@ -79,8 +79,8 @@ class ServerOptions(BaseModel):
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
-    """`refuse`: a request with an [unknown](openai.md#parameters) parameter gets an error; `ignore`: the parameter has no
-    effect, and the answer's header `x-ignored-parameters` and the log name it."""
+    """`refuse`: a request with an [unknown](openai.md#parameters) parameter gets an error; `ignore`: the parameter has
+    no effect, and the answer's header `x-ignored-parameters` and the log name it."""
     model_aliases: str = ""
     """Further names of models, as `alias=model` separated by commas; `*` in an alias stands for any text, as in
     `claude-*=smollm2`."""
