@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,52 @@ _MADE = "`make docs-reference` writes this page from the code."
 Rows = list[tuple[str, ...]]
 
 
-def model_settings() -> Rows:
+# Each group is a table of settings.md; groups and names are in the order in which an operator needs them.
+MODEL_SETTINGS = {
+    "the model": "model revision dtype cache_dir trust_remote_code allow_pickle",
+    "limits": "max_num_seqs max_model_len kv_cache_memory prefix_cache_memory max_queued_requests max_queued_tokens "
+    "queue_timeout request_timeout step_timeout",
+    "speed": "threads weights quantization_config chunked_prefill_size step_target stream_interval speculative engine fast_path "
+    "attn_implementation",
+    "several devices": "device_map max_memory offload_folder pipeline tensor_parallel_size replicas",
+    "prompts and answers": "default_sampling tokenizer chat_template tool_parser reasoning_parser",
+    "vLLM": "vllm vllm_python lora_modules",
+}
+SERVER_SETTINGS = {
+    "security": "api_keys_file metrics_without_key repository_without_key tls_cert_file tls_key_file "
+    "tls_client_ca_file model_roots",
+    "limits": "max_body_bytes stalled_reader_timeout piece_timeout sse_ping_interval",
+    "start and shutdown": "skip_failed_models drain_delay drain_grace",
+    "logs and metrics": "log_requests log_prompts vllm_metric_names torchserve_metric_names",
+    "APIs": "page model_aliases unknown_parameters batch_store batch_max_file_bytes grpc_port_triton "
+    "grpc_port_torchserve",
+    "management": "management_port_torchserve management_address management_token management_token_file "
+    "disable_token_authorization enable_model_api model_store torchserve_config allowed_urls",
+    "vLLM": "vllm_python runtime_lora_updating lora_root",
+}
+
+
+def model_settings(group: str) -> Rows:
     from mlserver_torch_stream.engine_settings import EngineSettings
 
-    rows = _fields(EngineSettings)
-    return [("key", "default", "meaning"), *((_code(name), _default(field), text) for name, field, text in rows)]
+    rows = {name: (_code(name), _default(field), text) for name, field, text in _fields(EngineSettings)}
+    return [("key", "default", "meaning"), *chosen(rows, MODEL_SETTINGS, group)]
 
 
-def server_settings() -> Rows:
+def server_settings(group: str) -> Rows:
     from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 
-    rows = [(_code(f"{PREFIX}{name.upper()}"), _default(field), text) for name, field, text in _fields(ServerOptions)]
-    return [("variable", "default", "meaning"), *rows]
+    fields = _fields(ServerOptions)
+    rows = {name: (_code(f"{PREFIX}{name.upper()}"), _default(field), text) for name, field, text in fields}
+    return [("variable", "default", "meaning"), *chosen(rows, SERVER_SETTINGS, group)]
+
+
+def chosen(rows: Mapping[str, tuple[str, ...]], groups: Mapping[str, str], group: str) -> Rows:
+    """The rows of a group. Raises ValueError if a setting is in no group, or a group has a name that is no setting."""
+    wrong = rows.keys() ^ " ".join(groups.values()).split()
+    if wrong:
+        raise ValueError(f"docs/reference.py: each setting must be in one group: {', '.join(sorted(wrong))}")
+    return [rows[name] for name in groups[group].split()]
 
 
 def request_parameters() -> Rows:
@@ -224,8 +259,8 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[s
 
 # The tables within pages: each stands behind a comment with its name.
 _TABLES: Mapping[str, tuple[str, Callable[[], Rows]]] = {
-    "model settings": ("settings.md", model_settings),
-    "server settings": ("settings.md", server_settings),
+    **{f"model settings, {group}": ("settings.md", partial(model_settings, group)) for group in MODEL_SETTINGS},
+    **{f"server settings, {group}": ("settings.md", partial(server_settings, group)) for group in SERVER_SETTINGS},
     "request parameters": ("settings.md", request_parameters),
     "parameters of other servers": ("openai.md", parameters_of_other_servers),
     "metrics": ("operations.md", metrics),

@@ -119,12 +119,11 @@ class EngineSettings(BaseModel):
     chat_template: str | None = None
     """A Jinja template, or the file that holds it; default: the tokenizer's template."""
     tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
-    """The notation of the model's tool calls ([tools.md](tools.md)): `hermes`, `llama3`, `mistral`, `qwen3_coder`,
-    `glm45`, or `template` for the one that the tokenizer declares; with `none`, calls stay text; `auto` finds the
-    notation in the tokenizer or the chat template."""
+    """The notation of the model's tool calls ([tools.md](tools.md#how-models-write-calls)); `auto` finds it, and with
+    `none` calls stay text."""
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    """`think`: the text between `<think>` and `</think>` is the reasoning of an answer; `none`: it is part of the text;
-    `auto`: `think`, if the chat template contains `</think>`."""
+    """With `think` the text between `<think>` and `</think>` is the reasoning of an answer, and with `none` it is part
+    of the text; `auto` means `think` if the chat template contains `</think>`."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type."""
     device_map: DeviceMap | None = None
@@ -152,13 +151,10 @@ class EngineSettings(BaseModel):
     """`off` runs transformers' forward with torch's own operators: without our own kernels, without linear layers
     repacked for the CPU, and without varlen attention on GPUs."""
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
-    """`auto` leaves a checkpoint's weights as they are, and dequantises a GGUF file. `packed` keeps a GGUF file
-    quantised ([weights.md](weights.md)); `int8` and `int4` round a bfloat16 model's projections at load. These three
-    need our own kernels on a CPU; if the kernels cannot run the model, the load fails."""
+    """`packed` keeps a GGUF file quantised, and `int8` or `int4` round a bfloat16 model's projections at load
+    ([weights.md](weights.md)); `auto` does neither, and dequantises a GGUF file."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions
-    (Phi-3.5) change their positions at a length that the config names; for them this length is the default. With a
-    larger value such a model runs one request at a time."""
+    """Most tokens of a prompt and its answer together; default: the model's own limit."""
     max_num_seqs: int = Field(default=32, gt=0)
     """Most sequences that are decoded together."""
     max_queued_requests: int = Field(default=256, gt=0)
@@ -170,34 +166,23 @@ class EngineSettings(BaseModel):
     request_timeout: float | None = Field(default=None, gt=0)
     """Seconds from a request's arrival to its last token; default: no bound."""
     step_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds for one step with a chunk of prompts. A step that takes longer ends the process
-    ([why](operations.md#a-step-that-hangs))."""
+    """Seconds after which a step with a chunk of prompts ends the process ([why](operations.md#a-step-that-hangs))."""
     chunked_prefill_size: int = Field(default=512, gt=0)
-    """Most prompt tokens of one step, of all prompts together; running sequences decode in the same step. A smaller
-    value means shorter pauses between tokens and a later first token. On CPUs only a quarter of it is used in steps in
-    which sequences decode. Models that take their tokens [in rows](families.md) compute each chunk in a separate
-    forward, which counts as at least 64 tokens."""
+    """Most tokens of prompts that one step computes, of all prompts together."""
     step_target: float = Field(default=500.0, gt=0)
-    """Milliseconds that a step should take in which sequences decode. The engine measures its steps, and computes as
-    many prompt tokens beside those sequences as fit: at least a page, and at most what `chunked_prefill_size` allows. A
-    smaller value means shorter pauses between tokens, a later first token, and fewer tokens per second
-    ([scaling.md](scaling.md#pauses-between-tokens)). If decoding alone takes about as long as the target or longer,
-    prompts get a quarter of that time on top."""
+    """Milliseconds that a step should take in which sequences decode beside prompts
+    ([scaling.md](scaling.md#pauses-between-tokens))."""
     stream_interval: int = Field(default=1, gt=0)
-    """Least tokens of each event of a stream but the first and the last, as in vLLM. A larger value means fewer events,
-    which cost the server and its clients less time, and text in larger pieces."""
+    """Least tokens of each event of a stream but the first and the last, as in vLLM."""
     kv_cache_memory: Bytes | None = None
     """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""
     prefix_cache_memory: BytesOrNone | None = None
-    """The most memory that pages of ended sequences may keep in the KV cache for later prompts; a sequence that needs
-    the pages gets them. `0`: only running sequences share pages. Default: on GPUs all of the cache, on
-    CPUs an eighth of it and at most 256 MiB."""
+    """Most memory of the KV cache that pages of ended sequences may keep for later prompts; default: on GPUs all of it,
+    on CPUs an eighth of it and at most 256 MiB."""
     speculative: Speculative | None = None
-    """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step. The
-    tokens stay the same, and text that repeats itself comes faster. The engine measures the time that drafts save, and
-    makes none if they save no time. The load fails with models that keep states, that cannot take prompts in chunks, or
-    that run one request at a time. Default: no drafts."""
+    """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step;
+    default: no drafts."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads; default: the container's share of the host's cores."""
     tensor_parallel_size: int = Field(default=1, gt=0)
@@ -208,19 +193,17 @@ class EngineSettings(BaseModel):
     default_sampling: Sampling = Field(default_factory=dict)
     """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
-    """The folder for compiled kernels, converted GGUF files and records of checked loads. A GGUF conversion is deleted
-    when it has not been used for 30 days; a damaged file is made again. Everybody who can write to this folder can run
-    code in the server. Default: `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    """The folder for compiled kernels, converted GGUF files and records of checked loads; default:
+    `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
     vllm_python: str | None = None
     """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
     `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""
     vllm: dict[str, Any] | None = None
-    """An object, which may be empty: vLLM generates the tokens, in a process of its own, with these engine arguments
-    ([engines.md](engines.md)). Default: this package's own engine does."""
-
+    """The engine arguments, which may be `{}`, with which vLLM generates the tokens ([engines.md](engines.md));
+    default: this package's own engine generates them."""
     lora_modules: dict[str, str] | None = None
-    """LoRA adapters that are loaded with the model, by name: folders or hub ids ([engines.md](engines.md#adapters)).
-    They need `{"enable_lora": true}` in `vllm`."""
+    """The folders or hub ids, by name, of LoRA adapters that are loaded with the model
+    ([engines.md](engines.md#adapters))."""
 
     @property
     def fits_cpu_kernels(self) -> bool:

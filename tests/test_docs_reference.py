@@ -30,3 +30,9 @@ def test_a_field_of_settings_without_a_meaning_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"Settings\.untold"):
         list(reference._fields(Settings))
+
+
+@pytest.mark.parametrize("groups", [{"a": "known"}, {"a": "known new gone"}])
+def test_a_setting_without_a_group_and_a_group_without_its_setting_are_named(groups: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="new" if "gone" not in groups["a"] else "gone"):
+        reference.chosen({"known": ("known",), "new": ("new",)}, groups, "a")

@@ -1,1 +1,1 @@
-"""Mends and extends stock MLServer. Never imports torch."""
+"""Patches and extends stock MLServer. Never imports torch."""

@@ -1,4 +1,4 @@
-"""The base of our runtimes: patches MLServer, loads with errors of one line, and answers gRPC calls."""
+"""The base class of our runtimes: it patches MLServer, reports a failed load in one line, and answers gRPC calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlserver_torch_stream.settings_file import place_of_error, refuse_stray_key
 if TYPE_CHECKING:
 
     class MLModel:
-        """The part of MLServer's class that our runtimes use: MLServer has no types, so mypy would accept any name."""
+        """The part of MLServer's class that our runtimes use. MLServer has no types, so mypy would accept any name."""
 
         name: str
         version: str | None
@@ -49,10 +49,11 @@ _PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
 
 
 class BaseRuntime(ServedModel, MLModel):
-    """A runtime derives from it and declares the type of ``_slot``. MLServer reloads their modules only.
+    """The base class of a runtime, which declares the type of ``_slot``.
 
-    ``rest_routes``: the rows of the table of paths that a server with this model has. ``extra_keys``: the keys of its
-    ``parameters.extra``.
+    A runtime is in another module, because MLServer reloads the module of the class that it instantiates.
+    ``rest_routes`` are the paths that a server with this model has, and ``extra_keys`` the keys that
+    ``parameters.extra`` may have.
     """
 
     rest_routes: Sequence[RestRoute] = REST_ROUTES
@@ -69,6 +70,7 @@ class BaseRuntime(ServedModel, MLModel):
         self._slot = ModelSlot(settings.name, self._state.lifecycle)
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        """Answers gRPC's ``ModelInfer`` with one whole response."""
         request_id = payload.id or str(uuid4())
         request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_UNARY, request_id, self)
         with _answering(request):
@@ -76,6 +78,7 @@ class BaseRuntime(ServedModel, MLModel):
             return as_response(await request.reply.whole())
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
+        """Answers gRPC's ``ModelStreamInfer``: yields the responses to the messages of the stream."""
         request: Request[Reply] = Request(self._state.lifecycle, EndpointKind.GRPC_STREAM, model=self)
         session = StreamSession(request, self, payloads, self._state.options.stalled_reader_timeout)
         with closing(session), _answering(request):
@@ -83,7 +86,7 @@ class BaseRuntime(ServedModel, MLModel):
                 yield response
 
     def _refuse_stray_settings(self) -> None:
-        """Raises SettingsError for a key of model-settings.json that MLServer ignores where it stands."""
+        """Raises SettingsError for a key of model-settings.json that MLServer ignores in its place."""
         source = source_of(self.settings)
         if source and os.path.isfile(source):
             fields = {name.rstrip("_") for name in ModelSettings.model_fields}
@@ -92,7 +95,7 @@ class BaseRuntime(ServedModel, MLModel):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Logs an error of the block in one line, and raises it as the error that MLServer returns for the load."""
+        """Logs an error of the block in one line, and raises it as the error with which MLServer fails the load."""
         try:
             patches.refuse_worker_process()
             self._refuse_stray_settings()
@@ -101,15 +104,17 @@ class BaseRuntime(ServedModel, MLModel):
             place = place_of_error(error, source_of(self.settings)) if isinstance(error, SettingsError) else ""
             logger.error(f"Cannot load model '{self.name}': {log_text(f'{error}{place}')}")
             raise ModelNotLoaded(f"{error}{place}") from None
-        except Exception as error:  # a defect of ours: the log gets its traceback
+        except Exception as error:  # a bug: the log gets its traceback
             logger.exception(f"Cannot load model '{self.name}'")
             raise ModelNotLoaded(f"{type(error).__name__}: {error}") from None
 
 
 @contextmanager
 def _answering(request: Request[Reply]) -> Iterator[None]:
-    """Raises an error of the block as MLServer's, and closes the reply. Synchronous: when the client has disconnected,
-    it may run in a task that cannot wait."""
+    """Turns an error of the block into MLServer's, and closes the reply at the end.
+
+    It is synchronous, because after a disconnect it may run in a task that can no longer await.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The files and batches of one server: opens their store, and answers items by the models of this server."""
+"""The files and batches of one server: opens their store, and answers their rows with the server's models."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mlserver_torch_stream.server.token_model import TokenModel, TokenReply
 
 SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"
 _UNSET = f"{SETTING} is not set: files and batches need a folder or a bucket, such as s3://bucket/batches"
-_LAST = 1_000_000_000  # a lower priority than that of any client
+_LAST = 1_000_000_000  # a priority below every client's
 
 
 class Batches:
-    """``url``: of their store; empty: there are none."""
+    """The server's files and batches. ``url`` names their store; if it is empty, the server has none."""
 
     def __init__(self, url: str, registry: MultiModelRegistry, state: ServerState) -> None:
         self._why_off = _UNSET
@@ -45,7 +45,7 @@ class Batches:
             self._runner = BatchRunner(BatchPlaces.open(url, ids), ServedModels(registry, state), ids)
         except BatchesOff as error:
             self._why_off = f"{SETTING}: {error.message}"
-            logger.error(f"No files and batches: {self._why_off}")
+            logger.error(f"Files and batches are off: {self._why_off}")
             return
         self._why_off = ""
         self._serving = asyncio.create_task(state.lifecycle.unless_shutdown(self._runner.serve()))
@@ -53,14 +53,14 @@ class Batches:
 
     @property
     def runner(self) -> BatchRunner:
-        """Raises BatchesOff."""
+        """The runner of the batches. Raises BatchesOff if the server has no files and batches."""
         if self._why_off:
             raise BatchesOff(self._why_off)
         return self._runner
 
 
 class ServedModels:
-    """A ``BatchModels`` over MLServer's registry: the models that generate tokens, also those that are loading."""
+    """The models in MLServer's registry that generate tokens, including those that are loading, for batches."""
 
     def __init__(self, registry: MultiModelRegistry, state: ServerState) -> None:
         self._registry = registry
@@ -69,14 +69,16 @@ class ServedModels:
         self._slots: WeakKeyDictionary[TokenModel, ItemSlots] = WeakKeyDictionary()
 
     async def settled(self) -> None:
+        """Waits until all running loads of models have ended."""
         for member in self._lifecycle.members():
             await member.settled.wait()
 
     def has(self, name: str) -> bool:
-        """Whether a model of this name generates tokens, also while it loads."""
+        """Whether a model of this name generates tokens; it may still be loading."""
         return isinstance(find_model(self._registry, name, None), TokenModel)
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the reply to one row of a batch. Raises RequestError."""
         model: Any = find_model(self._registry, name, None)
         if not isinstance(model, TokenModel):
             raise UnknownModel(name)
@@ -87,7 +89,7 @@ class ServedModels:
         with ignored_parameters(read_options(), name, request_id):
             request = spelling.decode(posted, generator.info, streaming=False, request_id=request_id)
         if request.priority is not None:
-            raise InvalidInput("priority", "is not for rows of a batch, which all come after the requests of clients")
+            raise InvalidInput("priority", "cannot be set for rows of a batch, which come after all clients' requests")
         if model not in self._slots:
             self._slots[model] = ItemSlots(model.name, generator.info.max_num_seqs, self._clients)
         turn = self._slots[model].ask(len(request.prompts) * request.sampling.n)

@@ -1,7 +1,7 @@
-"""Adds our routes to one MLServer, and opens our own ports beside its ports.
+"""Adds our routes to an MLServer, and opens our own ports beside its ports.
 
-With our model repository it happens when the REST server starts; without it MLServer calls nothing of this package
-before it registers a model of ours.
+With our model repository this happens when the REST server starts. Without it, this happens when the first model of
+this package is registered, because MLServer calls no code of this package before that.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ async def open_port(
 ) -> None:
     """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
 
-    Raises ModelNotLoaded if the port cannot be had.
+    Raises ModelNotLoaded if it cannot listen on the port.
     """
     settings = host.settings
     address = settings.host
     listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),
-        # Without so_reuseport two processes cannot share a port by mistake. Sizes are those of MLServer's own port.
+        # so_reuseport would let two processes share a port by mistake. Message sizes are those of MLServer's port.
         options=[*host.grpc_options(), ("grpc.so_reuseport", 0)],
     )
     listener.add_generic_rpc_handlers(handlers)
     try:
         listener.add_insecure_port(f"{address}:{port}")
     except RuntimeError as error:
-        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {address}: {error}") from None
+        raise ModelNotLoaded(f"cannot listen on port {port} ({setting}) at {address}: {error}") from None
     await listener.start()
     lifecycle.listeners.append(listener.stop)
     logger.info(f"{service} is on {address}:{port}")
 
 
 def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
-    """The interceptors of MLServer's own port without that of its metrics, which can exist only once in a process."""
+    """Returns the interceptors of MLServer's port, except the one for metrics, of which a process can have only one."""
     access_log = [LoggingInterceptor()] if settings.debug else []
     if not settings.tracing_server:
         return access_log
@@ -86,7 +86,7 @@ def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
 
 
 def extend_at_start(host: ServerHost, state: ServerState) -> None:
-    """Extends the server while uvicorn starts it."""
+    """Has the server extended while uvicorn starts it."""
 
     async def extend_or_end() -> None:
         try:
@@ -98,7 +98,10 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 
 
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
-    """Idempotent. A wrong variable, or a port that cannot be had, is logged and raises ModelNotLoaded."""
+    """Reads the options, adds the routes and opens the ports of a server. Idempotent.
+
+    A wrong variable, or a port on which it cannot listen, is logged and raises ModelNotLoaded.
+    """
     try:
         options = state.options = read_options()
         state.access.check(options)
@@ -122,8 +125,10 @@ async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) 
 
 
 async def _open_grpc_services(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
-    """Triton's service is on its own port, TorchServe's on MLServer's port too. Raises ModelNotLoaded for a port that
-    cannot be had."""
+    """Opens the ports of Triton's and TorchServe's services, and adds TorchServe's to MLServer's port.
+
+    Raises ModelNotLoaded if it cannot listen on a port.
+    """
     open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout
     if port := options.grpc_port_triton:

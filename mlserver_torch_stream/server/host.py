@@ -1,7 +1,7 @@
-"""The private parts of MLServer, uvicorn, starlette and gRPC: no other module touches them.
+"""Access to the private parts of MLServer, uvicorn, starlette and gRPC, which no other module uses.
 
-docs/hooks.md has a row for each. ``ServerHost`` is one MLServer, as its REST server knows it; ``Hook`` and
-``GrpcMethod`` list the methods of MLServer that are wrapped; the functions read what MLServer's other objects hold.
+docs/hooks.md has a row for each part. ``ServerHost`` is one MLServer, reached through its REST server; ``Hook`` and
+``GrpcMethod`` list the methods of MLServer that are wrapped; the functions read MLServer's other objects.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ _EXTENDED = "_torch_stream_extended"
 
 @functools.cache
 def process_object(kind: Callable[[], T]) -> T:
-    """The one object of this class in the process, made at the first call: MLServer builds runtimes anew at each load,
-    reloads the module that ``implementation`` names, and gives a runtime no object of its own."""
+    """Returns the process's only object of this class, which is made at the first call.
+
+    MLServer creates a runtime at each load, reloads the module that ``implementation`` names, and passes a runtime no
+    object of the server, so a runtime can share state only through the process.
+    """
     return kind()
 
 
 class Hook(Enum):
-    """The methods of MLServer's classes that are wrapped, each as its class and its name."""
+    """The methods of MLServer that are wrapped, each as a class and a name."""
 
     ADD_MODEL = (RESTServer, "add_custom_handlers")
     START = (RESTServer, "start")
@@ -73,7 +76,7 @@ class Hook(Enum):
 
 
 class GrpcMethod(Enum):
-    """The gRPC methods of MLServer that are wrapped below MLServer's own handling of errors."""
+    """The gRPC methods of MLServer that are wrapped inside MLServer's error handling."""
 
     METADATA = (InferenceServicer, "ModelMetadata")
     INFER = (InferenceServicer, "ModelInfer")
@@ -85,7 +88,7 @@ class GrpcMethod(Enum):
 
 
 def wrap(hook: Hook, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces the method by what ``wrapper`` makes of it."""
+    """Replaces a method by ``wrapper(method)``."""
     owner, name = hook.value
     original = getattr(owner, name)
     replaced = functools.wraps(original)(wrapper(original))
@@ -94,7 +97,7 @@ def wrap(hook: Hook, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
 
 
 def is_wrapped(hook: Hook) -> bool:
-    """Whether a method of MLServer has been wrapped before."""
+    """Whether a method of MLServer is wrapped already."""
     owner, name = hook.value
     return _WRAPPED in vars(getattr(owner, name))
 
@@ -102,8 +105,8 @@ def is_wrapped(hook: Hook) -> bool:
 def wrap_inside(method: GrpcMethod, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
     """Replaces the function that MLServer's decorator calls, which is a variable of the decorator's closure.
 
-    The method itself cannot be replaced. Without our model repository a model of ours is the first to patch: then the
-    gRPC server runs, and has taken the methods; it asks its first handler of a method, and gives no handler back.
+    Replacing the method itself would have no effect. Without our model repository, MLServer is patched when our first
+    model loads; by then the gRPC server runs, has stored the methods, and does not return its handlers.
     """
     owner, name = method.value
     decorated = getattr(owner, name)
@@ -112,13 +115,13 @@ def wrap_inside(method: GrpcMethod, wrapper: Callable[[Any], Callable[..., Any]]
 
 
 class ServerHost:
-    """One MLServer, as its REST server knows it."""
+    """One MLServer, reached through its REST server."""
 
     def __init__(self, server: RESTServer) -> None:
         self._server = server
 
     def extend_once(self) -> bool:
-        """True at the first call for a server."""
+        """Returns True at the first call for a server, and False later."""
         if _EXTENDED in vars(self._server):
             return False
         setattr(self._server, _EXTENDED, True)
@@ -126,18 +129,22 @@ class ServerHost:
 
     @property
     def settings(self) -> Settings:
+        """MLServer's settings."""
         return self._server._settings
 
     @property
     def data_plane(self) -> DataPlane:
+        """The data plane, which enters models and measures requests."""
         return self._server._data_plane
 
     @property
     def registry(self) -> MultiModelRegistry:
+        """The registry of the loaded models."""
         return self._server._data_plane._model_registry
 
     @property
     def repository_handlers(self) -> ModelRepositoryHandlers:
+        """The handlers that load and unload models."""
         return self._server._model_repository_handlers
 
     @property
@@ -152,11 +159,12 @@ class ServerHost:
 
     @property
     def router(self) -> Router:
+        """The router of the REST app."""
         router: Router = self._server._app.router
         return router
 
     def add_routes(self, routes: Sequence[BaseRoute]) -> None:
-        """Puts the routes before those that are there."""
+        """Puts the routes before the existing ones."""
         self.router.routes[:0] = routes
 
     def put_outside(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
@@ -167,7 +175,7 @@ class ServerHost:
         app.middleware_stack = middleware(app.middleware_stack)
 
     def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Calls ``work`` while uvicorn starts the app: after the gRPC port is taken, and before the REST port is."""
+        """Has ``work`` awaited while uvicorn starts the app, after the gRPC port and before the REST port is opened."""
         router = self.router
         original = router.lifespan_context
 
@@ -181,12 +189,12 @@ class ServerHost:
 
     @property
     def is_starting(self) -> bool:
-        """Whether uvicorn has been made and listens on no port yet."""
+        """Whether uvicorn's server exists and does not listen on a port yet."""
         listener = getattr(self._server, "_server", None)
         return listener is not None and not listener.started
 
     def read_http_by(self, protocol: Callable[..., HttpProtocol]) -> None:
-        """Connections that are made from now on are read by ``protocol``, unless uvicorn reads them by h11."""
+        """Has uvicorn read new connections with ``protocol``, unless uvicorn uses h11."""
         config = self._server._server.config
         if not config.loaded:
             config.load()
@@ -194,30 +202,32 @@ class ServerHost:
             config.http_protocol_class = protocol
 
     def enter(self, name: str, version: str | None) -> AbstractAsyncContextManager[MLModel]:
-        """The model, while MLServer measures the request. Raises MLServerError."""
+        """Yields the model, while MLServer measures the request. Raises MLServerError if there is none or not ready."""
         entered: AbstractAsyncContextManager[MLModel] = self.data_plane._infer_contextmanager(name, version)
         return entered
 
     def complete(self, response: InferenceResponse, settings: ModelSettings) -> None:
-        """Adds what MLServer's middleware adds to every response: the headers of CloudEvents."""
+        """Adds the headers of CloudEvents to a response, as MLServer's middleware does."""
         self.data_plane._inference_middleware.response_middleware(response, settings)
 
     # --- gRPC ---
 
     def servicer(self) -> InferenceServicer:
+        """Returns a servicer of MLServer's gRPC service over this server's data plane."""
         return InferenceServicer(self.data_plane, self.repository_handlers)
 
     def grpc_options(self) -> list[tuple[str, Any]]:
-        """Those of MLServer's own port, the size of a message among them."""
+        """The options of MLServer's gRPC port, for example the size of a message."""
         options: list[tuple[str, Any]] = GRPCServer(
             self.settings, self.data_plane, self.repository_handlers
         )._get_options()
         return options
 
     def grpc_listener(self) -> aio.Server | None:
-        """MLServer's own gRPC listener, which runs already; None if no MLServer has made this registry.
+        """MLServer's gRPC listener, which runs already; None if no MLServer has created this registry.
 
-        The REST server does not know it; the registry calls a method of the MLServer at each load.
+        The REST server has no reference to it. It is found through the registry, which holds a callback of the
+        MLServer.
         """
         for called in self.registry._on_model_load:
             owner: Any = getattr(called, "__self__", None)
@@ -230,20 +240,20 @@ class ServerHost:
 
 
 def registry_of(owner: DataPlane | InferenceServicer | MLServer) -> MultiModelRegistry:
-    """Returns the registry of models behind a server, a data plane or a gRPC servicer."""
+    """Returns the registry of models that a server, a data plane or a gRPC servicer uses."""
     if isinstance(owner, InferenceServicer):
         owner = owner._data_plane
     return owner._model_registry
 
 
 def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> MLModel | None:
-    """The model that the registry's own ``get_model`` finds, but synchronously, as routes are matched."""
+    """Finds a model as the registry's ``get_model`` does, but synchronously, as the matching of routes needs it."""
     versions = versions_of(registry, name)
     return None if versions is None else versions._find_model(version)
 
 
 def all_models(registry: MultiModelRegistry) -> list[MLModel]:
-    """Every version of every model."""
+    """Returns every version of every model."""
     found: list[MLModel] = []
     for versions in registry._models.values():
         found += versioned(versions)
@@ -253,33 +263,33 @@ def all_models(registry: MultiModelRegistry) -> list[MLModel]:
 
 
 def default_models(registry: MultiModelRegistry) -> list[MLModel]:
-    """The default version of each model, in the order of their names."""
+    """Returns the default version of each model, sorted by name."""
     defaults = [versions.default for _, versions in sorted(registry._models.items())]
     return [model for model in defaults if model is not None]
 
 
 def versions_of(registry: MultiModelRegistry, name: str) -> SingleModelRegistry | None:
-    """All versions of one model."""
+    """Returns the registry of one model's versions; None if there is no such model."""
     return registry._models.get(name)
 
 
 def versioned(versions: SingleModelRegistry) -> list[MLModel]:
-    """Those that have a version."""
+    """Returns the models that have a version, without one whose settings name none."""
     return list(versions._versions.values())
 
 
 def set_default(versions: SingleModelRegistry, model: MLModel | None) -> None:
-    """Makes a model the default version of its name; None: there is none."""
+    """Makes a model the default version of its name; with None there is no default."""
     versions._default = model
 
 
 def choose_default(versions: SingleModelRegistry) -> None:
-    """Lets the registry find its default version again."""
+    """Has the registry choose its default version again."""
     versions._refresh_default()
 
 
 def source_of(settings: ModelSettings) -> str | None:
-    """The path of the model-settings.json that MLServer read; None where variables name the model."""
+    """Returns the path of the model's model-settings.json; None if environment variables configure the model."""
     source: str | None = settings._source
     return source
 
@@ -289,7 +299,7 @@ def source_of(settings: ModelSettings) -> str | None:
 
 @contextmanager
 def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[None]:
-    """Counts and times the block as MLServer counts and times a request."""
+    """Counts and times the block in MLServer's metrics of requests."""
     labels = {"model": name, "version": version}
     seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
     failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
@@ -299,17 +309,16 @@ def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[
 
 
 def export_metrics(registry: Callable[[Settings], CollectorRegistry]) -> None:
-    """Makes MLServer's endpoints of metrics export this registry."""
+    """Has MLServer's metrics endpoints export this registry."""
     PrometheusEndpoint._registry = property(lambda endpoint: registry(endpoint._settings))
 
 
 class LoopedWorker(Worker):  # type: ignore[misc]
-    """MLServer's inference worker, which other runtimes' models run in, with an event loop of its own.
+    """MLServer's inference worker, in which other runtimes' models run, with an event loop that it creates itself.
 
-    MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21 uvloop's policy makes a
-    loop when asked; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. In MLServer's
-    main branch the worker makes its loop itself, and passes it on. A worker is a new interpreter, which is told the
-    name of this class and imports it from here.
+    MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21, uvloop's policy then
+    creates a loop; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. MLServer's
+    main branch creates a loop as this class does. A worker is a new interpreter, which imports this class by its name.
     """
 
     def _ignore_signals(self, *loop: asyncio.AbstractEventLoop) -> None:
@@ -319,12 +328,12 @@ class LoopedWorker(Worker):  # type: ignore[misc]
 
 
 def use_looped_workers() -> None:
-    """Makes MLServer start looped workers from now on. Idempotent."""
+    """Has MLServer start its workers with ``LoopedWorker`` from now on. Idempotent."""
     pool.Worker = _create_worker
 
 
 def _create_worker(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
-    """A worker with another Python environment stays MLServer's: this package may be missing there."""
+    """Creates a worker: MLServer's own class for another Python environment, which may lack this package."""
     return (LoopedWorker if env is None else Worker)(settings, responses, env)
 
 
@@ -336,8 +345,8 @@ def is_worker_process() -> bool:
 def guard_ports(aio_stand_in: Any, guarded: Callable[[uvicorn.Config, Settings, bool], None]) -> None:
     """Guards the ports that MLServer creates from now on.
 
-    ``aio_stand_in`` stands in for ``grpc.aio``, from which MLServer takes the function that creates its server.
-    ``guarded`` changes the configuration of an HTTP port; its last argument is whether the port is the REST port.
+    ``aio_stand_in`` replaces ``grpc.aio`` in MLServer, which creates its gRPC server by ``grpc.aio.server``.
+    ``guarded`` changes the configuration of an HTTP port; its last argument says whether the port is the REST port.
     """
     grpc_server.aio = aio_stand_in
 
@@ -354,13 +363,13 @@ def guard_ports(aio_stand_in: Any, guarded: Callable[[uvicorn.Config, Settings, 
 
 
 def ports_are_guarded() -> bool:
-    """Whether the guarded repository has put its checks before MLServer's ports."""
+    """Whether ``guard_ports`` was called, so that the ports check keys."""
     return grpc_server.aio is not aio
 
 
 @dataclass(frozen=True)
 class Listeners:
-    """uvicorn's servers and gRPC's of one MLServer; ``metrics`` None: MLServer exports none on a port of their own."""
+    """The uvicorn and gRPC servers of one MLServer; ``metrics`` is None if metrics have no port of their own."""
 
     rest: Any
     grpc: aio.Server
@@ -379,12 +388,12 @@ def listeners_of(server: MLServer) -> Listeners:
 
 
 def convert_message(servicer: InferenceServicer, message: Any, context: grpc.ServicerContext) -> InferenceRequest:
-    """The message as MLServer's request, with the call's metadata as its headers."""
+    """Converts a message to MLServer's request, with the call's metadata as headers."""
     return servicer._InsertHeaders(message, context)
 
 
 def send_headers(servicer: InferenceServicer, result: InferenceResponse, context: grpc.ServicerContext) -> None:
-    """The response's headers as the call's trailing metadata."""
+    """Sends the response's headers as the call's trailing metadata."""
     servicer._SetTrailingMetadata(result, context)
 
 
@@ -400,7 +409,7 @@ def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
 
 
 def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
-    """Makes the gRPC server call ``listen`` with the address of a port that it is told to open."""
+    """Has the gRPC server call ``listen`` with the address when it is told to open a port."""
     server.add_insecure_port = listen
 
 
@@ -408,32 +417,35 @@ def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
 
 
 def transport_of(send: Send) -> Any | None:
-    """The connection's transport, from uvicorn's own ``send``; None from another one."""
+    """Returns the connection's transport, if ``send`` is uvicorn's own; else None."""
     return getattr(getattr(send, "__self__", None), "transport", None)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which asks a subclass before it goes on. When a client disconnects, all requests that it has
-    sent ahead end, and an answer to a client of HTTP/1.0 lasts until the connection is closed."""
+    """uvicorn's HTTP/1 protocol with hooks for a subclass.
 
-    refusal = ""  # why the head at hand is refused
+    When a client disconnects, all its pipelined requests end. An answer to an HTTP/1.0 client ends with the connection.
+    """
+
+    refusal = ""  # the reason why the current head is refused
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._earlier: list[RequestResponseCycle] = []  # requests that were sent ahead of the last one
+        self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the last one
 
     def takes_head(self) -> bool:
-        """Called at the end of a head; False: the request does not begin. Raises ValueError to refuse it."""
+        """Called at the end of a head; the request begins if it returns True. Raises ValueError to refuse the head."""
         return True
 
     def takes_end(self) -> bool:
-        """Called at the end of a request; False: it goes on."""
+        """Called at the end of a request; if it returns False, the request goes on."""
         return True
 
     def kept_alive(self) -> None:
-        """Called when the connection has been closed, as no further request has come."""
+        """Called when the connection is closed because no further request has arrived."""
 
     def refuse_head(self, why: str) -> None:
+        """Refuses the current head with status 400, and closes the connection."""
         self.send_400_response(why)
 
     @property
@@ -441,12 +453,12 @@ class HttpProtocol(HttpToolsProtocol):
         return not self.flow.read_paused
 
     def declines(self) -> bool:
-        """True if the request at hand offers a protocol that uvicorn does not speak."""
+        """Whether the current request offers an upgrade to a protocol that uvicorn does not speak."""
         offered = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
         return offered and not self._should_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the last request only."""
+        """Ends all pipelined requests; uvicorn ends only the last one."""
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -473,7 +485,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _UntilClosed(RequestResponseCycle):
-    """The answer to an HTTP/1.0 client, which knows no chunks: its body lasts until the connection is closed."""
+    """The answer to an HTTP/1.0 client, which cannot read chunks: the end of the connection ends its body."""
 
     async def send(self, message: Any) -> None:
         self.chunked_encoding = False

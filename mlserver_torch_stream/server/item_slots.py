@@ -1,7 +1,7 @@
 """Decides when an item of a batch may run: one slot stays free for clients, and no item starts while prompts wait.
 
-A client's prompt waits for the end of the step that runs, so steps are short while clients are active: one item is
-prefilled at a time, and few items are decoded. All of it runs on the event loop's thread.
+A client's prompt waits for the end of the running step. To keep steps short while clients are active, one item is
+prefilled at a time and only a few are decoded. All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 # takes 13.6 ms for 1 sequence, 17 for 8 and 30 for 31 (benchmarks/LOG.md), beside 57 ms until the first token of a
 # prompt of 128 tokens.
 _SHARE = 1 / 8
-_PATIENCE_S = 60.0  # under a load of clients that never ends, a batch still goes on by an item in this time
+_PATIENCE_S = 60.0  # even if clients are always active, a batch starts an item in this time
 
 
 class ItemSlots:
-    """The ``slots`` slots of one model. Items start in the order in which they ask. An item that has waited for
-    ``patience_s`` seconds because of clients, while no other item ran, is overdue: it no longer gives way to them."""
+    """The slots of one model, whose number is ``slots``. Items start in the order in which they ask.
+
+    An item that has waited for ``patience_s`` seconds because of clients, while no other item ran, is overdue, and no
+    longer gives way to clients.
+    """
 
     def __init__(self, model: str, slots: int, clients: ClientLoad, patience_s: float = _PATIENCE_S) -> None:
         self._model = model
@@ -32,18 +35,18 @@ class ItemSlots:
         self._patience_s = patience_s
         self._waiting: deque[ItemTurn] = deque()
         self._running: set[ItemTurn] = set()
-        self._timer: asyncio.TimerHandle | None = None  # until the first waiting item is overdue
-        self._listens = False  # to clients, while items wait
+        self._timer: asyncio.TimerHandle | None = None  # fires when the first waiting item becomes overdue
+        self._listens = False  # True: changes of the clients' load are watched, because items wait
 
     def ask(self, sequences: int) -> ItemTurn:
-        """Returns the turn of an item of so many sequences."""
+        """Queues an item with this number of sequences, and returns its turn."""
         turn = ItemTurn(self, sequences)
         self._waiting.append(turn)
         self.look()
         return turn
 
     def look(self) -> None:
-        """Gives slots to waiting items, as many as clients leave free."""
+        """Starts the waiting items for which clients leave slots free."""
         while self._waiting and self._may_start(self._waiting[0].sequences):
             self._let_in()
         if self._waiting and self._timer is None:
@@ -53,6 +56,7 @@ class ItemSlots:
             (self._clients.listen if self._listens else self._clients.unlisten)(self.look)
 
     def release(self, turn: ItemTurn) -> None:
+        """Frees the slots of an item that has ended, or takes it out of the queue."""
         if turn in self._running:
             self._running.remove(turn)
         elif turn in self._waiting:
@@ -90,14 +94,14 @@ class ItemSlots:
 
 
 class ItemTurn(RequestObservers, RequestObserver):
-    """The place of one item, and the observer of its request, of which it learns that its prompt is prefilled."""
+    """The turn of one item. It observes the item's request, to learn when its prompt is prefilled."""
 
     def __init__(self, slots: ItemSlots, sequences: int) -> None:
         self._slots = slots
         self.sequences = sequences
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.began = False
-        self.overdue = False  # it stands in the engine's queue as a client's request does
+        self.overdue = False  # True: the item waits in the engine's queue with a client's priority
 
     def close(self) -> None:
         """Frees the item's slots. Idempotent."""

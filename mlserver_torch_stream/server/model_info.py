@@ -1,6 +1,6 @@
-"""A model as Triton's clients read it: its tensors, its configuration, and its statistics.
+"""Describes a model to Triton's clients: its tensors, its configuration and its statistics.
 
-What Triton configures and MLServer does not have is left out.
+Settings of Triton's that MLServer does not have are left out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mlserver_torch_stream.server.state import ServerState
 
 
 async def read_config(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
-    """Raises MLServerError if there is no such model."""
+    """Returns a model's configuration in Triton's form. Raises MLServerError if there is no such model."""
     metadata = await host.data_plane.model_metadata(name, version)
     return _config(metadata, ours=is_ours(find_model(host.registry, name, version)))
 
 
 def _config(metadata: MetadataModelResponse, *, ours: bool) -> JsonObject:
-    """``ours``: a model of this package, whose inputs are all optional and which streams."""
+    """Returns the configuration. If ``ours``, the model streams, and all its inputs are optional."""
     optional = {"optional": True} if ours else {}
     return {
         "name": metadata.name,
@@ -49,8 +49,10 @@ def _tensor(tensor: MetadataTensor) -> dict[str, Any]:
 
 
 async def read_statistics(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
-    """Statistics of one model, or of all models of this package if no name is given. Raises MLServerError if there is
-    no such model, and InvalidInput if its requests are not counted here."""
+    """Returns the statistics of one model or, without a name, of all models of this package.
+
+    Raises MLServerError if there is no such model, and InvalidInput if it belongs to another runtime.
+    """
     if not name:
         return _all_statistics(state, filter(is_ours, all_models(host.registry)))
     model = await host.registry.get_model(name, version)
@@ -60,7 +62,10 @@ async def read_statistics(host: ServerHost, state: ServerState, name: str, versi
 
 
 def _all_statistics(state: ServerState, models: Iterable[MLModel]) -> JsonObject:
-    """An execution is a decode step; where there is no engine, it is a request."""
+    """Returns the statistics in Triton's form.
+
+    An execution is a decode step, or a request for models without engine.
+    """
     steps = {labels: stats.decode_steps for labels, stats in state.engine_metrics.counters().items()}
     return {"model_stats": [_statistics(state, model.name, model.version or "", steps) for model in models]}
 

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mlserver_torch_stream.did_you_mean import did_you_mean
 from mlserver_torch_stream.errors import SettingsError
 
-# After ``stalled_reader_timeout``, until the reader is given up. If other work has held up the event loop for so long,
-# or the machine has, what the reader did meanwhile is still to be processed.
+# Seconds from the end of ``stalled_reader_timeout`` until the reader is given up. A blocked event loop first has to
+# process what the reader did meanwhile.
 LAST_LOOK_S = 0.1
 PREFIX = "MLSERVER_TORCH_STREAM_"
-# Other modules read these under the same prefix: the folder of converted models, faults for tests, which kernels.
+# Other modules read these variables: the folder of converted models, faults for tests, the choice of kernels.
 _ELSEWHERE = frozenset({"cache", "faults", "kernel"})
 _REMOVED = {
     "grpc_management_port_torchserve": "the management API is served over REST alone: set "
@@ -27,7 +27,7 @@ _SERVICE_LINK = re.compile(r"(.+_)?(service_host|service_port(_.+)?|port(_\d+_(t
 
 
 class ServerOptions(BaseModel):
-    """All times in seconds."""
+    """The options of the server. All times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,7 +50,7 @@ class ServerOptions(BaseModel):
     """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0: no such port."""
     grpc_port_torchserve: int = Field(0, ge=0, le=65535)
     """A further port for [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service), which is always on
-    MLServer's gRPC port too. TorchServe itself uses 7070. 0: no such port."""
+    MLServer's gRPC port too; 0: no further port."""
     management_port_torchserve: int = Field(0, ge=0, le=65535)
     """Port of [TorchServe's management API](torchserve.md#the-management-api); 0: no such port."""
     management_address: str = "127.0.0.1"
@@ -69,29 +69,28 @@ class ServerOptions(BaseModel):
     """A config.properties whose [defaults for models](torchserve.md#the-management-api) hold for models that the
     management API registers; empty: TorchServe's defaults."""
     allowed_urls: str = ""
-    """Regular expressions, separated by commas. The management API downloads archives only from URLs that one of them
-    matches as a whole; empty: none."""
+    """Regular expressions, separated by commas, one of which must match the whole URL of an archive that the management
+    API downloads; empty: no downloads."""
     skip_failed_models: bool = False
-    """True: a model of this package that cannot be loaded at the start is left out, and the log says why. Otherwise the
-    server ends with status 1. `serve-torchserve` sets it to true, as TorchServe goes on without such a model."""
+    """True: the server starts without a model of this package that cannot be loaded, and logs why; false: it ends with
+    status 1."""
     batch_store: str = ""
     """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
-    """`ignore`: parameters of requests that are [unknown](openai.md#parameters) have no effect; the header
-    `x-ignored-parameters` of the answer and the log name them. `refuse`: such requests get an error."""
+    """`refuse`: a request with an [unknown](openai.md#parameters) parameter gets an error; `ignore`: the parameter has
+    no effect, and the answer's header `x-ignored-parameters` and the log name it."""
     model_aliases: str = ""
-    """Further names of models, for clients that send names of their own: `alias=model`, separated by commas. `*` in an
-    alias stands for any text: `claude-*=smollm2`. The first alias that fits counts, and a model's own name before it.
-    """
+    """Further names of models, as `alias=model` separated by commas; `*` in an alias stands for any text, as in
+    `claude-*=smollm2`."""
     page: bool = False
-    """Serve [a page](page.md) at `/`, on which you chat with the models; `mlserver-torch-stream serve` and `make run`
-    set it to true."""
+    """True: [a page](page.md) at `/` lets you chat with the models; `mlserver-torch-stream serve` and `make run` set
+    this."""
     log_requests: bool = True
-    """Log one line per request, without its prompt."""
+    """True: the log has one line for each request, without its prompt."""
     log_prompts: bool = False
-    """Log the prompt and the answer too."""
+    """True: the line of a request has the prompt and the answer too."""
     api_keys_file: str = ""
     """File of API keys; every request must send one of them ([security.md](security.md#keys)); empty: no key is needed.
     """
@@ -100,14 +99,15 @@ class ServerOptions(BaseModel):
     repository_without_key: bool = False
     """True: listing, loading and unloading models needs no key."""
     model_roots: str = ""
-    """Folders, separated as in `PATH`, in one of which every local model, tokenizer, template and archive must lie;
+    """Folders, separated as in `PATH`, one of which must contain every local model, tokenizer, template and archive;
     empty: any folder."""
     vllm_python: str = ""
-    """Interpreter of the models that vLLM runs ([engines.md](engines.md)), where their settings name none."""
+    """The Python interpreter of an environment with vLLM, for models whose settings name none
+    ([engines.md](engines.md#install))."""
     runtime_lora_updating: bool = False
     """True: [`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`](engines.md#adapters) load and unload adapters."""
     lora_root: str = ""
-    """Folder in which adapters must lie that `/v1/load_lora_adapter` loads; empty: only hub ids."""
+    """The folder that must contain the adapters that `/v1/load_lora_adapter` loads; empty: only hub ids are loaded."""
     tls_cert_file: str = ""
     """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); empty: no TLS."""
     tls_key_file: str = ""
@@ -115,9 +115,9 @@ class ServerOptions(BaseModel):
     tls_client_ca_file: str = ""
     """Certificate of the authority that must have signed the clients' certificates; empty: clients need none."""
     vllm_metric_names: bool = False
-    """Show the metrics under vLLM's names too."""
+    """True: the metrics have vLLM's names too."""
     torchserve_metric_names: bool = False
-    """Show requests and handlers' own metrics under [TorchServe's names](torchserve.md#metrics) too."""
+    """True: the metrics of requests and of handlers have [TorchServe's names](torchserve.md#metrics) too."""
 
     @field_validator("model_aliases")
     @classmethod
@@ -129,7 +129,7 @@ class ServerOptions(BaseModel):
         return value
 
     def model_of_alias(self, name: str) -> str:
-        """The model that has this alias, or else the name itself."""
+        """Returns the model for which ``name`` is an alias; ``name`` itself if it is not an alias."""
         for pair in filter(None, self.model_aliases.split(",")):
             alias, _, model = (part.strip() for part in pair.partition("="))
             if re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL):
@@ -138,7 +138,7 @@ class ServerOptions(BaseModel):
 
 
 def read_options(environ: Mapping[str, str] | None = None) -> ServerOptions:
-    """Raises SettingsError, which names the variable."""
+    """Reads the options from environment variables. Raises SettingsError, which names the variable."""
     environ = os.environ if environ is None else environ
     given = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     ours = {key: value for key, value in given.items() if key not in _ELSEWHERE and not _SERVICE_LINK.fullmatch(key)}
@@ -155,6 +155,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] != "extra_forbidden":
         return f"{name}: {first['msg']}, got {first['input']!r}"
     if key in _REMOVED:
-        return f"{name}: it is removed: {_REMOVED[key]}"
+        return f"{name}: was removed: {_REMOVED[key]}"
     known = [*ServerOptions.model_fields, *_ELSEWHERE]
     return f"{name}: unknown variable{did_you_mean(key, known, lambda near: PREFIX + near.upper())}"

@@ -1,7 +1,7 @@
 """Installs all patches of MLServer.
 
-MLServer passes its settings to no model and tells it of no server, so the REST server is found where it starts, or
-where it registers a model of ours.
+MLServer passes neither its settings nor its servers to a model. So the REST server is found in a patched method: when
+it starts, or when it registers a model of ours.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def install(state: ServerState) -> None:
 
 
 def install_at_start(repository: type, state: ServerState) -> None:
-    """Patches MLServer's classes, and extends REST servers with such a model repository when they start. Idempotent."""
+    """Patches MLServer's classes. A REST server with a ``repository`` of this class is extended when it starts.
+
+    Idempotent.
+    """
     install(state)
     if not is_wrapped(Hook.START):
         wrap(Hook.START, partial(_starting, repository, state))
@@ -70,14 +73,14 @@ def _starting(
 
 
 def keep_out_of_workers(settings: ModelSettings) -> None:
-    """Makes MLServer run this model in the main process, whatever the server's ``parallel_workers``."""
+    """Has MLServer run this model in the main process, whatever the server's ``parallel_workers`` is."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the field is to go in MLServer 1.8
+        warnings.simplefilter("ignore", DeprecationWarning)  # the field will be removed in MLServer 1.8
         settings.parallel_workers = 0
 
 
 def keep_out_of_the_cache(settings: ModelSettings) -> None:
-    """Switches MLServer's response cache off, with which every client would get the first client's sample."""
+    """Switches MLServer's response cache off for this model; every client would get the first client's sample."""
     settings.cache_enabled = False
 
 

@@ -1,8 +1,9 @@
-"""One request at any door, and the model of this package that answers it.
+"""One request, at any door, and the model of this package that answers it.
 
-A door reads its own wire, and writes the reply or the refusal to it. ``Request`` finds the model, enters it, holds the
-reply, and records and refuses what fails. A ``ServedModel`` gives a ``reply`` to REST endpoints, a ``message_reply`` to
-gRPC and Triton's service, and a prediction to TorchServe's paths and services.
+A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. It reads the
+request, and writes the reply or the refusal. ``Request`` finds the model, enters it, holds the reply, and records
+failures. A ``ServedModel`` makes a ``reply`` for REST endpoints, a ``message_reply`` for gRPC and Triton's service, and
+a prediction for TorchServe's paths and services.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RestRequest:
     endpoint: EndpointKind
     request_id: str
     context: Context
-    adapter: str | None = None  # the LoRA adapter whose name was that of the model
+    adapter: str | None = None  # the LoRA adapter that the request names as its model
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,13 @@ class Reply(Protocol):
         """Collects the stream into one reply. Raises RequestError."""
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """The whole reply, and the raw bytes that follow its JSON; None: there are none. Raises RequestError."""
+        """Returns the whole reply, and the raw bytes that follow its JSON, or None. Raises RequestError."""
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The messages that end, with ``error``, each sequence that has not ended."""
+        """Returns the messages that end each open sequence with ``error``."""
 
     def end(self) -> bytes | None:
-        """The data of the event that ends the stream, such as ``[DONE]``; None if the last message is the end."""
+        """Returns the data of a final event, such as ``[DONE]``; None if the stream ends with its last message."""
 
     def close(self) -> None:
         """Synchronous and idempotent."""
@@ -134,7 +135,7 @@ class PieceReply(Protocol):
         """
 
     async def whole(self) -> bytes:
-        """The bytes of all pieces, joined. Raises RequestError."""
+        """Returns the joined bytes of all pieces. Raises RequestError."""
 
     def pieces(self) -> AsyncGenerator[Any, None]:
         """Yields each ``Piece`` as it arrives. Raises RequestError."""
@@ -157,7 +158,7 @@ class ServedModel(ABC):
 
     @property
     def ready(self) -> bool:
-        """The value that MLServer sets after the load, as long as the model has no trouble."""
+        """Whether the model is loaded, as MLServer has set it, and has no trouble."""
         return self._loaded and self.trouble is None
 
     @ready.setter
@@ -182,7 +183,7 @@ class ServedModel(ABC):
     def most_open(self) -> int:
         """The number of requests of one gRPC stream that may run at once. Raises NotServing.
 
-        This is a method because MLServer reads all properties of a model, also while the model loads.
+        It is a method, because MLServer reads all properties of a model, even while the model loads.
         """
 
     def parse(self, raw: bytes, content_type: str, route: RestRoute) -> Any:
@@ -199,7 +200,7 @@ class ServedModel(ABC):
 
     @abstractmethod
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
-        """The responses to message ``index`` of a gRPC stream, which could not be read because of ``error``."""
+        """Returns the responses to message ``index`` of a gRPC stream, which ``error`` made unreadable."""
 
     @abstractmethod
     def open_prediction(
@@ -251,7 +252,7 @@ def find_accepted(
 
 
 def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
-    """The error for a request that needs a handler, sent to a model that generates tokens and answers at ``path``."""
+    """Returns the error for a request that needs a handler, if the model generates tokens and answers at ``path``."""
     message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
     return InvalidInput("model", message)
 
@@ -272,8 +273,8 @@ R = TypeVar("R", bound=Closable)
 class Request(Generic[R]):
     """One request at any door: its model once ``find`` has found it, its reply, and the record of its failure.
 
-    A failure of a request that has a model is recorded once: here, or by the observer of its reply. ``door`` names, in
-    the log, a request that is refused before it has a model; if it is empty, such a refusal is not logged.
+    A failure of a request that has a model is recorded once: here, or by the observer of its reply. ``door`` names the
+    door in the log if a request is refused before it has a model; if it is empty, such a refusal is not logged.
     """
 
     def __init__(
@@ -288,8 +289,8 @@ class Request(Generic[R]):
         self.request_id = request_id
         self.model = model
         self.version: str | None = None
-        self.reply: R | None = None  # once there is one, its observer records what fails
-        self.left = False  # the client reads nothing any more
+        self.reply: R | None = None  # the reply's observer records failures, once there is a reply
+        self.left = False  # True: the client does not read any more
         self._lifecycle = lifecycle
         self._door = door
 
@@ -326,29 +327,29 @@ class Request(Generic[R]):
             self.model.observers(self.kind).refused(self.request_id, error)
 
     def refuse(self, error: Exception) -> RequestError:
-        """Records the error, and returns it as the client gets it."""
+        """Records the error, and returns it in the form that the client gets."""
         self.record(error)
         refusal = as_refusal(error, self._lifecycle.shutdown_reason)
         if self.model is None and self._door:
-            logger.info(f"A request {self._door} was refused: {refusal.message!r}")  # a model's name may hold lines
+            logger.info(f"A request {self._door} was refused: {refusal.message!r}")  # a name may have line breaks
         return refusal
 
     def leave(self) -> None:
-        """Notes that the client has left or that the server has given it up."""
+        """Called when the client has disconnected, or the server has given it up."""
         self.left = True
         self.close()
 
     def close(self) -> None:
-        """Ends the reply. Synchronous and idempotent: it may run in a task that cannot wait."""
+        """Ends the reply. Idempotent, and synchronous, because it may run in a task that can no longer await."""
         if self.reply is not None:
             self.reply.close()
 
 
 def install() -> None:
-    """Passes requests to our models whether they are ready or not: they refuse with a status of their own. Called once.
+    """Has MLServer pass requests to our models even if they are not ready; they refuse with their own status.
 
-    MLServer refuses with 400, at which Seldon Core 2 loads the model again; and it has no state for a model that still
-    accepts requests although routers should send no new ones.
+    MLServer refuses with 400, for which Seldon Core 2 loads the model again. MLServer also has no state for a model
+    that still accepts requests although routers should send no new ones. Called once.
     """
     wrap(Hook.ENTER, _entering)
 
@@ -369,30 +370,30 @@ def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> 
 
 @contextmanager
 def _as_model(settings: ModelSettings) -> Iterator[None]:
-    """MLServer's ``model_context``, which raises where another task closes the stream of a client that disconnected."""
+    """MLServer's ``model_context``, without its error if another task closes the stream after a disconnect."""
     tokens = [(model_name_var, model_name_var.set(settings.name))]
     tokens += [(model_version_var, model_version_var.set(settings.version or ""))]
     try:
         yield
     finally:
         for variable, token in tokens:
-            with suppress(ValueError):  # that task has a context of its own, in which there is nothing to reset
+            with suppress(ValueError):  # the other task's context was never set, so it needs no reset
                 variable.reset(token)
 
 
 def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:
-    """Any exception as an error of the error table. An unexpected exception is a bug, and logged with its traceback.
+    """Returns any exception as an error of the error table. An unexpected one is a bug, and logged with its traceback.
 
-    ``shutdown_reason``: why the process accepts no more requests; None while it does. In V2 a request to a registered
-    model is never answered 400 or 404: Seldon Core 2's agent takes these statuses as "model not loaded" and reloads the
-    model.
+    ``shutdown_reason`` is the reason why the process accepts no more requests; None while it accepts them. In V2 a
+    request to a registered model never gets 400 or 404, which Seldon Core 2's agent takes for "model not loaded": it
+    would reload the model.
     """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ModelNotReady):
         return NotServing(str(error))
     if isinstance(error, ModelNotFound) and shutdown_reason is not None:
-        return NotServing(shutdown_reason)  # an interrupted load has left the registry: 404 would be wrong
+        return NotServing(shutdown_reason)  # not 404: an interrupted load has removed the model
     if isinstance(error, MLServerError):
         refused = RequestError(str(error))
         refused.status = int(error.status_code)

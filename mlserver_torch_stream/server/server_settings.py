@@ -1,7 +1,6 @@
-"""Checks a ``settings.json`` of MLServer's: its JSON, its values, its ports, and keys that MLServer would ignore.
+"""Checks MLServer's ``settings.json``: its JSON, its values, its ports, and keys that MLServer ignores.
 
-``mlserver start`` itself reads the file before it imports this package; only the keys that it ignores can be refused
-there.
+``mlserver start`` reads the file before it imports this package, so under it only ignored keys can be refused.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def check_server_settings(folder: Path) -> None:
 
 
 def refuse_ignored_keys(folder: Path) -> None:
-    """Raises SettingsError for a key of the file that MLServer ignores, if it is known elsewhere or nearly known."""
+    """Raises SettingsError for a key of the file that MLServer ignores and that belongs elsewhere or is misspelt."""
     path = folder / SERVER_SETTINGS_FILE
     if path.is_file():
         refuse_stray_keys(path, Settings.model_fields, _ELSEWHERE)

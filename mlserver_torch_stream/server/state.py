@@ -1,9 +1,8 @@
-"""The objects that a server has once: its lifecycle, keys, metrics, and the sinks of its requests' reports.
+"""The objects that exist once in a server: its lifecycle, keys, metrics, and the sinks of its requests' reports.
 
-``server_state`` is for what MLServer builds and gives no object of its own: runtimes, at each load anew, and the model
-repository. All else gets the state, or the part that it needs, passed. Two objects of this kind are elsewhere, because
-the rooms that use them do not import ``server``: ``engine.shared_pool.PROCESS`` and
-``handlers.pool.handler_metrics.HANDLER_METRICS``.
+Runtimes and the model repository, which MLServer creates without passing them an object, call ``server_state``. All
+other code gets the state, or the part that it needs, as an argument. Two more objects exist once in a process, in rooms
+that do not import ``server``: ``engine.shared_pool.PROCESS`` and ``handlers.pool.handler_metrics.HANDLER_METRICS``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mlserver_torch_stream.server.options import read_options
 
 
 class ServerState:
-    """Made once in a process, as are signals, prometheus_client's registry and MLServer's registry of models."""
+    """The state of a server. A process has one, as it has one set of signal handlers and one Prometheus registry."""
 
     def __init__(self) -> None:
         self.options = read_options({})  # read when a REST server is extended
@@ -37,10 +36,10 @@ class ServerState:
         self.clients = ClientLoad()
         self.reports = RequestReports(self.request_metrics, self.sinks, self.clients)
         for collector in (self.token_metrics, self.weights_metrics):
-            REGISTRY.register(collector)  # which refuses a second collector of the same names
+            REGISTRY.register(collector)  # refuses a second collector with the same names
 
 
 def server_state() -> ServerState:
-    """The state of this process's server, made at the first call."""
+    """Returns the state of this process's server, which is created at the first call."""
     state: ServerState = process_object(ServerState)
     return state

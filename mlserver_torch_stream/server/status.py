@@ -1,6 +1,6 @@
 """Turns our errors into MLServer's errors, and CloudEvents attributes into headers and metadata.
 
-A client's own id may have any characters and any length; a header may not.
+A client's id of a request may have any characters and any length; a header may not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from mlserver.errors import MLServerError
 from mlserver_torch_stream.errors import NotServing, RequestError
 from mlserver_torch_stream.server.host import add_grpc_codes
 
-# Bytes of an error's text as metadata carry it. Clients refuse metadata of more than 8 KiB, and the error with them.
+# Bytes of an error's text in gRPC metadata. Clients reject metadata of more than 8 KiB, and lose the error with them.
 _MAX_DETAILS = 4096
 
 
 class StreamStatus(int):
     """A REST status that maps to another gRPC code on a stream than on a unary call.
 
-    Seldon Core 2 takes UNAVAILABLE on a unary call as "model not loaded" and reloads it, so 503 is RESOURCE_EXHAUSTED
-    there and UNAVAILABLE on streams only. MLServer has one table for both: the key tells them apart.
+    Seldon Core 2 takes UNAVAILABLE on a unary call for "model not loaded" and reloads the model. So 503 becomes
+    RESOURCE_EXHAUSTED on unary calls, and UNAVAILABLE on streams. MLServer has one table for both, in which this class
+    is a separate key.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -54,22 +55,22 @@ _CODES = {
 
 
 def extend_grpc_codes() -> None:
-    """Adds the codes that stock MLServer reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
+    """Adds codes for statuses that stock MLServer reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
     add_grpc_codes(_CODES)
 
 
 class RefusedCall(MLServerError):  # type: ignore[misc]
-    """The error that a model of this package raises to MLServer. The request has its line in the log already."""
+    """The error that a model of this package raises to MLServer. The request's line is in the log already."""
 
 
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
-    """Returns an error as one that MLServer answers with its status."""
+    """Returns the error that makes MLServer answer with the status of ``error``."""
     status = StreamStatus(error.status) if streaming and isinstance(error, NotServing) else error.status
     return RefusedCall(error.message, status)
 
 
 def details_that_fit(text: str) -> str:
-    """The text, or its beginning: in metadata, each byte that is not printable ASCII takes three bytes."""
+    """Returns as much of the text as fits into metadata, where each byte that is not printable ASCII takes three."""
     left = _MAX_DETAILS
     for place, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"
@@ -79,12 +80,15 @@ def details_that_fit(text: str) -> str:
     return text
 
 
-# The limit of one value. gRPC's clients refuse a reply with more than 8 KiB of metadata, and an id is in it twice.
+# Characters of one value. gRPC clients reject a reply with more than 8 KiB of metadata, which contains an id twice.
 _MAX_CHARS = 1024
 
 
 def as_headers(attributes: Mapping[str, str]) -> dict[str, str]:
-    """Names are in lower case. Values are percent-encoded where needed, as in CloudEvents; long ones are left out."""
+    """Returns the attributes as headers, with names in lower case.
+
+    As in CloudEvents, values are percent-encoded if needed. Values that are too long are left out.
+    """
     encoded = {name.lower(): _encoded(value) for name, value in attributes.items()}
     return {name: value for name, value in encoded.items() if len(value) <= _MAX_CHARS}
 

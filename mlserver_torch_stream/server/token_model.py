@@ -1,6 +1,6 @@
-"""A model that generates tokens: reads its requests in their spelling, and their token streams as replies.
+"""A model that generates tokens: it decodes requests in their spelling, and turns token streams into replies.
 
-The first message of a gRPC stream says what several messages mean.
+The first message of a gRPC stream says how the further messages are to be read.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Start = Callable[[Opened], Awaitable[None]]
 
 
 class TokenReply:
-    """Reads the token stream that ``start`` opens, once: as a stream of messages or as a whole.
+    """Reads the token stream that ``start`` opens, once, as a stream of messages or as a whole.
 
-    ``posted``: the body that the request was read from, for replies over REST. ``reads_following``: ``start`` reads all
-    further messages of the gRPC stream.
+    ``posted`` is the body of a REST request. If ``reads_following`` is true, ``start`` reads all further messages of
+    the gRPC stream.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class TokenReply:
         self._stream: TokenStream | None = None
         self._closed = False
         self._begun = False
-        self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event has not been read
+        self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event was not read yet
         self._encoder = spelling.stream(request, context)
-        self.error: Exception | None = None  # the error of the first sequence that failed after the reply had begun
+        self.error: Exception | None = None  # the first error of a sequence after the reply's start
 
     @property
     def request_id(self) -> str:
@@ -74,12 +74,12 @@ class TokenReply:
     def close(self) -> None:
         self._closed = True
         if self._starting is not None:
-            self._starting.cancel()  # a prompt that waits to be tokenized waits no longer
+            self._starting.cancel()  # a prompt may still be waiting to be tokenized
         if self._stream is not None:
             self._stream.close()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
-        """Yields the messages of the stream; under ``stream: false``, one message: the whole reply."""
+        """Yields the messages of the stream; for a request with ``stream: false``, the whole reply as one message."""
         if self._request.stream is False:
             yield await self.whole()
             return
@@ -104,12 +104,12 @@ class TokenReply:
         return encoder.body()
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """The whole reply over REST, and the raw bytes that follow its JSON."""
+        """Returns the whole REST reply, and the raw bytes that follow its JSON, or None."""
         whole = await self.whole()
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """The messages that end, with ``error``, each sequence that has not ended."""
+        """Returns the messages that end each open sequence with ``error``."""
         return self._encoder.fail(error)
 
     def end(self) -> bytes | None:
@@ -120,12 +120,12 @@ class TokenReply:
         try:
             await self._starting
         finally:
-            self._starting = None  # its error has frames that hold this reply: a cycle would keep the prompts
+            self._starting = None  # its error's frames refer to this reply, and the cycle would keep the prompts
         assert self._stream is not None
         return self._stream
 
     def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """Splits the tokens of a last event from its failure. Raises the error if the client has been sent nothing."""
+        """Splits a failed last event into its tokens and its failure. Raises the error if nothing was sent yet."""
         if event.error is not None and not self._begun and not event.size:
             raise as_request_error(event.error)
         self.error = self.error or event.error
@@ -133,7 +133,7 @@ class TokenReply:
         return event.split_failure()
 
     def _check_end(self) -> None:
-        """Raises an error if the token stream has ended before all sequences have."""
+        """Raises an error if the token stream ended before all its sequences."""
         if self._unfinished and self._closed:
             raise asyncio.CancelledError("the reply was closed before its end")
         if self._unfinished:
@@ -146,7 +146,7 @@ class TokenReply:
 
 
 class PromptReply:
-    """The reply to a request that asks about a prompt alone: what ``answer`` returns, which is called once."""
+    """The reply to a request about a prompt alone: the result of ``answer``, which is called once, in a thread."""
 
     keep_alive = b""
     reads_following = False
@@ -172,10 +172,10 @@ class PromptReply:
         return None
 
     def close(self) -> None:
-        """Does nothing: work that a thread has begun cannot be stopped."""
+        """Does nothing, because the work of a thread cannot be stopped."""
 
 
-_NOT_FIRST = "only the first message of a stream in MLServer's own framing may say prompt"
+_NOT_FIRST = "prompt is only for the first message of a stream, on MLServer's own gRPC service"
 
 
 class TokenModel(ServedModel):
@@ -188,7 +188,7 @@ class TokenModel(ServedModel):
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """The model's LoRA adapters; None: its engine takes no adapters, or the model has no engine."""
+        """The model's LoRA adapters; None if its engine takes no adapters, or the model has no engine now."""
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -250,7 +250,7 @@ class TokenModel(ServedModel):
 
 
 def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
-    """The model that has an adapter of this name; None if none has."""
+    """Returns the model that has an adapter of this name; None if none has."""
     for model in default_models(registry):
         if isinstance(model, TokenModel) and name in model.adapter_names:
             return model
@@ -258,12 +258,12 @@ def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
 
 
 def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
-    """The name of the model that ``name`` stands for: ``name`` if a model has it, else what the options map it to."""
+    """Returns the model's name: ``name`` itself if a model has it, else the name for which it is an alias."""
     return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
 
 
 def only_model(registry: MultiModelRegistry) -> str:
-    """The name of the only model that generates tokens. Raises InvalidInput if there are several, or none."""
+    """Returns the name of the only model that generates tokens. Raises InvalidInput if there are several or none."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
         raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")

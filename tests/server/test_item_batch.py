@@ -63,7 +63,7 @@ def test_what_follows_the_first_batch_and_is_none_ends_the_connection(server: Se
     )
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         _post(server, item + item)
-    assert "1 is being answered already" in server.log
+    assert "1 is already being answered" in server.log
     server.wait_for("tiny", lambda counters: counters["running_sequences"] == 0)
 
 

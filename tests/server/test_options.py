@@ -37,7 +37,7 @@ def test_what_kubernetes_says_of_a_service_of_our_name_is_no_option(service: str
         (
             "MLSERVER_TORCH_STREAM_GRPC_MANAGEMENT_PORT_TORCHSERVE",
             "7071",
-            "GRPC_MANAGEMENT_PORT_TORCHSERVE: it is removed: .* set MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE",
+            "GRPC_MANAGEMENT_PORT_TORCHSERVE: was removed: .* set MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE",
         ),
     ],
 )

@@ -165,14 +165,14 @@ def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
         assert port_problem(Settings(host=HOST, **ports), options) is None
         taken = unused if port == "grpc_port" else holder.getsockname()[1]
         problem = port_problem(Settings(host=HOST, **{**ports, port: taken}), options)
-    assert problem is not None and problem.startswith(f"port {taken} ({port}) cannot be listened on at {HOST}: ")
+    assert problem is not None and problem.startswith(f"cannot listen on port {taken} ({port}) at {HOST}: ")
 
 
 @pytest.mark.parametrize("port", ["http_port", "grpc_port", "metrics_port"])
 def test_a_number_that_is_no_port_is_named(port: str) -> None:
     ports = dict(zip(("http_port", "metrics_port", "grpc_port"), free_ports(3), strict=True))
     problem = port_problem(Settings(host=HOST, **{**ports, port: 70000}), ServerOptions())
-    assert problem is not None and problem.startswith(f"port 70000 ({port}) cannot be listened on at {HOST}: ")
+    assert problem is not None and problem.startswith(f"cannot listen on port 70000 ({port}) at {HOST}: ")
 
 
 def test_a_look_at_the_ports_leaves_no_descriptor() -> None:

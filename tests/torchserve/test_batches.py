@@ -277,7 +277,7 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
 
     async def scenario() -> None:
         assert [(await anext(job.stream)).value for _ in range(2)] == [b"a", b"b"]
-        with pytest.raises(HandlerFailed, match="began differently"):
+        with pytest.raises(HandlerFailed, match="it sent a different beginning"):
             await anext(job.stream)
 
     run(scenario())

@@ -1,1 +1,1 @@
-"""Keys and TLS for every port of the server."""
+"""API keys and TLS for every port of the server."""

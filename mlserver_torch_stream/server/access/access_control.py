@@ -1,7 +1,7 @@
-"""Holds the API keys, the endpoints that need no key, and the certificate of this process's ports.
+"""The API keys, the endpoints that need no key, and the TLS certificate of this process's ports.
 
-Of the keys only digests are kept, and no message quotes a key. Every path and method that is not listed as open needs a
-key, also for other runtimes' models. Certificates are read once.
+Only digests of the keys are kept, and no message quotes a key. Every path and method that is not listed as open needs a
+key, even for models of other runtimes. Certificates are read once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.page.page_routes import page_paths
 
-_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry without quotes
+_KEY = re.compile(r"[\x21-\x7e]+")  # characters that a header can contain without quotes
 _SCHEME = "bearer"
 
 
 class ApiKeys:
-    """One key a line; empty lines and lines that begin with ``#`` are skipped. Raises SettingsError."""
+    """The keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
+
+    The file is read again when it changes. Raises SettingsError if it cannot be read or has no key.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -39,7 +42,7 @@ class ApiKeys:
             raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
     def accept(self, authorizations: Sequence[str]) -> bool:
-        """Whether there is exactly one value of ``Authorization``, and it is ``Bearer`` and a valid key."""
+        """Whether ``authorizations``, the request's headers of this name, are one ``Bearer`` with a valid key."""
         self._follow_the_file()
         if len(authorizations) != 1:
             return False
@@ -49,7 +52,7 @@ class ApiKeys:
         return scheme.lower() == _SCHEME and any(matches)
 
     def _follow_the_file(self) -> None:
-        """A file that cannot be read any more, or has no key, leaves the last keys; the log says so once."""
+        """Reads the file again if it has changed. If that fails, the last keys stay valid, and one line is logged."""
         try:
             version: object = self._file_version()
         except OSError as error:
@@ -59,13 +62,13 @@ class ApiKeys:
         self._version = version
         try:
             self._digests = self._read()
-            logger.info(f"The keys in {self._path} were read again: there are {len(self._digests)}")
+            logger.info(f"Read the keys in {self._path} again: {len(self._digests)} keys")
         except (OSError, SettingsError) as error:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
-            logger.error(f"The keys in {self._path} cannot be read again, so the keys read last stay valid: {reason}")
+            logger.error(f"Cannot read the keys in {self._path} again, so the earlier ones stay valid: {reason}")
 
     def _file_version(self) -> tuple[int, int, int, int]:
-        """Differs once the file has been written, or replaced by another one, even by one of the same age."""
+        """Returns a value that changes when the file is written or replaced, even by a file of the same age."""
         found = self._path.stat()
         return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_size
 
@@ -75,14 +78,14 @@ class ApiKeys:
         keys = [(number, key) for number, key in keys if key and not key.startswith("#")]
         for number, key in keys:
             if not _KEY.fullmatch(key):
-                raise SettingsError(f"line {number} of {self._path} has characters that a header cannot carry")
+                raise SettingsError(f"line {number} of {self._path} has characters that a header cannot contain")
         if not keys:
             raise SettingsError(f"the file of keys {self._path} has no key")
         return frozenset(_digest(key) for _, key in keys)
 
 
 def _digest(key: str) -> bytes:
-    """All digests have one length, so that the time of a comparison does not depend on the length of a key."""
+    """Hashes a key. All digests have one length, so the time of a comparison does not depend on the key's length."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -102,14 +105,14 @@ _GRPC_REPOSITORY = frozenset(
 
 @dataclass(frozen=True)
 class OpenEndpoints:
-    """The endpoints that need no key: health always, the others if the settings say so."""
+    """The endpoints that need no key: health always, others if the settings say so."""
 
     metrics: bool
     repository: bool
-    page: Set[str] = frozenset()  # the paths of its files
+    page: Set[str] = frozenset()  # the paths of the page's files
 
     def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
-        """Whether a REST path needs no key. ``path``: decoded, without the server's root path."""
+        """Whether a REST path needs no key. ``path`` is decoded and lacks the server's root path."""
         if method in _READING and (path in self.page or _REST_HEALTH.fullmatch(path)):
             return True
         if method in _READING and self.metrics and path == metrics_endpoint:
@@ -117,53 +120,60 @@ class OpenEndpoints:
         return self.repository and _REST_REPOSITORY.fullmatch(path) is not None
 
     def grpc(self, method: str) -> bool:
-        """``method`` with its service, as in ``/inference.GRPCInferenceService/ModelInfer``."""
+        """Whether a gRPC method needs no key.
+
+        ``method`` is a path such as ``/inference.GRPCInferenceService/ModelInfer``.
+        """
         return method in _GRPC_HEALTH or (self.repository and method in _GRPC_REPOSITORY)
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Paths of PEM files. With ``client_ca`` a client must show a certificate that this authority has signed."""
+    """The paths of PEM files. With ``client_ca`` clients must have a certificate that this authority has signed."""
 
     certificate: str
     key: str
     client_ca: str
 
     def configure(self, config: uvicorn.Config) -> None:
-        """Makes a listener of uvicorn, which has not begun, speak TLS."""
+        """Switches TLS on for a listener of uvicorn that has not started yet."""
         config.ssl_certfile, config.ssl_keyfile = self.certificate, self.key
         if self.client_ca:
             config.ssl_ca_certs, config.ssl_cert_reqs = self.client_ca, ssl.CERT_REQUIRED
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Returns the credentials for a gRPC port."""
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
         authority = Path(self.client_ca).read_bytes() if self.client_ca else None
         return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def tls_files(options: ServerOptions) -> TlsFiles | None:
-    """None where there is no TLS. Raises SettingsError, which names the variable."""
+    """Returns the files that the options name, after a check; None without TLS.
+
+    Raises SettingsError, which names the variable.
+    """
     files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     if not any((files.certificate, files.key, files.client_ca)):
         return None
     if not (files.certificate and files.key):
         missing = "TLS_KEY_FILE" if files.certificate else "TLS_CERT_FILE"
-        raise SettingsError(f"{PREFIX}{missing}: TLS needs a certificate and its key, and this is not set")
+        raise SettingsError(f"{PREFIX}{missing}: is not set, and TLS needs a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     named = "TLS_CERT_FILE and TLS_KEY_FILE"
     try:
-        context.load_cert_chain(files.certificate, files.key, password="")  # else a key with one asks the terminal
+        context.load_cert_chain(files.certificate, files.key, password="")  # None would ask for one on the terminal
         if files.client_ca:
             named = "TLS_CLIENT_CA_FILE"
             context.load_verify_locations(files.client_ca)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+    except (OSError, ValueError) as error:  # ssl.SSLError is a subclass of OSError
         raise SettingsError(f"{PREFIX}{named}: cannot be used: {_reason(error)}") from None
     return files
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or "it is no PEM file of that kind"
+        return error.reason or "it is not a PEM file of that kind"
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
@@ -171,7 +181,10 @@ REPOSITORY = "mlserver_torch_stream.GuardedModelRepository"
 
 
 class AccessControl:
-    """Empty until MLServer creates its model repository, which happens before it creates a port."""
+    """The keys, the open endpoints and the certificate of this process.
+
+    It is empty until MLServer creates its model repository, which happens before MLServer creates a port.
+    """
 
     def __init__(self) -> None:
         self.keys: ApiKeys | None = None
@@ -180,7 +193,7 @@ class AccessControl:
         self._guards = False
 
     def configure(self, options: ServerOptions) -> None:
-        """Raises SettingsError, which names the variable."""
+        """Reads the files that the options name. Raises SettingsError, which names the variable."""
         self._guards = True
         self.tls = tls_files(options)
         page = page_paths() if options.page else frozenset[str]()
@@ -191,17 +204,17 @@ class AccessControl:
             raise SettingsError(f"{PREFIX}API_KEYS_FILE: {error}") from None
 
     def without_keys(self) -> AccessControl:
-        """The certificate alone, for a port that checks a token of its own."""
+        """Returns access with the certificate only, for a port that checks its own token."""
         unkeyed = AccessControl()
         unkeyed.tls = self.tls
         return unkeyed
 
     def check(self, options: ServerOptions) -> None:
-        """Raises SettingsError if the options ask for keys or TLS, but the ports were opened without them."""
+        """Raises SettingsError if the options ask for keys or TLS but the ports were opened without them."""
         asked = {"API_KEYS_FILE": options.api_keys_file, "TLS_CERT_FILE": options.tls_cert_file}
         for name, value in asked.items():
             if value and not self._guards:
                 raise SettingsError(
                     f"{PREFIX}{name} needs MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION={REPOSITORY}: MLServer opens its "
-                    "ports before it looks at any model"
+                    "ports before it reads any model's settings"
                 )

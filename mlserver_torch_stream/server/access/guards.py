@@ -1,6 +1,6 @@
-"""Refuses HTTP requests and gRPC calls without a key, and gives gRPC ports their certificate.
+"""Refuses HTTP requests and gRPC calls without a valid key, and gives gRPC ports their certificate.
 
-A call is refused before one of its messages is read. Each message of a stream counts as a request.
+A gRPC call is refused before its first message is read. On a stream each message counts as a request.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from mlserver_torch_stream.server.host import listen_by
 from mlserver_torch_stream.server.rest.connection import send_json
 from mlserver_torch_stream.server.rest.prediction_messages import status_and_body
 
-_POLICY_VIOLATION = 1008  # a WebSocket that is closed before it is accepted is answered 403
+_POLICY_VIOLATION = 1008  # a WebSocket that is closed with it before it is accepted gets 403
 _PREFLIGHT = ("origin", "access-control-request-method")
 _TORCHSERVE = re.compile(r"/(predictions|explanations)/.*|/v1/models/[^/]+:(predict|explain)", re.DOTALL)
 
 
 class RestGuard:
-    """Middleware; ``metrics_endpoint`` is the path of the metrics, None where there are none.
+    """ASGI middleware that answers a request without a valid key with 401.
 
-    ``preflights``: whether the application answers a browser's preflights itself, which bear no key.
+    ``metrics_endpoint`` is the path of the metrics, or None. If ``preflights`` is true, the application answers a
+    browser's preflight requests, which never have a key.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ def _path(scope: Scope) -> str:
 
 
 def _anthropic(headers: Headers) -> list[str]:
-    """The keys of Anthropic's header, as those of the other one."""
+    """Returns the keys of Anthropic's header in the form of ``Authorization``."""
     return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 async def _refuse(path: str, send: Send) -> None:
-    """Answers 401 in the spelling of the path."""
+    """Sends 401 with the error object of the path's protocol."""
     error = Unauthorized()
     headers = [(b"www-authenticate", b"Bearer")]
     if _TORCHSERVE.fullmatch(path):
@@ -94,8 +95,10 @@ async def _abort(messages: AsyncIterator[bytes], context: grpc.aio.ServicerConte
 
 
 def _check_each_message(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
-    """Stops reading messages when the key is no longer valid. Requests in flight are answered; then the call is
-    refused."""
+    """Wraps a stream's handler, so that it reads no more messages once the key is no longer valid.
+
+    Requests in flight are still answered; then the call is refused.
+    """
 
     async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         refused = False
@@ -144,13 +147,13 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class GuardedAio:
-    """Stands in for ``grpc.aio``, from which MLServer takes the function that creates its server."""
+    """Stands in for ``grpc.aio`` in MLServer, which creates its gRPC server by ``grpc.aio.server``."""
 
     def __init__(self, access: AccessControl) -> None:
         self._access = access
 
     def server(self, *args: Any, interceptors: Any = (), **options: Any) -> aio.Server:
-        """``grpc.aio.server``, guarded; its ports have the certificate, if there is one, and may be of IPv6 hosts."""
+        """Creates a guarded gRPC server, whose ports have the certificate, if any, and may be on IPv6 hosts."""
         guards = [] if self._access.keys is None else [GrpcGuard(self._access)]
         server = aio.server(*args, interceptors=[*guards, *interceptors], **options)
         listen = server.add_insecure_port
@@ -161,6 +164,6 @@ class GuardedAio:
 
 
 def _with_brackets(address: str) -> str:
-    """The address as gRPC reads it: MLServer puts host and port together without the brackets of an IPv6 host."""
+    """Puts the brackets around an IPv6 host that gRPC needs and MLServer omits."""
     host, _, port = address.rpartition(":")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else address

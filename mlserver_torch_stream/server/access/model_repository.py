@@ -1,7 +1,7 @@
-"""A model repository for MLServer; its construction guards every port with keys and TLS, and patches MLServer.
+"""A model repository for MLServer whose construction guards every port with keys and TLS, and patches MLServer.
 
-MLServer creates its repository, whose class is a setting, before it opens its ports; it resolves the class of a model
-only after that.
+The class of the repository is a setting of MLServer. MLServer creates the repository before it opens its ports, and
+imports the class of a model only after that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlserver_torch_stream.settings import SETTINGS_FILE
 if TYPE_CHECKING:
 
     class SchemalessModelRepository:
-        """The part of MLServer's class that is used."""
+        """The part of MLServer's class that is used here."""
 
         def __init__(self, root: str) -> None: ...
 
@@ -39,14 +39,14 @@ else:
 
 
 class GuardedModelRepository(SchemalessModelRepository):
-    """Ends the process with status 1 and one line where a setting of the keys or of TLS is wrong.
+    """MLServer's repository, with which a server has our routes and ports even before it has a model.
 
-    With it a server has our routes and ports before it has a model.
+    If a setting of keys or TLS is wrong, the process ends with status 1 and one line.
     """
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # as MLServer's repository finds them
+        self._files = os.path.join(os.path.abspath(root), "**", SETTINGS_FILE)  # MLServer's own pattern
         state = server_state()
         try:
             state.access.configure(read_options())
@@ -56,9 +56,9 @@ class GuardedModelRepository(SchemalessModelRepository):
         patches.install_at_start(GuardedModelRepository, state)
 
     async def list(self) -> list[ModelSettings]:
-        """A model whose settings cannot be read is listed too, so that its load fails with the reason.
+        """Returns the settings of every model below the folder; if there is no file, those in environment variables.
 
-        Without a file, the variables may name a model, as in MLServer's repository.
+        A model whose settings cannot be read is listed too, so that its load fails with the reason.
         """
         found = [readable_or_not(Path(path)) for path in glob.glob(self._files, recursive=True)]
         return found or await super().list()

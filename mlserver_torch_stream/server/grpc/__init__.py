@@ -1,1 +1,1 @@
-"""Serves gRPC: messages of V2 that MLServer cannot convert, streams, and Triton's and TorchServe's services."""
+"""gRPC: V2's messages that MLServer cannot convert, streams, reflection, and Triton's and TorchServe's services."""

@@ -1,10 +1,10 @@
-"""Converts the gRPC messages and replies of our models that MLServer cannot convert, and ends refused calls.
+"""Converts the gRPC messages of our models where MLServer fails to, and ends refused calls with the right status.
 
-A message that is no request is refused as bad input; MLServer would report an internal error. An id that metadata
-cannot carry is left out of the reply's metadata. MLServer converts the messages for other models.
+A message that is not a valid request is refused as bad input, where MLServer reports an internal error. An id that
+metadata cannot contain is left out of the reply's metadata. MLServer itself logs a traceback for every error, even for
+a client's mistake, and crashes if a stream ends without a message or has a message that cannot be parsed.
 
-MLServer logs a traceback for every error that a method raises, also for a client's mistake. It fails itself where a
-stream ends without a message, or sends bytes that are no message. MLServer handles the errors of other models.
+MLServer still converts the messages, and handles the errors, of other runtimes' models.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.status import ModelNotLoaded, RefusedCall, as_headers, details_that_fit
 
 _RAW = "raw_input_contents"
-_ON_LOOP = 16_384  # elements and bytes of raw contents; a message of more is converted in a thread
+_ON_LOOP = 16_384  # a message with more elements, or more bytes of raw contents, is converted in a thread
 _SHARED_MEMORY = "shared_memory_"
-# Fields of Triton's InferParameter that MLServer's message does not have: their numbers and protobuf's wire types.
+# Fields of Triton's InferParameter that MLServer's message lacks: their numbers and protobuf's wire types.
 _DOUBLE = (4, 1)
 _UINT64 = (5, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedMessage:
-    """Stands for a message on a stream that is refused before its inputs are read."""
+    """Takes the place of a message on a stream that is refused before its inputs are read."""
 
     error: InvalidInput
     id: str
@@ -69,7 +69,7 @@ class RefusedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedMessage:
-    """Stands for a message that has been converted already, in what MLServer reads of a message."""
+    """Takes the place of a message that is already converted; it has the fields that MLServer reads."""
 
     payload: InferenceRequest
     model_name: str
@@ -81,7 +81,7 @@ class ConvertedMessage:
 async def convert_large(
     servicer: InferenceServicer, request: pb.ModelInferRequest, context: grpc.ServicerContext
 ) -> pb.ModelInferRequest | ConvertedMessage:
-    """The message; one for our models with many elements as converted in a thread, where it holds up no stream."""
+    """Returns the message. A large one for our models is first converted in a thread, so that it delays no stream."""
     if not _is_large(request) or not _is_ours(servicer, request.model_name, request.model_version):
         return request
     payload = await asyncio.to_thread(convert_message, servicer, request, context)
@@ -130,7 +130,7 @@ def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> boo
 
 
 def _is_large(request: pb.ModelInferRequest) -> bool:
-    """False also for a message that has too many tensors: it is refused at once."""
+    """Whether to convert the message in a thread; False also for too many tensors, which are refused at once."""
     if max(len(request.inputs), len(request.raw_input_contents)) > MAX_TENSORS:
         return False
     elements = sum(len(each) for tensor in request.inputs for _, each in tensor.contents.ListFields())
@@ -138,7 +138,7 @@ def _is_large(request: pb.ModelInferRequest) -> bool:
 
 
 def _check_counts(request: pb.ModelInferRequest) -> None:
-    """Refuses what would take MLServer seconds to convert, before it begins."""
+    """Raises InvalidInput for a message that MLServer would convert for seconds."""
     check_count("inputs", len(request.inputs), MAX_TENSORS, "tensors")
     check_count("outputs", len(request.outputs), MAX_TENSORS, "tensors")
     check_count(_RAW, len(request.raw_input_contents), MAX_TENSORS, "entries")
@@ -150,10 +150,10 @@ def _check_counts(request: pb.ModelInferRequest) -> None:
 
 
 def _check_raw(request: pb.ModelInferRequest) -> None:
-    """Refuses raw contents that do not match the inputs: MLServer reads what it needs and drops the rest."""
+    """Raises InvalidInput for raw contents that do not match the inputs, of which MLServer would drop a part."""
     for tensor in request.inputs:
         for key in tensor.parameters:
-            if key.startswith(_SHARED_MEMORY):  # such a tensor has no contents
+            if key.startswith(_SHARED_MEMORY):  # the tensor is in shared memory and has no contents
                 raise InvalidInput(key, "is not implemented by this runtime")
     given = request.raw_input_contents
     bare = [tensor for tensor in request.inputs if not tensor.contents.ListFields()]
@@ -168,7 +168,7 @@ def _check_raw(request: pb.ModelInferRequest) -> None:
 
 
 def _unknown_value(parameter: pb.InferParameter) -> float | int | None:
-    """The fraction or unsigned integer of one of Triton's clients, which protobuf keeps as an unknown field."""
+    """Returns a double or an unsigned integer of Triton's clients, which protobuf keeps as an unknown field."""
     if parameter.WhichOneof("parameter_choice") is not None:
         return None
     for field in UnknownFieldSet(parameter):
@@ -186,7 +186,7 @@ def _explain(error: Exception) -> InvalidInput:
     if isinstance(error, ValidationError):
         return first_complaint(error)
     if isinstance(error, struct.error):
-        return InvalidInput(_RAW, f"is not what datatype and shape say ({error})")
+        return InvalidInput(_RAW, f"does not match datatype and shape ({error})")
     return InvalidInput("inputs", str(error))
 
 
@@ -195,7 +195,7 @@ class _NoMessage(MLServerError):  # type: ignore[misc]
 
 
 M = TypeVar("M", bound=Message)
-# What models of ours raise, and names and versions that no model has.
+# The errors that our models raise, and the errors for unknown names and versions.
 _REFUSALS = (RefusedCall, ModelNotLoaded, ModelNotFound, _NoMessage)
 Unary = Callable[[Any, Any, grpc.ServicerContext], Awaitable[Any]]
 Stream = Callable[
@@ -212,14 +212,14 @@ _RESPONSES = {
 
 
 def answer_refusals(response: Callable[[], Any], original: Unary) -> Unary:
-    """Ends a call that is refused with the status of its error."""
+    """Wraps a method, so that a refused call ends with the status of its error."""
 
     async def answer(servicer: Any, request: Any, context: grpc.ServicerContext) -> Any:
         try:
             return await original(servicer, request, context)
         except _REFUSALS as error:
             refuse(context, error)
-            return response()  # it is not sent beside a status
+            return response()  # not sent, because the call ends with a status
 
     return answer
 
@@ -249,7 +249,7 @@ def _stream(original: Stream) -> Stream:
 
 
 async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInferRequest:
-    """The first message. Raises MLServerError if the stream has none."""
+    """Returns the first message. Raises MLServerError if the stream has none, or it cannot be parsed."""
     try:
         return await anext(messages)
     except StopAsyncIteration:
@@ -259,7 +259,7 @@ async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInfer
 
 
 def read_message(kind: type[M], raw: bytes) -> M:
-    """Parses a message. Raises MLServerError if the bytes are not a message."""
+    """Parses a message. Raises MLServerError if the bytes are not one."""
     message: M = kind()
     try:
         message.ParseFromString(raw)
@@ -279,7 +279,7 @@ async def _with_first(
     following: AsyncIterator[pb.ModelInferRequest],
     context: grpc.ServicerContext,
 ) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage | ConvertedMessage]:
-    """All messages. A later one that cannot be decoded, or that names another model, is refused alone."""
+    """Yields all messages of a stream. A later one that cannot be parsed, or names another model, is refused alone."""
     yield await convert_large(servicer, first, context)
     registry = registry_of(servicer)
     ours = is_ours(find_model(registry, first.model_name, first.model_version))
@@ -287,7 +287,7 @@ async def _with_first(
         async for message in following:
             model = find_model(registry, message.model_name, message.model_version)
             if ours and message.model_name and model is not find_model(registry, first.model_name, first.model_version):
-                problem = "differs from that of the stream's first message, or its version does"
+                problem = "this name or its version differs from the stream's first message"
                 yield RefusedMessage(InvalidInput("model_name", problem), message.id)
             else:
                 yield await convert_large(servicer, message, context)
@@ -298,17 +298,19 @@ async def _with_first(
 
 
 def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
-    """Sets the code and the details of an error on a call, and logs it unless the request has a line of its own."""
+    """Sets an error's code and details on a call, and logs the refusal unless the request has its own line."""
     code = grpc_code(error)
-    if not isinstance(error, RefusedCall):  # else the request has its line in the log
-        logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have lines
+    if not isinstance(error, RefusedCall):  # otherwise the request's own line is in the log
+        logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have line breaks
     context.set_code(code)
     context.set_details(details_that_fit(str(error)))
 
 
 def install() -> None:
-    """Wraps the conversion of messages to our models and of replies from them, and MLServer's methods below its own
-    handling of errors. Called once."""
+    """Wraps MLServer's conversion of messages and replies, and its methods inside its own error handling.
+
+    Called once.
+    """
     wrap(Hook.CONVERT, _wrap_conversion)
     wrap(Hook.SET_TRAILING_METADATA, _wrap_metadata)
     for method, response in _RESPONSES.items():

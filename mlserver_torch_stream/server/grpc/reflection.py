@@ -1,7 +1,6 @@
-"""gRPC server reflection: tells a client such as grpcurl which services a port has, and what their messages are.
+"""gRPC server reflection: clients such as grpcurl ask it for the services of a port and for their messages.
 
-Service and messages are those of gRPC's ``reflection.proto``, versions ``v1`` and ``v1alpha``, which are the same on
-the wire.
+It implements ``v1`` and ``v1alpha`` of gRPC's ``reflection.proto``, which are the same on the wire.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _PATHS = frozenset(f"/{service}/{METHOD}" for service in SERVICES)
 
 
 class Reflection(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Describes the services of ``files``, none of which imports another."""
+    """Describes the services of ``files``, which must not import each other."""
 
     def __init__(self, files: Sequence[FileDescriptorProto]) -> None:
         self._pool = DescriptorPool()
@@ -100,7 +99,7 @@ class Reflection(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def mlserver_files() -> list[FileDescriptorProto]:
-    """The files of MLServer's own services."""
+    """Returns the descriptors of the files that define MLServer's services."""
     files = []
     for module in (dataplane_pb2, model_repository_pb2):
         files.append(FileDescriptorProto())

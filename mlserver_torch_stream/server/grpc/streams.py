@@ -1,6 +1,6 @@
 """Serves one gRPC stream: reads its messages, answers them concurrently, and ends when its reader stalls.
 
-The time limit suits readers that ask for the next item when the last one has been sent, as gRPC's reader does.
+The time limit assumes a reader that asks for the next item once the last one has been sent, as gRPC does.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ Response = TypeVar("Response")
 class MessageReply(Protocol[Body_co]):
     """The reply to one message."""
 
-    def bodies(self) -> AsyncIterator[Body_co]: ...
+    def bodies(self) -> AsyncIterator[Body_co]:
+        """Yields the bodies of the reply."""
 
     def failure(self, error: Exception) -> Sequence[Body_co]:
-        """The last bodies of a reply that failed while other replies go on."""
+        """Returns the last bodies of a reply that failed, while the other replies of the stream go on."""
 
     def close(self) -> None:
         """Cancels the work for this reply. Synchronous and idempotent."""
 
 
 class ConcurrentReplies(Generic[Message, Body, Response]):
-    """Reads messages, opens at most ``most_open`` replies at a time, and yields the bodies of all, converted.
+    """Reads messages, answers at most ``most_open`` of them at a time, and yields the converted bodies of all replies.
 
-    One task reads and one task per message answers; each is held here until it has ended. A task waits while its last
-    item is not the first in the outbox, so it has at most two items there. So the tasks wait for a reader that lags,
-    and token streams merge their events meanwhile. ``close`` is synchronous because clean-up may run in a task that
-    cannot wait.
+    One task reads messages, and one task for each message answers it; all tasks are held here until they have ended. A
+    task waits until its last item is the first in the outbox, so it has at most two items there. If the reader lags,
+    the tasks therefore wait, and token streams merge their events meanwhile. ``close`` is synchronous, because clean-up
+    may run in a task that can no longer await.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         self._convert = convert
         self._slots = asyncio.Semaphore(most_open)
         self._loop = asyncio.get_running_loop()
-        # Items, each with the future that its task awaits; None if the outbox was empty.
+        # Items, each with the future that its task awaits, or None if the outbox was empty.
         self._outbox: deque[tuple[Response | Exception | None, asyncio.Future[None] | None]] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # of the reader that waits for an item
+        self._arrival: asyncio.Future[None] | None = None  # the reader awaits it if the outbox is empty
         self._open: dict[asyncio.Task[None], MessageReply[Body]] = {}
         self._received = 0
         self._replied = False
@@ -86,6 +87,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         return item
 
     def close(self) -> None:
+        """Cancels all replies, and ends the iteration. Synchronous and idempotent."""
         self._closed = True
         self._outbox.clear()
         self._reader.cancel()
@@ -105,7 +107,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
                 await asyncio.wait(self._open)
             await self._put(None)
         except Exception as error:
-            if not self._closed:  # else no reader takes the item, and the task would never end
+            if not self._closed:  # after that, no reader would take the item, and the task would never end
                 await self._put(error)
 
     async def _put(self, item: Response | Exception | None) -> None:
@@ -123,7 +125,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
     def _ended(self, task: asyncio.Task[None]) -> None:
         answer = self._open.pop(task)
         if task.cancelled() and not self._closed and not self._reader.done():
-            # ``close`` has not cancelled it: the CancelledError is from inside the reply, and would hang a gRPC client.
+            # The CancelledError is not from ``close`` but from inside the reply, and would hang a gRPC client.
             self._start(answer, self._fail(answer, RuntimeError("the generation was cancelled inside the server")))
         else:
             self._slots.release()
@@ -139,7 +141,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
             answer.close()
 
     async def _fail(self, answer: MessageReply[Body], error: Exception) -> None:
-        """If the stream's only message fails before its first reply, the stream fails; otherwise the message alone."""
+        """Fails the whole stream if its only message fails before its first body; otherwise only this message."""
         if self._closed:
             return
         if self._received == 1 and not self._replied:
@@ -158,7 +160,10 @@ T = TypeVar("T")
 
 
 class ReadTimeout(Generic[T]):
-    """Yields the items. If the reader takes none for ``seconds`` (0: no limit), calls ``stalled``, then raises."""
+    """Yields the items. If the reader takes none for ``seconds``, calls ``stalled`` and raises TimedOut.
+
+    With 0 seconds there is no limit.
+    """
 
     def __init__(self, items: AsyncIterator[T], seconds: float, stalled: Callable[[], None]) -> None:
         self._items = items
@@ -167,8 +172,8 @@ class ReadTimeout(Generic[T]):
         self._limited = seconds > 0
         self._given_up = False
         self._loop = asyncio.get_running_loop()
-        self._given_at: float | None = None  # while the reader has an item
-        self._overdue: float | None = None  # when the item was given whose time had passed at the last look
+        self._given_at: float | None = None  # when the reader got the item that it still has; None if it has none
+        self._overdue: float | None = None  # the _given_at of an item that was already overdue at the last check
         self._timer: asyncio.TimerHandle | None = None
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -191,7 +196,7 @@ class ReadTimeout(Generic[T]):
             self._timer.cancel()
 
     def _check(self) -> None:
-        """Ends the stream if the reader has held its item for too long, at two looks. Many items share one timer."""
+        """Ends the stream if the reader's item was overdue at two checks. Many items share one timer."""
         self._timer = None
         if self._given_at is None:
             return
@@ -207,11 +212,11 @@ class ReadTimeout(Generic[T]):
 
 
 class StreamSession:
-    """The model decides whether further messages are requests of their own or belong to the first one.
+    """Answers one ``ModelStreamInfer`` call. The reply to the first message says whether the others are its own.
 
-    MLServer gives all messages of a stream the id of the first one, so each further request gets a new id here. The
-    next message is read when fewer than the model's ``most_open`` requests run. The stream of a reader that takes no
-    response for ``stalled_after`` seconds (0: no limit) is cut. ``request``: that of the first message.
+    MLServer gives all messages of a stream the id of the first, so each further request gets a new id here. The next
+    message is read when fewer than the model's ``most_open`` requests run. If the reader takes no response for
+    ``stalled_after`` seconds (0: no limit), the stream is cut. ``request`` is the request of the first message.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class StreamSession:
         self._unread: ReadTimeout[InferenceResponse] | None = None
 
     async def open(self) -> AsyncIterator[InferenceResponse]:
-        """The responses. Raises RequestError if the first message is wrong."""
+        """Yields the responses. Raises RequestError if the first message is wrong."""
         most_open = self._model.most_open()
         first = await anext(self._payloads, None)
         if first is None:
@@ -255,7 +260,7 @@ class StreamSession:
             self._replies.close()
 
     async def _messages(self, *, only_first: bool) -> AsyncIterator[InferenceRequest | None]:
-        """None means the first message, which has been read already."""
+        """Yields the messages; None stands for the first one, which has been read already."""
         yield None
         if not only_first:
             async for payload in until(self._model.inflight.refusing, self._payloads):
@@ -291,16 +296,16 @@ class _RefusedReply:
     def close(self) -> None: ...
 
 
-# Requests of one call that run or wait in their model's queue at the same time; further ones are not read yet.
+# The number of requests of one call that may run or wait in a queue; further messages are not read yet.
 _MAX_OPEN = 256
 
 
 class MessageStream(Generic[Body]):
     """Yields the bodies of all answers. Ends when the client has closed its side and every request is answered.
 
-    At a shutdown no further message is read, and NotServing is raised in the end: after a normal end a client would go
-    on sending requests into a stream that has no reader. ``stalled_after``: seconds in which the client must take a
-    body (0: no bound). ``client``: the name of a client in the log.
+    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would
+    go on sending requests, which no one reads. The client must take each body within ``stalled_after`` seconds (0: no
+    limit). ``client`` names the client in the log.
     """
 
     def __init__(
@@ -313,7 +318,7 @@ class MessageStream(Generic[Body]):
     ) -> None:
         self._lifecycle = lifecycle
         self._messages = messages
-        self._ended = False  # the client has closed its side
+        self._ended = False  # True: the client has closed its side
         self._stalled_after = stalled_after
         self._client = client
         self._replies = ConcurrentReplies(until(lifecycle.refusing, self._all()), answer, _unchanged, _MAX_OPEN)
@@ -323,7 +328,7 @@ class MessageStream(Generic[Body]):
         return self
 
     async def __anext__(self) -> Body:
-        """Raises NotServing and TimedOut."""
+        """Returns the next body. Raises NotServing at a shutdown, and TimedOut if the client reads nothing."""
         try:
             return await anext(self._unread)
         except StopAsyncIteration:
@@ -332,7 +337,7 @@ class MessageStream(Generic[Body]):
             raise
 
     def close(self) -> None:
-        """Cancels the requests that still run. Synchronous: it may run in a task that cannot wait."""
+        """Cancels the requests that still run. Synchronous, because it may run in a task that can no longer await."""
         self._unread.close()
         self._replies.close()
 

@@ -1,9 +1,9 @@
-"""TorchServe's gRPC service of inference: its messages, its methods, and its errors.
+"""TorchServe's gRPC inference service: its messages, its methods and its errors.
 
-Methods take and return the bytes of messages, so that bytes which are no message are refused like any other bad input.
-Field names, numbers and types are those of TorchServe's ``inference.proto`` and of ``google.rpc.Status`` and
-``ErrorInfo``, which an error of ``StreamPredictions2`` has. Codes by HTTP status, and the class names in the second
-lines of errors, are TorchServe's own.
+Methods take and return the bytes of messages, so that bytes which cannot be parsed are refused like any other bad
+input. Field names, numbers and types come from TorchServe's ``inference.proto``, and from ``google.rpc.Status`` and
+``ErrorInfo``, which an error of ``StreamPredictions2`` contains. gRPC codes, and the class names in the second lines of
+errors, are TorchServe's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ TorchServeHealthResponse = _message_class("TorchServeHealthResponse")
 
 
 def torchserve_file() -> FileDescriptorProto:
-    """The service and its messages, for clients that ask the server for them."""
+    """Returns the descriptor of the service and its messages, for reflection."""
     file = message_file(_PACKAGE, {**_FIELDS, "Empty": {}}, {}, "proto3")
     file.name = "inference.proto"
     service = file.service.add(name=SERVICE.removeprefix(f"{_PACKAGE}."))
@@ -102,7 +102,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-# The first row whose class an error has.
+# The reason of an error is in the first row whose class the error has.
 _REASONS: tuple[tuple[type[RequestError], str], ...] = (
     (NoSuchModel, "org.pytorch.serve.archive.model.ModelNotFoundException"),
     (NoSuchVersion, "org.pytorch.serve.archive.model.ModelVersionNotFoundException"),
@@ -126,7 +126,7 @@ def end_call(context: grpc.ServicerContext, error: RequestError) -> None:
 
 
 def status_fields(error: RequestError) -> dict[str, object]:
-    """The error as the fields of a ``Status`` inside a response."""
+    """Returns an error as the fields of a ``Status`` inside a response."""
     detail = ErrorInfo(reason=_reason(error)).SerializeToString()
     return {
         "code": code_of(error).value[0],
@@ -144,22 +144,23 @@ _TRUE = b"true"
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One response. ``error``: the request has failed, and this is its last response."""
+    """One response. With ``error`` the request has failed, and this is its last response."""
 
     value: bytes = b""
     sequence_id: str = ""
     error: RequestError | None = None
 
     def serialized(self) -> bytes:
+        """Returns the bytes of the response's message."""
         status = None if self.error is None else status_fields(self.error)
         message = PredictionResponse(prediction=self.value, sequence_id=self.sequence_id, status=status)
         return bytes(message.SerializeToString())
 
 
 class GrpcPrediction(Request[PieceReply]):
-    """Answers one request, once: by a response for each piece, or by a single one.
+    """Answers one request, once: with a response for each piece, or with a single response.
 
-    ``in_sequence``: the request must name its sequence, or start one. ``metadata``: the handler gets it as headers.
+    With ``in_sequence`` the request must name its sequence or start one. The handler gets ``metadata`` as headers.
     """
 
     def __init__(
@@ -181,13 +182,13 @@ class GrpcPrediction(Request[PieceReply]):
         self._sequence: dict[str, str | bool] = {}
 
     async def whole(self) -> Prediction:
-        """All pieces joined. Raises RequestError."""
+        """Returns one response with the joined pieces. Raises RequestError."""
         self._read()
         async with self.entered(self._host) as model:
             return self._response(await self._open(model).whole())
 
     async def bodies(self) -> AsyncIterator[Prediction]:
-        """A response for each piece. An error is the last one."""
+        """Yields a response for each piece; an error is the last response."""
         try:
             self._read()
             async with self.entered(self._host) as model, aclosing(self._open(model).pieces()) as pieces:
@@ -198,10 +199,11 @@ class GrpcPrediction(Request[PieceReply]):
                 yield response
 
     def failure(self, error: Exception) -> Sequence[Prediction]:
+        """Returns the response that reports an error while other requests go on."""
         return [self._response(error=self.refuse(error))]
 
     def _read(self) -> None:
-        """Raises RequestError."""
+        """Parses the message and finds its model. Raises RequestError."""
         try:
             self._request.ParseFromString(self._message)
         except DecodeError as error:
@@ -217,7 +219,10 @@ class GrpcPrediction(Request[PieceReply]):
         self._sequence = self._read_sequence()
 
     def _read_sequence(self) -> dict[str, str | bool]:
-        """V2's parameters of the sequence. Its start and its end are entries of the input, as TorchServe names them."""
+        """Returns V2's parameters of the sequence.
+
+        Its start and end are entries of the input, with TorchServe's names.
+        """
         sequence_id = self._request.sequence_id
         if not self._in_sequence:
             return {"sequence_id": sequence_id} if sequence_id else {}
@@ -230,7 +235,7 @@ class GrpcPrediction(Request[PieceReply]):
         return {"sequence_id": sequence_id or f"ts-seq-{uuid4()}", **flags}
 
     def _open(self, model: ServedModel) -> PieceReply:
-        entries = {entry.key: entry.value for entry in self._request.input}  # of a key that comes twice the last counts
+        entries = {entry.key: entry.value for entry in self._request.input}  # the last of equal keys counts
         fields = [BodyField(name, "", value) for name, value in entries.items()]
         reply = model.open_prediction(fields, self._metadata, self.request_id, self.kind, self._sequence)
         self.reply = reply
@@ -246,7 +251,7 @@ _CLIENT = "A client of TorchServe's gRPC service"
 
 
 class InferenceService:
-    """``stalled_after``: seconds in which a client must take a response (0: no bound)."""
+    """The methods of the service. A client must take each response within ``stalled_after`` seconds (0: no limit)."""
 
     def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
         self._host = host
@@ -254,8 +259,11 @@ class InferenceService:
         self._stalled_after = stalled_after
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """StreamPredictions takes a stream of one request, which is the same on the wire: the interceptor of
-        MLServer's metrics knows no method that takes one request and answers by several."""
+        """Returns the gRPC handler of the service.
+
+        StreamPredictions is registered as a method that takes a stream, which is the same on the wire for one request,
+        because the interceptor of MLServer's metrics breaks methods that take one request and return a stream.
+        """
         methods = {
             "Ping": grpc.unary_unary_rpc_method_handler(self._ping),
             "Predictions": grpc.unary_unary_rpc_method_handler(self._predictions),
@@ -275,15 +283,16 @@ class InferenceService:
             return (await request.whole()).serialized()
         except Exception as error:
             end_call(context, request.refuse(error))
-            return b""  # it is not sent beside a status
+            return b""  # not sent, because the call ends with a status
         finally:
             request.close()
 
     async def _stream(
         self, in_sequence: bool, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Every message is a separate request. An error ends the call; where requests are of sequences, it is a
-        response like any other."""
+        """Answers a stream whose messages are separate requests. An error ends the call, unless ``in_sequence``: then
+        it is a response.
+        """
         metadata = _metadata(context)
 
         def answer(message: bytes, index: int) -> GrpcPrediction:
@@ -299,9 +308,9 @@ class InferenceService:
         except Exception as error:
             end_call(context, as_refusal(error, self._lifecycle.shutdown_reason))
         finally:
-            responses.close()  # the client may have left
+            responses.close()  # the client may have disconnected
 
 
 def _metadata(context: grpc.ServicerContext) -> dict[str, str]:
-    """Binary metadata, which no header can hold, is left out."""
+    """Returns the call's metadata without binary values, which a header cannot contain."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -1,8 +1,8 @@
 """Triton's gRPC service: its methods, and the replies to the messages of its streams.
 
-MLServer's servicer answers the methods that it has too. Methods take and return the bytes of messages, so that bytes
-which are no message are refused like any other bad input. On a stream each message is a separate request; an error is a
-message too.
+MLServer's servicer answers the methods that MLServer has too. Methods take and return the bytes of messages, so that
+bytes which cannot be parsed are refused like any other bad input. On a stream each message is a separate request, and
+an error is a message.
 """
 
 from __future__ import annotations
@@ -41,21 +41,19 @@ from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import RefusedCall, StreamStatus, as_server_error
 from mlserver_torch_stream.types import FinishReason
 
-_MAX_ID_CHARACTERS = 256  # of an id that a message of an error repeats
+_MAX_ID_CHARACTERS = 256  # characters of a request's id that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """One response and, where the request has failed, the error in Triton's own field.
-
-    ``status``: the HTTP status that REST has for the error.
-    """
+    """One response and, if the request has failed, the error in Triton's field, with ``status``, its REST status."""
 
     response: pb.ModelInferResponse
     error: str = ""
     status: int = 0
 
     def serialized(self) -> bytes:
+        """Returns the bytes of a ``ModelStreamInferResponse``."""
         message = ModelStreamInferResponse(error_message=self.error, infer_response=self.response.SerializeToString())
         return bytes(message.SerializeToString())
 
@@ -82,6 +80,7 @@ class TritonReply(Request[Reply]):
         self._begun = False
 
     async def bodies(self) -> AsyncIterator[Framed]:
+        """Yields the responses to the message."""
         try:
             self._request = read_message(pb.ModelInferRequest, self._message)
             async for body in self._answer():
@@ -93,7 +92,7 @@ class TritonReply(Request[Reply]):
                 yield framed
 
     def failure(self, error: Exception) -> Sequence[Framed]:
-        """The final responses of the sequences that have none; a single one with the error if nothing was sent."""
+        """Returns a final response for each sequence that lacks one, or one with the error if nothing was sent."""
         refusal = self.refuse(error)
         if self._begun and self.reply is not None:
             return [self._framed(body) for body in self.reply.failure(error)]
@@ -125,13 +124,15 @@ class TritonReply(Request[Reply]):
         return Framed(response, self._named(error), GenerationFailed.status) if error else Framed(response)
 
     def _named(self, message: str) -> str:
-        """The message with the request's id, in Triton's form: of an error, Triton's clients show this text alone."""
+        """Puts the request's id before a message, as Triton does; Triton's clients show only this text of an error."""
         return f"[request id: {self._request.id[:_MAX_ID_CHARACTERS] or '<id_unknown>'}] {message}"
 
 
 def _error_of(body: JsonObject) -> str:
-    """The error of this response's own sequence; none where it has ended with ``timeout`` or ``abort``: Triton's
-    clients would not see the text beside an error."""
+    """Returns the error of the response's sequence.
+
+    It is empty if the sequence ended with ``timeout`` or ``abort``: Triton's clients drop the text beside an error.
+    """
     reasons = [tensor["data"] for tensor in body["outputs"] if tensor["name"] == FINISH_REASON]
     failed = reasons in ([], [[FinishReason.ERROR.value]])
     return str(body["parameters"].get("error", "")) if failed else ""
@@ -139,7 +140,7 @@ def _error_of(body: JsonObject) -> str:
 
 SERVICE = "inference.GRPCInferenceService"
 _ERRORS_END_IT = "triton_grpc_error"
-# What MLServer's servicer answers as Triton's clients expect it.
+# The methods that MLServer's servicer answers as Triton's clients expect.
 _DELEGATED: dict[str, type[Message]] = {
     "ServerLive": pb.ServerLiveRequest,
     "ServerReady": pb.ServerReadyRequest,
@@ -155,23 +156,25 @@ _REFUSED = {
         (f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Status", "Register", "Unregister")),
         _MEMORY,
     ),
-    "TraceSetting": "MLServer's tracing_server is a setting of its start",
-    "LogSettings": "MLServer's log is set at its start",
+    "TraceSetting": "tracing is set by MLServer's tracing_server when the server starts",
+    "LogSettings": "the log is set when the server starts",
 }
 
 Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """``stalled_reader_timeout``: seconds in which a client must take a response (0: no bound)."""
+    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds (0: no
+    limit)."""
 
     def __init__(self, host: ServerHost, state: ServerState, stalled_reader_timeout: float) -> None:
         self._host = host
         self._state = state
-        self._inference = host.servicer()  # MLServer's own
+        self._inference = host.servicer()  # MLServer's servicer
         self._stalled_reader_timeout = stalled_reader_timeout
 
     def handler(self) -> grpc.GenericRpcHandler:
+        """Returns the gRPC handler of the service."""
         unary: dict[str, Unary] = {
             "ModelReady": self._model_ready,
             "ModelInfer": self._model_infer,
@@ -186,13 +189,13 @@ class TritonServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _model_ready(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """A model that is not there is not ready, as Triton has it."""
+        """As in Triton, an unknown model is not an error but not ready."""
         request = read_message(pb.ModelReadyRequest, message)
         model = find_model(self._host.registry, request.name, request.version)
         return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
 
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Outputs are raw contents whatever the inputs are: Triton's clients read no other contents."""
+        """Outputs are always raw contents, because Triton's clients read no others."""
         request = read_message(pb.ModelInferRequest, message)
         payload = convert_message(self._inference, await convert_large(self._inference, request, context), context)
         result = await self._host.data_plane.infer(payload, request.model_name, request.model_version)
@@ -210,7 +213,7 @@ class TritonServicer:
         return _from_json(statistics, ModelStatisticsResponse)
 
     async def _repository_index(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """MLServer's servicer writes a state as Python shows its enum, ``State.READY``."""
+        """Answers here, because MLServer's servicer writes a state as Python's ``State.READY``, not ``READY``."""
         request = read_message(pb.RepositoryIndexRequest, message)
         index = await self._host.repository_handlers.index(RepositoryIndexRequest(ready=request.ready))
         response = pb.RepositoryIndexResponse()
@@ -221,10 +224,9 @@ class TritonServicer:
     async def _model_stream_infer(
         self, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """The responses to all messages, each of which is a request. At a shutdown the call ends with UNAVAILABLE.
+        """Answers a stream whose messages are separate requests. At a shutdown the call ends with UNAVAILABLE.
 
-        With the metadata ``triton_grpc_error: true`` the first error of a request ends the call, with the status of
-        that error.
+        With the metadata ``triton_grpc_error: true`` the first error ends the call with its status.
         """
         errors_end_it = (_ERRORS_END_IT, "true") in {(key, value) for key, value in context.invocation_metadata()}
 
@@ -249,7 +251,7 @@ class TritonServicer:
             refusal = as_refusal(error, lifecycle.shutdown_reason)
             refuse(context, RefusedCall(refusal.message, refusal.status))
         finally:
-            responses.close()  # the client may have left
+            responses.close()  # the client may have disconnected
 
     def _delegated(self, name: str, request: type[Message]) -> Unary:
         async def answer(message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -260,7 +262,7 @@ class TritonServicer:
 
 
 def _guarded(method: Unary) -> Unary:
-    """Ends a call that fails with the status of its error."""
+    """Wraps a method, so that a failed call ends with the status of its error."""
 
     async def answer(servicer: None, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
@@ -280,7 +282,7 @@ def _refused(name: str, instead: str) -> Unary:
     async def refuse(message: bytes, context: grpc.ServicerContext) -> bytes:
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details(f"{name} is not implemented: {instead}")
-        return b""  # it is not sent beside a status
+        return b""  # not sent, because the call ends with a status
 
     return refuse
 

@@ -1,8 +1,8 @@
-"""The messages of Triton's gRPC service that MLServer's does not have, in a descriptor pool of their own.
+"""The messages of Triton's gRPC service that MLServer's service lacks, in a separate descriptor pool.
 
-Triton's messages and MLServer's are both of the package ``inference``, so they cannot share protobuf's default pool.
-Messages that both have are the same on the wire, so MLServer's are used for them. Field names, numbers and types are
-those of Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this server never fills are left out.
+Triton's and MLServer's messages are in the same protobuf package, ``inference``, so they cannot share the default pool.
+Messages that both have are the same on the wire, so MLServer's are used. Field names, numbers and types come from
+Triton's ``grpc_service.proto`` and ``model_config.proto``, without fields that this server never fills.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DURATIONS = (
     *("cache_hit", "cache_miss"),
 )
 _FIELDS: Fields = {
-    # On the wire a message inside a message is its bytes, so MLServer's ModelInferResponse needs no descriptor here.
+    # A nested message is encoded like bytes, so the field takes MLServer's serialized ModelInferResponse.
     "ModelStreamInferResponse": {"error_message": (1, "string"), "infer_response": (2, "bytes")},
     "ModelConfigResponse": {"config": (1, "ModelConfig")},
     "ModelConfig": {
@@ -76,7 +76,7 @@ ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
 
 
 def triton_file(mlservers: FileDescriptor) -> FileDescriptorProto:
-    """The service and its messages as a client has to read them: ``mlservers`` with what Triton's has besides."""
+    """Returns the whole service for clients: ``mlservers``, MLServer's descriptor, with Triton's further messages."""
     file = FileDescriptorProto()
     mlservers.CopyToProto(file)
     ours = message_file(file.package, _FIELDS, _ENUMS, file.syntax)

@@ -1,1 +1,1 @@
-"""Manages a model in this process: load, readiness, requests in flight, drain and shutdown."""
+"""The lifecycle of models and of the process: load, readiness, requests in flight, drain and shutdown."""

@@ -1,6 +1,6 @@
-"""Makes the version whose settings have ``defaultVersion`` the default version of a model, as TorchServe does.
+"""Makes the version whose settings have ``defaultVersion`` the default version of a model, as in TorchServe.
 
-Without a mark MLServer's registry decides: the newest version.
+If no version has it, MLServer's registry chooses the newest version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def install() -> None:
 def _refreshing(refresh: Callable[..., MLModel | None]) -> Callable[..., MLModel | None]:
     def refresh_default(registry: SingleModelRegistry, new_model: MLModel | None = None) -> MLModel | None:
         default = refresh(registry, new_model)
-        if default is None or default.version:  # the registry has no other place for a model without a version
+        if default is None or default.version:  # a model without a version can only be the default
             default = _marked(registry) or default
             set_default(registry, default)
         return default
@@ -40,10 +40,10 @@ def _finding(find: Callable[..., MLModel | None]) -> Callable[..., MLModel | Non
 
 
 def mark(registry: SingleModelRegistry, default: MLModel) -> None:
-    """Makes this version the default one, whichever versions are loaded later."""
+    """Makes this version the default, and keeps it when other versions are loaded later."""
     for model in versioned(registry):
         parameters = model.settings.parameters
-        if parameters is not None:  # a version is a parameter
+        if parameters is not None:  # without parameters the model has no version
             parameters.extra = {**(parameters.extra or {}), DEFAULT_VERSION: model is default}
     choose_default(registry)
 

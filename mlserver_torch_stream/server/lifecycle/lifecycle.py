@@ -1,4 +1,4 @@
-"""The lifecycle of this process: which models it has, what they are answering, and how it loads and drains them."""
+"""The lifecycle of this process: its models, their requests in flight, and how models are loaded and drained."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class OneTimeEvent:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def set(self) -> None:
+        """Sets the event, and wakes all that wait for it. Idempotent."""
         self.is_set = True
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait(self) -> None:
+        """Waits until the event is set."""
         if self.is_set:
             return
         waiter = asyncio.get_running_loop().create_future()
@@ -45,7 +47,8 @@ class OneTimeEvent:
 class InflightRequests:
     """Counts requests from their arrival until their last byte is handed to the transport.
 
-    After ``refusing`` new work is refused and running requests may finish; after ``aborting`` running requests end now.
+    Once ``refusing`` is set, new requests are refused and running ones may finish; once ``aborting`` is set, running
+    requests end at once.
     """
 
     def __init__(self) -> None:
@@ -68,17 +71,17 @@ class InflightRequests:
 
     @property
     def empty(self) -> bool:
-        """True if no request is counted."""
+        """Whether no request is in flight."""
         return self._count == 0
 
     async def wait_until_empty(self) -> None:
-        """Waits until no request is counted."""
+        """Waits until no request is in flight."""
         while self._count:
             await self._emptied.wait()
 
 
 async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Yields the items until ``ended`` is set, also when it is set while the next item is awaited."""
+    """Yields the items until ``ended`` is set, even if it is set while an item is awaited."""
     end = asyncio.create_task(ended.wait())
     following: asyncio.Future[T] | None = None
     try:
@@ -93,20 +96,20 @@ async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T
                 return
             yield item
     finally:
-        # Synchronous: this block may run in a task that cannot await any more.
+        # Synchronous, because this block may run in a task that can no longer await.
         end.cancel()
         if following is not None:
-            following.add_done_callback(_retrieve_exception)  # reading from a client that disconnected may raise
+            following.add_done_callback(_retrieve_exception)  # a read from a disconnected client may raise
             following.cancel()
 
 
 def _retrieve_exception(task: asyncio.Future[T]) -> None:
-    """Keeps asyncio from logging the exception of a task that is not awaited any more."""
+    """Keeps asyncio from logging the exception of a task that no one awaits."""
     if not task.cancelled():
         task.exception()
 
 
-# Seconds after the aborts: for the step that runs and the last responses, and for the engines' threads.
+# Seconds after an abort for the running step and the last responses, and again for the engines' threads.
 _ABORT_TIMEOUT = 2.0
 _ENGINE_STOP_TIMEOUT = 0.5
 
@@ -119,13 +122,13 @@ class Drainable(Protocol):
         """The reason why it is not ready; None if it is ready."""
 
     def drain(self, why: str) -> None:
-        """Refuses new requests with this reason; running requests continue."""
+        """Refuses new requests with the reason ``why``; running requests continue."""
 
     def abort_all(self, why: str) -> None:
-        """Ends the running requests now, with this reason."""
+        """Ends the running requests at once, with the reason ``why``."""
 
     def shutdown(self) -> None:
-        """Stops the engine. It blocks, so it is called off the event loop."""
+        """Stops the engine. It blocks, so it is called in a thread."""
 
 
 class Member:
@@ -134,42 +137,43 @@ class Member:
     def __init__(self, name: str) -> None:
         self.name = name
         self.inflight = InflightRequests()
-        self.engine: Drainable | None = None  # before the load has ended
-        self.settled = OneTimeEvent()  # the load has ended, with or without success
+        self.engine: Drainable | None = None  # None until the load has ended
+        self.settled = OneTimeEvent()  # set when the load has ended, successfully or not
         self.retired = False  # True: no new request can reach the model
-        self.cancellation = Cancellation()  # of the load
+        self.cancellation = Cancellation()  # cancels the load
 
 
 class Lifecycle:
-    """All methods are called on the event loop's thread, except ``engine_died``."""
+    """The models of this process and its shutdown. All methods but ``engine_died`` run on the event loop's thread."""
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self.shutdown_reason: str | None = None  # why the process accepts no more requests; None while it does
+        self.shutdown_reason: str | None = None  # the reason for the shutdown; None before it begins
         self._shutdown_begun = OneTimeEvent()
         self._grace_skipped = OneTimeEvent()
-        self.refusing = OneTimeEvent()  # the process takes no further request
-        self.listeners_closed = OneTimeEvent()  # no client can send a request any more
-        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own listeners, with a grace in seconds
+        self.refusing = OneTimeEvent()  # set when the process accepts no further request
+        self.listeners_closed = OneTimeEvent()  # set when no client can send a request any more
+        self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own ports, given a grace in seconds
         self.draining = False
         self.failure: str | None = None
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
-        """All members, or those of one engine: its present user, and earlier users with requests still in flight."""
+        """Returns all members, or those of one engine: the current one, and earlier ones with requests in flight."""
         self._members = [member for member in self._members if not (member.retired and member.inflight.empty)]
         return [member for member in self._members if engine is None or member.engine is engine]
 
     def join(self, member: Member) -> None:
+        """Adds a model, before its load."""
         self._members.append(member)
 
     async def settled(self, name: str) -> None:
-        """Waits until all loads of this name have ended."""
+        """Waits until all loads of models with this name have ended."""
         for member in self.members():
             if member.name == name:
                 await member.settled.wait()
 
     def cancel_loads(self, name: str) -> None:
-        """Cancels the loads of this name that run."""
+        """Cancels the running loads of models with this name."""
         for member in self.members():
             if member.name == name and not member.settled.is_set:
                 member.cancellation.cancel()
@@ -177,16 +181,16 @@ class Lifecycle:
     def begin_shutdown(self, why: str) -> None:
         """Makes the process not ready; requests are still accepted."""
         if self.shutdown_reason is None:
-            logger.info(f"Not ready any more: {why}")
+            logger.info(f"No longer ready: {why}")
         self.shutdown_reason = self.shutdown_reason or why
         self._shutdown_begun.set()
 
     def skip_grace(self) -> None:
-        """Ends the waits for routers and for running streams."""
+        """Ends the waits of a shutdown, for routers and for running streams."""
         self._grace_skipped.set()
 
     async def unless_shutdown(self, work: Awaitable[Any]) -> None:
-        """Waits for ``work`` and raises its exception; returns early, without a result, when a shutdown begins."""
+        """Waits for ``work``, and raises its exception; returns early, without a result, if a shutdown begins."""
         task = asyncio.ensure_future(work)
         if await is_done_before(task, self._shutdown_begun):
             task.result()
@@ -194,14 +198,14 @@ class Lifecycle:
             task.cancel()
 
     async def delay(self, seconds: float) -> None:
-        """Waits while requests are still accepted, so that routers notice the failing readiness."""
+        """Waits while requests are still accepted, so that routers notice that the server is not ready."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._grace_skipped.wait(), seconds)
 
     async def drain(self, members: Collection[Member], grace: float, why: str) -> None:
         """Lets the members' requests finish for ``grace`` seconds, then aborts the rest, each with its final response.
 
-        The clients of aborted and of late requests get ``why`` as the reason.
+        Clients whose requests are aborted, or arrive later, get ``why`` as the reason.
         """
         for member in members:
             if member.engine is not None:
@@ -220,24 +224,24 @@ class Lifecycle:
             all_ended.cancel()
 
     async def stop_engines(self, members: Collection[Member]) -> None:
-        """Stops the engines' threads: a thread that computes while the interpreter shuts down may crash the process."""
+        """Stops the engines' threads; one that computes while the interpreter exits may crash the process."""
         stops = [in_thread(member.engine.shutdown) for member in members if member.engine is not None]
         if stops:
             await asyncio.wait(stops, timeout=_ENGINE_STOP_TIMEOUT)
 
     async def stop_listeners(self, grace: float) -> None:
-        """Closes our own listeners; calls that still run have ``grace`` seconds."""
+        """Closes our own ports; running calls have ``grace`` seconds to end."""
         await asyncio.gather(*(stop(grace) for stop in self.listeners))
 
     def engine_died(self, model: str, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the process as after a signal, but with an error: this engine cannot be restarted. From any thread."""
+        """Shuts the process down with an error, because an engine cannot be restarted. May be called in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the process has ended already
             loop.call_soon_threadsafe(self._fail, f"the engine of model '{model}' died", error)
 
     def _fail(self, why: str, error: BaseException) -> None:
-        logger.error(f"Giving up, so that the process is restarted: {why}: {error}")
+        logger.error(f"Ending the process, so that it is restarted: {why}: {error}")
         self.failure = self.failure or why
-        self.begin_shutdown(why)  # clients see this text, so the error, which may name a source file, is not in it
+        self.begin_shutdown(why)  # clients see this text, so it omits the error, which may name a source file
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
             signal.raise_signal(signal.SIGTERM)  # MLServer handles it
 
@@ -248,7 +252,7 @@ async def _wait_until_empty(members: Collection[Member]) -> None:
 
 
 async def is_done_before(task: asyncio.Future[Any], event: OneTimeEvent, timeout: float | None = None) -> bool:
-    """Waits for the task, but no longer than until the event or for ``timeout`` seconds."""
+    """Waits for the task, the event or ``timeout`` seconds. Returns whether the task is done."""
     waiter = asyncio.create_task(event.wait())
     try:
         await asyncio.wait((task, waiter), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -267,7 +271,7 @@ class BuiltModel(Protocol):
     def engine(self) -> Drainable: ...
 
     def give_back(self) -> bool:
-        """Ends this slot's use of the engine; True if no other slot uses it, so that it must be shut down."""
+        """Ends this slot's use of the engine. Returns True if no other slot uses it, so that it must be shut down."""
 
     def shutdown(self) -> None:
         """Stops the engine. It blocks."""
@@ -286,7 +290,7 @@ class ModelSlot(Member, Generic[B]):
 
     @property
     def built(self) -> B:
-        """Raises NotServing."""
+        """The built model. Raises NotServing if the model is not ready."""
         if self._built is None or self.retired:
             raise NotServing(f"model '{self.name}': {self.trouble}")
         return self._built
@@ -297,18 +301,17 @@ class ModelSlot(Member, Generic[B]):
         if self._lifecycle.shutdown_reason is not None:
             return self._lifecycle.shutdown_reason
         if self.retired:
-            return "it is unloaded"
+            return "it was unloaded"
         if self._built is None:
             return "it is loading"
         return self._built.engine.trouble
 
     async def load(self, build: Callable[[OnDeath], B]) -> B | None:
-        """Builds the engine; returns None if an unload cancels it.
+        """Builds the engine; returns None if an unload cancels the load.
 
-        Raises what ``build`` raises, or NotServing if a shutdown begins before it returns.
-
-        NotServing is raised only when the listeners are closed: MLServer forgets a model whose load fails, and answers
-        404, not 503, for a model that it does not know.
+        Raises the errors of ``build``, or NotServing if a shutdown begins before ``build`` returns. NotServing is
+        raised only after the listeners are closed: MLServer forgets a model whose load fails, and would answer 404, not
+        503.
         """
         loop = asyncio.get_running_loop()
         self._lifecycle.join(self)
@@ -322,7 +325,7 @@ class ModelSlot(Member, Generic[B]):
                 await self._lifecycle.listeners_closed.wait()
             return self.built
         except BaseException:
-            self.retired = True  # an engine that is built later is given back at once
+            self.retired = True  # if the build still ends, its engine is given back at once
             if building.cancelled():
                 return None
             self.cancellation.cancel()

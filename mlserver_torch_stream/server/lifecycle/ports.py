@@ -1,6 +1,6 @@
 """Checks the server's ports before any model is loaded, and logs one line for a port that cannot be used.
 
-Without this check a busy port ends the process with tracebacks, and a busy gRPC port does so only after all models are
+Without this check a busy port would end the process with tracebacks, and a busy gRPC port only after all models are
 loaded.
 """
 
@@ -22,15 +22,15 @@ from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.server_settings import MAX_PORT
 from mlserver_torch_stream.work_threads import exit_now
 
-_MANAGEMENT_PORT = "management_port_torchserve"  # at the management API's address, the others at MLServer's host
+_MANAGEMENT_PORT = "management_port_torchserve"  # it has its own address; all other ports are on MLServer's host
 _OUR_PORTS = ("grpc_port_triton", "grpc_port_torchserve", _MANAGEMENT_PORT)
 _OWN_FILES = "/proc/self/fd"
 
 
 def check(host: ServerHost, options: ServerOptions) -> None:
-    """Ends the process with status 1 if the server is starting and one of its listeners cannot have its port.
+    """Ends the process with status 1 if the server is starting and cannot listen on one of its ports.
 
-    The process ends at once: it serves nothing yet, and uvicorn's own end would be a traceback for each listener.
+    The process is ended at once, because uvicorn would print a traceback for each listener, and no request runs yet.
     """
     problem = port_problem(host.settings, options) if host.is_starting else None
     if problem is not None:
@@ -39,16 +39,16 @@ def check(host: ServerHost, options: ServerOptions) -> None:
 
 
 def end_process() -> NoReturn:
-    """Ends a server that serves nothing yet, and its inference workers, with status 1."""
+    """Ends a starting server and its inference workers with status 1."""
     for worker in multiprocessing.active_children():
         worker.terminate()
     exit_now(1)
 
 
 def port_problem(settings: Settings, options: ServerOptions) -> str | None:
-    """Returns why MLServer cannot have all its ports; None if it can. Only its gRPC listener runs at this time."""
+    """Returns why MLServer cannot listen on all its ports; None if it can. Only its gRPC listener runs at this time."""
     host = settings.host
-    template = "port {} ({}) cannot be listened on at {}: {}"
+    template = "cannot listen on port {} ({}) at {}: {}"
     ports = {"http_port": settings.http_port}
     if settings.metrics_endpoint:
         ports["metrics_port"] = settings.metrics_port
@@ -86,9 +86,9 @@ def _try(host: str, port: int) -> None:
 
 
 def _own_ports() -> Iterator[int]:
-    """The ports of this process's sockets."""
+    """Yields the ports on which this process listens."""
     for name in os.listdir(_OWN_FILES):
-        with suppress(OSError):  # it is closed by now
+        with suppress(OSError):  # the socket has just been closed
             number = int(name)
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as own:

@@ -1,7 +1,7 @@
-"""Lets one load or unload of a name run at a time, for names of our models; an unload cancels a load that runs.
+"""Lets one load or unload of our models run at a time for each name; an unload cancels a running load.
 
-MLServer's registry does not order them: a load that begins while an unload waits for streams is forgotten when the
-unload ends, and of two concurrent loads the first may unregister the second.
+MLServer's registry does not order them. There, a load that begins while an unload waits for streams is forgotten when
+the unload ends, and the first of two concurrent loads may unregister the second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OURS = "mlserver_torch_stream."
 
 
 class RegistryLock:
-    """Holds the names that are being loaded or unloaded, each with the event of its end."""
+    """The names that are being loaded or unloaded, each with an event that is set at the end."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -29,21 +29,23 @@ class RegistryLock:
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncIterator[None]:
+        """Holds the name for the block; waits until no other load or unload of it runs."""
         while (change := self._changing.get(name)) is not None:
             await change.wait()
         change = self._changing[name] = OneTimeEvent()
         try:
-            await self._lifecycle.settled(name)  # the load that installs this lock began before it
+            await self._lifecycle.settled(name)  # the load that installed this lock does not hold it
             yield
         finally:
             del self._changing[name]
             change.set()
 
     def cancel_loads(self, name: str) -> None:
+        """Cancels the running loads of this name."""
         self._lifecycle.cancel_loads(name)
 
     def covers(self, subject: ModelSettings | str) -> bool:
-        """Whether these settings, or this name, belong to a model of this package."""
+        """Whether the settings or the name belong to a model of this package."""
         if isinstance(subject, ModelSettings) and subject.implementation_.startswith(_OURS):
             return True
         name = _name_of(subject)

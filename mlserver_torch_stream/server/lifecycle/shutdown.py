@@ -1,6 +1,7 @@
-"""Shuts down an MLServer with models of this package: not ready, no new work, aborts, and then MLServer's own stop.
+"""Shuts down an MLServer with models of this package.
 
-A server without our models and without a port of ours ends as stock MLServer does.
+First the server is not ready, then it refuses new requests, then it aborts the remaining ones, and at last MLServer's
+own stop runs. A server without a model or a port of ours ends as stock MLServer does.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from mlserver_torch_stream.server.status import ModelNotLoaded
 from mlserver_torch_stream.work_threads import exit_from_work
 
 _WHY = "the server is shutting down"
-# Seconds after the aborts for clients that do not read their last response, if the server has our models only.
-_GRPC_GRACE = 5.0  # MLServer's own
+# Seconds after the aborts for clients that do not read their last response, if the server has only our models.
+_GRPC_GRACE = 5.0  # MLServer's grace for gRPC
 _GRPC_STOP_TIMEOUT = 0.5
 _REST_STOP_TIMEOUT = 0.5
 
 
 class EndedWithError(Exit):
-    """Ends ``mlserver start`` with status 1 after every client has its answer. The log says why, in one line."""
+    """Ends ``mlserver start`` with status 1 after every client has its answer. The log has the reason."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -56,9 +57,9 @@ def _stopping(lifecycle: Lifecycle, original: Callable[..., Awaitable[None]]) ->
                 lifecycle.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
-        # uvicorn raises the signal again for the listener that ends first; a second SIGINT would cut the others off.
+        # uvicorn raises the signal again when its first listener ends, and a second SIGINT would cut the others off.
         sig = signal.SIGTERM if sig == signal.SIGINT else sig
-        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer's start handles it by a stop
+        if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer stops if a load fails at its start
             if _options().skip_failed_models:
                 return
             lifecycle.failure = str(failure)
@@ -74,20 +75,20 @@ def _stopping(lifecycle: Lifecycle, original: Callable[..., Awaitable[None]]) ->
 
 
 def _without_our_traceback(record: logging.LogRecord) -> bool:
-    """Drops the traceback that MLServer logs for a failed load at its start: a user can do nothing with it."""
+    """Drops the traceback that MLServer logs if a load fails at its start; our line says what to do."""
     if record.exc_info and isinstance(record.exc_info[1], ModelNotLoaded):
         record.exc_info = None
     return True
 
 
 def take_signals() -> None:
-    """Takes SIGINT and SIGTERM from uvicorn, which would close the REST listener at once, and SIGHUP as SIGTERM.
+    """Keeps SIGINT and SIGTERM from uvicorn, which would close the REST listener at once, and treats SIGHUP as SIGTERM.
 
-    Only Python's handlers are replaced: signals reach MLServer through the event loop's wake-up descriptor.
+    Only Python's handlers are replaced. MLServer gets signals through the event loop's wake-up descriptor.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, or a handler of the embedding program
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup, or an embedding program, may have set another
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, signal.raise_signal, signal.SIGTERM)
     for each in HANDLED_SIGNALS:
         if isinstance(getattr(signal.getsignal(each), "__self__", None), uvicorn.Server):
@@ -101,7 +102,7 @@ def _handled_by_the_loop(*_: object) -> None:
 def _options() -> ServerOptions:
     try:
         return read_options()
-    except SettingsError:  # this error has failed the start
+    except SettingsError:  # the start failed because of it, and the log names it
         return read_options({})
 
 
@@ -120,17 +121,17 @@ async def _drain(server: MLServer, lifecycle: Lifecycle, why: str) -> None:
     if all(map(is_ours, await registry_of(server).get_models())):
         await lifecycle.stop_listeners(_GRPC_STOP_TIMEOUT)
         await listeners.grpc.stop(_GRPC_STOP_TIMEOUT)
-        # Connections are cut off before: uvicorn cancels what is left, and logs a traceback for each task.
+        # Longer than our own cut-off of connections: uvicorn cancels the remaining tasks, with a traceback for each.
         rest.config.timeout_graceful_shutdown = 2 * _REST_STOP_TIMEOUT
-    gc.freeze()  # else the interpreter's last collections walk all of torch and transformers: seconds on a busy host
+    gc.freeze()  # saves seconds: the last garbage collections would visit all objects of torch
     _wrap_listeners(lifecycle, rest, [rest] if listeners.metrics is None else [rest, listeners.metrics])
 
 
 def _wrap_listeners(lifecycle: Lifecycle, rest: Any, listeners: Sequence[Any]) -> None:
-    """Lets interrupted loads fail when the REST listener closes, from when on no client can ask for their models.
+    """Lets interrupted loads fail once the REST listener is closed, so that no client gets 404 for their models.
 
-    MLServer's main task waits for the listeners and raises the exception of any of them. After a failure the last
-    listener to close raises, so that the process ends with an error and no listener is cut off.
+    MLServer's main task waits for the listeners, and raises the exception of any of them. After a failure the last
+    listener to close raises, so that the process ends with an error but no listener is cut off.
     """
     open_listeners = list(listeners)
 
@@ -154,6 +155,6 @@ def _wrap_listeners(lifecycle: Lifecycle, rest: Any, listeners: Sequence[Any]) -
 
 
 def _cut_off(listener: Any) -> None:
-    """Drops the connections of clients that read nothing, or have not sent all of their request."""
+    """Drops the connections of clients that read nothing, or whose request is incomplete."""
     for connection in list(listener.server_state.connections):
         connection.transport.abort()

@@ -1,4 +1,4 @@
-"""A model whose settings or archive cannot be read; its load fails with the reason, such as the file, line and key."""
+"""A model whose settings or archive cannot be read. Its load fails with the reason, which names file, line and key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGE = mlserver_torch_stream.__name__
 
 
 class UnreadableModel(MLModel):  # type: ignore[misc]
-    """Its settings hold the reason."""
+    """A model whose load fails; the reason is in its settings."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -41,7 +41,7 @@ class UnreadableModel(MLModel):  # type: ignore[misc]
 
 
 class UnknownRuntime(UnreadableModel):
-    """Its settings name a runtime of this package that does not exist, and were read by MLServer's own repository."""
+    """A model for which MLServer's own repository has read the name of a runtime that this package does not have."""
 
     def __init__(self, settings: ModelSettings) -> None:
         patches.install(server_state())
@@ -57,7 +57,7 @@ class UnknownRuntime(UnreadableModel):
 
 
 def readable_or_not(path: Path) -> ModelSettings:
-    """The settings in the file, else those of an ``UnreadableModel`` that has the name of the file's folder."""
+    """Returns the file's settings or, if it cannot be read, those of an ``UnreadableModel`` with the folder's name."""
     try:
         _refuse_unknown_runtime(path, read_settings_file(path))
         return load_model_settings(str(path))
@@ -69,13 +69,13 @@ def readable_or_not(path: Path) -> ModelSettings:
 
 
 def unreadable_settings(name: str, why: str) -> dict[str, Any]:
-    """The content of a model-settings.json whose model cannot be loaded, for the reason ``why``."""
+    """Returns the content of a model-settings.json whose model fails to load, with the reason ``why``."""
     runtime = f"{UnreadableModel.__module__}.{UnreadableModel.__name__}"
     return {"name": name, "implementation": runtime, "parameters": {"extra": {"why": why}}}
 
 
 def complaint(error: ValidationError, path: Path) -> str:
-    """The first key that has a wrong value, with its place in the file."""
+    """Returns the first error of a file: its line, its key, the message and the wrong value."""
     first = error.errors()[0]
     keys = [str(part) for part in first["loc"]]
     if first["type"] == "missing":
@@ -84,7 +84,7 @@ def complaint(error: ValidationError, path: Path) -> str:
 
 
 def _refuse_unknown_runtime(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises SettingsError for a runtime of this package that does not exist, and where the package is misspelt."""
+    """Raises SettingsError if the settings name a runtime that this package does not have, or misspell the package."""
     given = str(settings.get("implementation", ""))
     package, root = given.rpartition(".")[0], given.partition(".")[0]
     known = [f"{_PACKAGE}.{name}" for name in mlserver_torch_stream.__all__ if name.endswith("Runtime")]

@@ -1,6 +1,6 @@
 """Finds, describes, registers, scales and unregisters models for TorchServe's management API.
 
-A load and an unload of one name are ordered by the registry's lock.
+The registry's lock orders loads and unloads of one name.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from mlserver_torch_stream.server.request import HandlerModel, find_accepted, is
 from mlserver_torch_stream.server.rest.prediction_messages import NoSuchModel
 from mlserver_torch_stream.work_threads import in_thread
 
-Found = list[Any]  # of ModelSettings; the class below has a method of the name "list"
+Found = list[Any]  # ModelSettings; an alias, because the class below has a method ``list``
 
 
 class RegisteredRepository(ModelRepository):  # type: ignore[misc]
-    """``original``: that of the server's folder."""
+    """A repository with the models that the management API has registered, beside those of ``original``."""
 
     def __init__(self, original: ModelRepository) -> None:
         self._original = original
         self._registered: dict[tuple[str, str], ModelSettings] = {}
 
     def add(self, name: str, version: str, settings: ModelSettings) -> None:
+        """Adds the settings of a version that was registered."""
         self._registered[name, version] = settings
 
     def remove(self, name: str, version: str) -> None:
+        """Removes the settings of a version that was unregistered."""
         self._registered.pop((name, version), None)
 
     async def list(self) -> Found:
@@ -64,7 +66,7 @@ Answer = tuple[int, str]  # the status and the message of a reply
 
 
 class ManagedModels:
-    """All methods are called on the event loop's thread, and raise RequestError."""
+    """The models of one server. All methods run on the event loop's thread, and may raise RequestError."""
 
     def __init__(
         self,
@@ -77,25 +79,27 @@ class ManagedModels:
         self._repository = repository
         self._files = files
         self._config = config
-        self._urls: dict[tuple[str, str | None], str] = {}  # of the models that this API has registered
+        self._urls: dict[tuple[str, str | None], str] = {}  # the models that this API has registered -> their URLs
         self._registering: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- queries ---
 
     def urls(self) -> dict[str, str]:
-        """The names of all models, each with the place of its default version's archive."""
+        """Returns the names of all models, each with the URL of its default version's archive."""
         return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
+        """Returns the model, which must belong to this package. Raises RequestError."""
         return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:
+        """Returns all versions of a model. Raises RequestError."""
         self.find(name, None)
         return [model for model in all_models(self._registry) if model.name == name]
 
     def describe(self, model: MLModel) -> dict[str, Any]:
-        """A model that is not loaded yet, or that runs no handler, has no workers."""
+        """Returns a model as TorchServe describes it; a model that is loading, or runs no handler, has no workers."""
         try:
             workers = model.describe_workers() if is_ours(model) else {"workers": []}
         except NotServing:
@@ -116,6 +120,7 @@ class ManagedModels:
     # --- changes ---
 
     async def register(self, given: Mapping[str, Any]) -> Answer:
+        """Loads a model from the archive that the request names. Returns the status and the message."""
         asked = read_registration(given)
         path = await in_thread(lambda: self._files.fetch(asked.url))
         try:
@@ -138,7 +143,10 @@ class ManagedModels:
     async def scale(
         self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
     ) -> None:
-        """Raises ManagementRefusal with the reason where a worker cannot be started."""
+        """Sets the least and the largest number of workers; those that end get ``grace`` seconds (None: no limit).
+
+        Returns when the workers have started and ended. Raises ManagementRefusal if a worker cannot be started.
+        """
         model = self._find_scalable(name, version)
         try:
             await model.scale_workers(min_workers, max_workers, grace)
@@ -155,6 +163,7 @@ class ManagedModels:
         self._run(self.scale(name, version, min_workers, max_workers, grace))
 
     def set_default(self, name: str, version: str) -> None:
+        """Makes a version the default of its model."""
         registry = versions_of(self._registry, name)
         if registry is None or registry.default is None:
             raise NoSuchModel(name)
@@ -164,12 +173,12 @@ class ManagedModels:
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
             )
         if not registry.default.version:
-            message = f"The default of model {name} has no version, without which nobody could ask for it any more"
+            message = f"The default of model {name} has no version, so without being the default it could not be named"
             raise ManagementRefusal(409, "ConflictStatusException", message)
         default_version.mark(registry, model)
 
     async def unregister(self, name: str, version: str | None) -> None:
-        """Unregisters a model. Returns when its requests in flight have ended, or after the server's grace for them."""
+        """Unregisters a model. Returns when its requests in flight have ended, or when the server's grace is over."""
         model = self.find(name, version)
         if model is find_model(self._registry, name, None) and len(self.versions(name)) > 1:
             raise ManagementRefusal(
@@ -177,7 +186,7 @@ class ManagedModels:
             )
         try:
             await asyncio.shield(self._run(self._unload(name, model.version)))
-        except ModelNotFound:  # another request was first
+        except ModelNotFound:  # another request has just unregistered it
             raise no_model(f"Model not found: {name}") from None
 
     def _find_scalable(self, name: str, version: str | None) -> HandlerModel:
@@ -187,14 +196,14 @@ class ManagedModels:
         return model
 
     def _reserve(self, name: str, version: str) -> None:
-        """A version that another request registers at the same time is refused before its load has begun."""
+        """Reserves a version, so that a concurrent request for the same version is refused before it loads anything."""
         if (name, version) in self._registering or find_model(self._registry, name, version) is not None:
             message = f"Model version {version} is already registered for model {name}"
             raise ManagementRefusal(409, "ConflictStatusException", message)
         self._registering.add((name, version))
 
     def _keep_default(self, name: str, extra: dict[str, Any]) -> None:
-        """The first version of a model is its default until another one is set, as in TorchServe."""
+        """Marks the first version of a model as its default, as in TorchServe."""
         default, versions = find_model(self._registry, name, None), versions_of(self._registry, name)
         if default is None or versions is None:
             extra[default_version.DEFAULT_VERSION] = True
@@ -227,7 +236,7 @@ class ManagedModels:
         await in_thread(lambda: self._files.remove_download(url))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A change goes on where its client has left."""
+        """Runs a change as a task, so that it completes even if its client disconnects."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

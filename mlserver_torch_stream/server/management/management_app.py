@@ -1,4 +1,4 @@
-"""Serves TorchServe's management API over HTTP on a port of its own."""
+"""Serves TorchServe's management API over HTTP, on its own port."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
 class ManagementApp:
-    """The ASGI application. ``token``: None where no request needs one."""
+    """The ASGI application. Requests need ``token``, unless it is None."""
 
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls
         self._token = token
-        self.ending = OneTimeEvent()  # set when the port is about to be closed: requests that still run are refused
+        self.ending = OneTimeEvent()  # set when the port is about to close; running requests are then refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -126,7 +126,7 @@ class ManagementApp:
         await send_refusal(send, status, body, retry_after, reply_headers(request_id))
 
     async def _answer_in_time(self, request: Request) -> Reply:
-        """Raises RequestError or ClientLeft."""
+        """Answers a request, or refuses it if the port closes meanwhile. Raises RequestError or ClientLeft."""
         answering = asyncio.ensure_future(self._answer(request))
         if await is_done_before(answering, self.ending):
             return answering.result()
@@ -134,7 +134,7 @@ class ManagementApp:
         raise NotServing("the server is shutting down")
 
     async def _answer(self, request: Request) -> Reply:
-        """Raises RequestError or ClientLeft."""
+        """Checks the token, and calls the operation of the path. Raises RequestError or ClientLeft."""
         segments = request.scope["path"].rstrip("/").split("/")[1:]
         method = request.method
         if not segments or segments == ["api-description"]:
@@ -182,7 +182,7 @@ class ManagementApp:
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:
-    """The parameters of the query, or of a JSON object in the body. Raises RequestError or ClientLeft."""
+    """Returns the parameters in the query, or in a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
     body = await read_body(request.scope, request.receive, _MAX_BODY_BYTES)
@@ -208,7 +208,10 @@ def _wrong_method() -> ManagementRefusal:
 
 
 def install(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Opens the port that the options name. Raises ModelNotLoaded for a port that cannot be had, and SettingsError."""
+    """Opens the port that the options name.
+
+    Raises ModelNotLoaded if it cannot listen on the port, and SettingsError for a wrong option.
+    """
     port = options.management_port_torchserve
     if not port:
         return
@@ -223,13 +226,13 @@ def install(host: ServerHost, options: ServerOptions, lifecycle: Lifecycle, acce
 
 
 def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access: AccessControl) -> None:
-    """Raises ModelNotLoaded."""
+    """Listens on the port. Raises ModelNotLoaded if it cannot."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         setting = "management_port_torchserve"
-        raise ModelNotLoaded(f"port {port} ({setting}) cannot be listened on at {host}: {error}") from None
+        raise ModelNotLoaded(f"cannot listen on port {port} ({setting}) at {host}: {error}") from None
     listener = _Listener(app)
     if access.tls is not None:
         access.tls.configure(listener.config)
@@ -247,7 +250,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
 
 
 class _Listener(uvicorn.Server):
-    """Leaves signals to MLServer."""
+    """A uvicorn server that leaves signals to MLServer."""
 
     def __init__(self, app: ManagementApp) -> None:
         super().__init__(uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None))
@@ -258,7 +261,7 @@ class _Listener(uvicorn.Server):
 
 
 def _store_files(options: ServerOptions) -> StoreFiles:
-    """Raises SettingsError."""
+    """Returns the model store that the options name. Raises SettingsError."""
     folder = Path(options.model_store).absolute() if options.model_store else None
     if folder is not None and not folder.is_dir():
         raise SettingsError(f"{PREFIX}MODEL_STORE: no such folder: {folder}")

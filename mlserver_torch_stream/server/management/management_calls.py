@@ -1,4 +1,4 @@
-"""The calls of TorchServe's management API, and the token that a request must have."""
+"""The operations of TorchServe's management API, and its token."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mlserver_torch_stream.server.options import PREFIX, ServerOptions
 from mlserver_torch_stream.server.request import HandlerModel
 
 _MAX_LISTED = 100
-_MAX_WORKERS = 1024  # which are started at once, each a process
+_MAX_WORKERS = 1024  # all are processes that are started at the same time
 _MAX_TIMEOUT_S = 2**31 - 1  # as in TorchServe
 _ALL = "all"
 
 
 class ManagementCalls:
-    """All methods raise RequestError. Methods that change something raise NotServing while the server shuts down.
+    """The operations. ``registers`` says whether models may be registered and unregistered.
 
-    ``registers``: whether models may be registered and unregistered.
+    All methods raise RequestError; methods that change a model raise NotServing while the server shuts down.
     """
 
     def __init__(self, models: ManagedModels, lifecycle: Lifecycle, *, registers: bool) -> None:
@@ -40,6 +40,7 @@ class ManagementCalls:
         self._lifecycle = lifecycle
 
     def list(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a page of the list of models."""
         limit = whole_number(given, "limit") if "limit" in given else _MAX_LISTED
         limit = limit if 0 <= limit <= _MAX_LISTED else _MAX_LISTED
         start = max(0, whole_number(given, "next_page_token")) if "next_page_token" in given else 0
@@ -51,8 +52,10 @@ class ManagementCalls:
     async def describe(
         self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]
     ) -> Descriptions:
-        """``customized``: include the handler's description of itself. ``headers``: the headers that the handler
-        sees."""
+        """Describes a model's versions; with ``customized``, also by the handler's own description.
+
+        The handler sees ``headers``.
+        """
         if version == _ALL:
             return [self.models.describe(model) for model in self.models.versions(name)]
         model = self.models.find(name, version)
@@ -62,11 +65,13 @@ class ManagementCalls:
         return [described]
 
     async def register(self, given: Mapping[str, Any]) -> Answer:
+        """Registers a model. Returns the status and the message."""
         self._refuse_at_shutdown()
         self._refuse_without_model_api()
         return await self.models.register(given)
 
     async def scale(self, given: Mapping[str, Any], name: str, version: str | None) -> Answer:
+        """Sets the numbers of a model's workers. Returns the status and the message."""
         self._refuse_at_shutdown()
         min_workers = whole_number(given, "min_worker") if "min_worker" in given else 1
         max_workers = whole_number(given, "max_worker") if "max_worker" in given else min_workers
@@ -88,11 +93,13 @@ class ManagementCalls:
         return 200, f"Workers scaled to {min_workers} for model: {of}"
 
     def set_default(self, name: str, version: str) -> str:
+        """Makes a version the default of its model. Returns the message."""
         self._refuse_at_shutdown()
         self.models.set_default(name, version)
         return f'Default version successfully updated for model "{name}" to "{version}"'
 
     async def unregister(self, name: str, version: str | None) -> str:
+        """Unregisters a model. Returns the message."""
         self._refuse_at_shutdown()
         self._refuse_without_model_api()
         await self.models.unregister(name, version)
@@ -111,7 +118,7 @@ Descriptions = list[dict[str, Any]]
 
 
 async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
-    """The handler's description of itself; as in TorchServe it must be a JSON object. Raises RequestError."""
+    """Returns the handler's own description, which must be a JSON object, as in TorchServe. Raises RequestError."""
     if not isinstance(model, HandlerModel):
         return {}
     reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
@@ -124,7 +131,7 @@ async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        logger.warning(f"Model '{model.name}': its customized metadata is no JSON object")
+        logger.warning(f"Model '{model.name}': its customized metadata is not a JSON object")
         return {}
     return found
 
@@ -133,7 +140,10 @@ _BEARER = re.compile(r"Bearer\s+(\S+)")
 
 
 def read_token(options: ServerOptions) -> str | None:
-    """None if no request needs a token. Raises SettingsError if there is no token and tokens are not switched off."""
+    """Returns the token that requests need, or None if they need none.
+
+    Raises SettingsError if no token is set and tokens are not switched off.
+    """
     if options.disable_token_authorization:
         return None
     token = options.management_token
@@ -151,7 +161,7 @@ def read_token(options: ServerOptions) -> str | None:
 
 
 def check_token(expected: str | None, authorization: str | None) -> None:
-    """``authorization``: the request's header. Raises ManagementRefusal."""
+    """Raises ManagementRefusal unless ``authorization``, the request's header, has the expected token."""
     if expected is None:
         return
     match = _BEARER.fullmatch(authorization or "")

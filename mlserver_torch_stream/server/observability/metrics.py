@@ -1,19 +1,20 @@
-"""Exports the metrics of requests, engines and weights under all their names; switches the log and tracing on.
+"""Exports the metrics of requests, engines and weights under all their names, and switches the log and tracing on.
 
-The labels are a model's name and version from its settings, and a ``finish_reason`` or a
-``status_code`` from a fixed list: no text of a client becomes a label. Names follow vLLM's where vLLM has the metric.
+Labels are a model's name and version, from its settings, and a ``finish_reason`` or a ``status_code`` from a fixed
+list, so no text of a client becomes a label. Names follow vLLM's if vLLM has the metric.
 
-The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use
-of the cache, and newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in
+The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use of the cache, and
+newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in
 kubernetes-sigs/gateway-api-inference-extension). That page says ``gpu_cache_usage_perc``, which vLLM renamed to
 ``kv_cache_usage_perc`` in 0.9, so both are exported; ``lora_requests_info`` is for servers of LoRA adapters only. The
 other names are those of docs.vllm.ai/en/stable/usage/metrics, where ``time_per_output_token_seconds`` is the old name
 of ``inter_token_latency_seconds``. Their only label is ``model_name``, so the versions of a model are added up.
 
-A model without a version is ``default``, as TorchServe says of requests that name none. Counters of
-microseconds have no suffix ``_total``, and so the type ``untyped``: prometheus_client would add the suffix.
+Under TorchServe's names a model without a version has the version ``default``. TorchServe's counters of microseconds
+have no suffix ``_total``; they are exported with the type ``untyped``, because prometheus_client would add the suffix
+to a counter.
 
-``install`` runs when MLServer registers a model of ours: MLServer's settings cannot be read earlier.
+``install`` runs when MLServer registers a model of ours, because MLServer's settings cannot be read earlier.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _family(
 
 
 def _request_success(requests: list[tuple[Labels, ModelRequests]]) -> Metric:
-    """Counts sequences: vLLM counts a request with n sequences n times."""
+    """Returns vLLM's count of requests. It counts sequences, because vLLM counts a request with n sequences n times."""
     name = "request_success"
     family = CounterMetricFamily(_VLLM_PREFIX + name, _help(name), labels=(_LABEL, "finished_reason"))
     totals: dict[tuple[str, str], int] = {}
@@ -187,7 +188,7 @@ _ENGINE_GAUGES = {
     "prefix_cache_bytes": "Bytes of pages that no sequence holds and that are kept for later prompts",
     "kv_cache_usage_ratio": "The share of the budget that sequences hold, from 0 to 1; near 1 sequences are preempted",
 }
-# The gauges that are no field of the same name.
+# The gauges that are computed from several fields.
 _COMPUTED: dict[str, Callable[[EngineStats], float]] = {
     "kv_cache_budget_bytes": lambda now: now.kv_cache_budget,
     "kv_cache_usage_ratio": lambda now: now.kv_cache_bytes / now.kv_cache_budget if now.kv_cache_budget else 0.0,
@@ -237,7 +238,7 @@ class TokenMetrics(Collector):
         self._requests = requests
 
     def describe(self) -> Iterator[Metric]:
-        """Our own names, so that the registry refuses another collector that uses them."""
+        """Yields our names, so that the registry refuses another collector with the same names."""
         return self._own({}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
@@ -317,7 +318,7 @@ def install(
     weights: WeightsMetrics,
     sinks: RequestSinks,
 ) -> None:
-    """Called once for a server."""
+    """Exports the metrics at MLServer's endpoints, and sets the sinks of requests. Called once for a server."""
     settings = host.settings
     metrics.vllm_names = options.vllm_metric_names
     metrics.torchserve_names = options.torchserve_metric_names
@@ -334,7 +335,7 @@ def install(
 
 
 def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorRegistry:
-    """MLServer's metrics and ours: with inference workers MLServer exports only the metrics in their files."""
+    """Returns a registry of MLServer's metrics and ours; with workers, MLServer exports only the metrics in files."""
     if not settings.parallel_workers:
         return REGISTRY
     registry = CollectorRegistry()

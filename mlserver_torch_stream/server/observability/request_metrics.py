@@ -1,9 +1,9 @@
 """Counts requests and the work of engines by model and version; a reload does not reset a counter.
 
-Only the event loop's thread writes the counts; a scrape in another thread may read counts that are one request apart.
-The counters of an engine's ``stats()`` begin at 0 with every engine. prometheus_client's own histogram takes a lock and
-walks over all buckets for each observation, and writes to a file when MLServer has inference workers; ``Histogram``
-here has one writer.
+Only the event loop's thread writes the counts; a scrape in another thread may see one request in some counts and not
+yet in others. The counters of an engine's ``stats()`` begin at 0 with every engine. prometheus_client's histogram takes
+a lock and visits all buckets for each observation, and writes a file if MLServer has inference workers; ``Histogram``
+needs none of that, because it has one writer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _GAUGES = tuple(each.name for each in fields(EngineStats) if each.name not in CO
 
 
 class EngineMetrics:
-    """Adds up a model's engines: during a reload it has two."""
+    """The counts of each model's engines, added up, because a model has two engines during a reload."""
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
         self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
-        self._lock = Lock()  # MLServer scrapes in a thread
+        self._lock = Lock()  # scrapes run in a thread
 
     def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+        """Adds a running engine, whose counts ``stats`` returns."""
         with self._lock:
             engines = self._engines.setdefault((model, version or ""), [])
             if stats not in engines:  # a reload without changes keeps the engine
@@ -53,12 +54,12 @@ class EngineMetrics:
             self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
 
     def gauges(self) -> dict[Labels, EngineStats]:
-        """The gauges of the loaded models."""
+        """Returns the current values of the loaded models' engines."""
         with self._lock:
             return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
 
     def counters(self) -> dict[Labels, EngineStats]:
-        """The counters of all models since the process began."""
+        """Returns the counters of all models since the process began."""
         with self._lock:
             totals = dict(self._past)
             for labels, engines in self._engines.items():
@@ -72,7 +73,7 @@ def _added(parts: list[EngineStats]) -> EngineStats:
 
 
 class Histogram:
-    """``bounds`` ascend; an observation is counted at the first bound that is not below it."""
+    """Counts values in buckets with the ascending upper ``bounds``, which are inclusive."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -82,11 +83,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """The cumulative counts, each with its upper bound as Prometheus writes it."""
+        """Returns the cumulative counts, each with its upper bound as Prometheus writes it."""
         total, cumulative = 0, []
         for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
             total += count
@@ -94,15 +96,15 @@ class Histogram:
         return cumulative
 
 
-CANCELLED = "cancelled"  # the client disconnected
-REFUSED = "refused"  # before it reached the engine
+CANCELLED = "cancelled"  # the outcome of a request whose client disconnected
+REFUSED = "refused"  # the outcome of a request that did not reach the engine
 SEQUENCE_REASONS = tuple(reason.value for reason in FinishReason)
 REQUEST_REASONS = (*SEQUENCE_REASONS, CANCELLED, REFUSED)
 _SUCCESSES = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value, FinishReason.TOOL_CALLS.value})
 OTHER_ERROR = "other"
 ERRORS = ("413", "415", "422", "429", "500", "503", "504", OTHER_ERROR)
 
-# Seconds: from models of a few layers, which take half a millisecond for a token, to models that take seconds.
+# Bounds in seconds, for models that take from half a millisecond to seconds for a token.
 _FIRST_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _INTER_TOKEN = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _QUEUE = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -110,13 +112,14 @@ _REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 3
 
 
 class Duration:
-    """The number of times that something happened, and the seconds that it took in all."""
+    """A count of occurrences, and their total duration in seconds."""
 
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
+        """Adds one occurrence of this duration."""
         self.count += 1
         self.seconds += seconds
 
@@ -134,13 +137,13 @@ class ModelRequests:
         self.request = Histogram(_REQUEST)
         self.success = Duration()
         self.fail = Duration()
-        self.queued = Duration()  # of the requests that succeeded
-        self.computed = Duration()  # of the requests that succeeded
-        self.inferences = 0  # sequences of the requests that succeeded
-        self.last_request = 0.0  # when the last one ended, in seconds since the epoch
+        self.queued = Duration()  # the time in the queue of successful requests
+        self.computed = Duration()  # the remaining time of successful requests
+        self.inferences = 0  # the number of sequences of successful requests
+        self.last_request = 0.0  # the end of the last request, in seconds since the epoch
 
     def ended(self, outcome: str, seconds: float, queued: float = 0.0, sequences: int = 1) -> None:
-        """Counts a request. ``outcome``: one of ``REQUEST_REASONS``."""
+        """Counts a request that has ended with an ``outcome`` of ``REQUEST_REASONS`` after ``seconds``."""
         self.requests[outcome] += 1
         self.last_request = time.time()
         if outcome not in _SUCCESSES:
@@ -152,17 +155,19 @@ class ModelRequests:
         self.inferences += sequences
 
     def count_error(self, status: int) -> None:
+        """Counts an error by its REST status."""
         error = str(status)
         self.errors[error if error in self.errors else OTHER_ERROR] += 1
 
 
 class RequestMetrics:
-    """The counts of requests, by model and version of loaded models; a client cannot add a model."""
+    """The counts of requests by model and version. Only loaded models are counted, so a client cannot add a label."""
 
     def __init__(self) -> None:
         self._models: dict[Labels, ModelRequests] = {}
 
     def of(self, model: str, version: str | None) -> ModelRequests:
+        """Returns the counts of one version of a model; they are created at the first call."""
         labels = (model, version or "")
         found = self._models.get(labels)
         if found is None:
@@ -170,6 +175,7 @@ class RequestMetrics:
         return found
 
     def items(self) -> list[tuple[Labels, ModelRequests]]:
+        """Returns the counts of all models."""
         return list(self._models.items())
 
 
@@ -177,8 +183,12 @@ _QUIET_S = 10.0
 
 
 class ClientLoad:
-    """``waiting_prompts``: complete prompts of all models that wait or are prefilled. ``active``: a request is in
-    flight, or the last one ended less than ``quiet_s`` seconds ago, so that the next one is likely to come soon."""
+    """The load that clients make, to which batches give way.
+
+    ``waiting_prompts`` is the number of complete prompts, of all models, that wait or are prefilled. ``active`` is true
+    if a request is in flight, or if the last one ended less than ``quiet_s`` seconds ago, so that another one is
+    likely.
+    """
 
     def __init__(self, quiet_s: float = _QUIET_S) -> None:
         self.waiting_prompts = 0
@@ -189,17 +199,19 @@ class ClientLoad:
         self._listeners: list[Callable[[], None]] = []
 
     def sequences(self, model: str) -> int:
+        """The number of sequences that clients' requests to this model have in flight."""
         return self._sequences[model]
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """``listener`` is called whenever there is less load than before."""
+        """Has ``listener`` called whenever the load decreases."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
+        """Ends the calls of ``listener``."""
         self._listeners.remove(listener)
 
     def prompted(self, model: str, sequences: int) -> None:
-        """A request is submitted."""
+        """Called when a request with this number of sequences is submitted."""
         self.waiting_prompts += 1
         self._sequences[model] += sequences
         self.active = True
@@ -207,11 +219,12 @@ class ClientLoad:
             self._timer.cancel()
 
     def first_token(self) -> None:
+        """Called when a request has got its first token."""
         self.waiting_prompts -= 1
         self._tell()
 
     def ended(self, model: str, sequences: int, *, answered: bool) -> None:
-        """A request has ended. ``answered``: it had got its first token."""
+        """Called when a request has ended. ``answered`` says whether it had its first token."""
         self.waiting_prompts -= not answered
         self._sequences[model] -= sequences
         if not any(self._sequences.values()):

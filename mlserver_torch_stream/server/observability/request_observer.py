@@ -1,13 +1,13 @@
-"""Observes every request, and reports it once, at its end: counts, one line of the log, one span of OpenTelemetry.
+"""Observes every request, and reports it once, at its end: in counts, one line of the log and one OpenTelemetry span.
 
 All of it runs on the event loop's thread.
 
-In a line, a client's text is quoted as JSON, so that it can forge no line and no terminal command. Prompts, answers and
+In the log a client's text is quoted as JSON, so that it cannot forge a line or control a terminal. Prompts, answers and
 error messages, which may quote them, are left out unless the operator asks for them.
 
-The attributes of a span are those of the GenAI semantic conventions (repository
-open-telemetry/semantic-conventions-genai, in development). They have no attribute for the time in the queue, which has
-vLLM's name, ``gen_ai.latency.time_in_queue``. A span holds neither prompts nor answers.
+The attributes of a span follow the GenAI semantic conventions (repository open-telemetry/semantic-conventions-genai, in
+development). The conventions have no attribute for the time in the queue, so vLLM's name is used,
+``gen_ai.latency.time_in_queue``. A span contains neither prompts nor answers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequ
 from mlserver_torch_stream.version import __version__
 
 OK = 200
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log: the client is not there to receive one
+CLIENT_CLOSED_REQUEST = 499  # nginx's status in its log for a client that disconnected
 
 
 class EndpointKind(str, Enum):
@@ -58,35 +58,38 @@ class EndpointKind(str, Enum):
 
     @property
     def streams(self) -> bool:
+        """Whether the reply streams."""
         return self in (EndpointKind.REST_STREAM, EndpointKind.GRPC_STREAM)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are seconds since the request's start; None: the request ended before."""
+    """The facts of one request. Times are in seconds since its start; None if it ended before that event."""
 
     request_id: str
     model: str
     version: str
     endpoint: EndpointKind
-    request: GenerationRequest | None = None  # None: it could not be decoded
+    request: GenerationRequest | None = None  # None if the body could not be decoded
     prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
     prompt_tokens: int = 0
-    completion_tokens: int = 0  # in events that were sent
+    completion_tokens: int = 0  # tokens in the events that were sent
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float = 0.0
-    reasons: list[FinishReason] = field(default_factory=list)  # of the sequences that have ended
+    reasons: list[FinishReason] = field(default_factory=list)  # one for each sequence that has ended
     texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
     error: BaseException | None = None
-    status: int = OK  # REST's, also for requests over gRPC
+    status: int = OK  # the REST status, also for requests over gRPC
 
     @property
     def sequences(self) -> int:
+        """The number of the request's sequences."""
         return len(self.request.prompts) * self.request.sampling.n if self.request is not None else 0
 
     @property
     def client_disconnected(self) -> bool:
+        """Whether the client disconnected before the end."""
         return self.status == CLIENT_CLOSED_REQUEST
 
 
@@ -97,32 +100,36 @@ _LINE = (
     "request_id=%s model=%s version=%s endpoint=%s status=%s client=%s finish_reason=%s sequences=%s prompt_tokens=%s "
     "completion_tokens=%s queue_time_ms=%s ttft_ms=%s e2e_latency_ms=%s"
 )
-_MAX_CHARS = 128  # of a text that a client chooses
+_MAX_CHARS = 128  # characters of a text that a client chooses
 
 logger = logging.getLogger(f"{_PACKAGE}.requests")
 
 
 def join_mlservers_log() -> None:
-    """Gives our loggers MLServer's level and handlers, unless an operator configures their own. Idempotent.
+    """Gives our loggers MLServer's level and handlers, unless the operator configures them. Idempotent.
 
-    Our loggers' names are not below ``mlserver``, so that without it only warnings would be shown.
+    Without that only warnings would be shown, because our loggers are not below the logger ``mlserver``.
     """
     logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
 
 
 class RequestLog:
-    """``prompts`` adds prompts, answers and error messages; ``structured``: MLServer puts lines into JSON strings."""
+    """Writes one line for each request. With ``prompts`` it adds prompts, answers and error messages.
+
+    ``structured`` says that MLServer puts the lines into JSON strings.
+    """
 
     def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
         self.prompts = prompts
         self._structured = structured
 
     def write(self, record: RequestRecord) -> None:
+        """Writes the line of a request that has ended."""
         if not logger.isEnabledFor(logging.INFO):
             return
         line = _LINE % self._values(record)
         line += "".join(f" {key}={value}" for key, value in self._further(record))
-        # MLServer's structured format does not escape what it puts between the quotes of `"message"`.
+        # MLServer's structured format does not escape the text of `"message"`.
         logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
 
     def _values(self, record: RequestRecord) -> tuple[str | int, ...]:
@@ -169,7 +176,7 @@ def _prompt(prompt: Prompt) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """The text itself if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
+    """Returns the text if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
     if len(text) > _MAX_CHARS:
         text = f"{text[:_MAX_CHARS]}..."
     return text if _PLAIN.fullmatch(text) else _json(text)
@@ -188,7 +195,7 @@ FIRST_TOKEN = "gen_ai.first_token"
 
 
 def tracer_of(settings: Settings) -> Tracer | None:
-    """None if MLServer's tracing is off."""
+    """Returns the tracer; None if MLServer's tracing is off."""
     if not settings.tracing_server:
         return None
     tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
@@ -230,7 +237,7 @@ def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]
 
 
 def end_span(span: Span, record: RequestRecord) -> None:
-    """Writes tokens, times in seconds and the error of a request into its span, by OpenTelemetry's names for GenAI."""
+    """Writes a request's tokens, times in seconds and error into its span, and ends the span."""
     span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
     span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
     span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
@@ -240,7 +247,7 @@ def end_span(span: Span, record: RequestRecord) -> None:
         span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
     if record.error is not None:
         span.set_attribute("error.type", type(record.error).__name__)
-        # The message of a client's error may quote its input.
+        # The message of a client's error may quote its prompt.
         span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
     elif record.client_disconnected:
         span.set_attribute("error.type", "client_disconnected")
@@ -250,13 +257,13 @@ def end_span(span: Span, record: RequestRecord) -> None:
 
 @dataclass
 class RequestSinks:
-    """A sink that is None is switched off."""
+    """The log and the tracer to which requests are reported; one that is None is switched off."""
 
     log: RequestLog | None = None
     tracer: Tracer | None = None
 
 
-# The outcome of a request whose sequences ended differently is the first of these.
+# If the sequences of a request ended differently, its outcome is the first of these.
 _GRAVEST = (
     FinishReason.ERROR,
     FinishReason.TIMEOUT,
@@ -269,7 +276,7 @@ _GRAVEST = (
 
 @dataclass(frozen=True)
 class RequestReports:
-    """Where requests are reported: their metrics, log and trace, and the load that clients make."""
+    """The places to which requests are reported: metrics, log, trace, and the load that clients make."""
 
     metrics: RequestMetrics
     sinks: RequestSinks
@@ -298,7 +305,7 @@ class ModelRequestObservers(RequestObservers):
 
 
 class TimedRequest(ABC):
-    """Measures one request, and reports it once. A subclass says in ``count`` which counters of the model grow."""
+    """Measures one request, and reports it once. A subclass counts it in ``count``."""
 
     def __init__(self, record: RequestRecord, reports: RequestReports) -> None:
         self.record = record
@@ -308,22 +315,23 @@ class TimedRequest(ABC):
         self._began = time.monotonic()
 
     def closed(self) -> None:
-        """The reply is closed. Before the request's end, and without an error, the client has disconnected."""
+        """Called when the reply is closed. If the request has neither ended nor failed, its client has disconnected."""
         if self.record.error is None and not self.ended:
             self.record.status = CLIENT_CLOSED_REQUEST
         self.end()
 
     def failed(self, error: BaseException) -> None:
-        """The request ends with this error, which its client gets."""
+        """Called when the request ends with an error, which its client gets."""
         self.record.error = self.record.error or error
         self.end()
 
     def first_event(self, now: float) -> None:
+        """Records the time of the first event."""
         self.record.ttft_s = now - self._began
         self.metrics.first_token.observe(self.record.ttft_s)
 
     def end(self) -> None:
-        """Idempotent."""
+        """Reports the request. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -335,15 +343,16 @@ class TimedRequest(ABC):
         self.count()
         if self.reports.sinks.log is not None:
             self.reports.sinks.log.write(record)
-        record.error = None  # its frames hold this observer: a cycle would keep the request's prompts
+        record.error = None  # its frames refer to this observer, and the cycle would keep the prompts in memory
 
     @abstractmethod
     def count(self) -> None:
-        """Called once, when the record is complete."""
+        """Adds the request to the model's counters. Called once, when the record is complete."""
 
 
 class ServerRequestObserver(TimedRequest, RequestObserver):
-    """Observes one request. ``streaming``: after the first event, an error does not change the status."""
+    """Observes one request that generates tokens. If it is ``streaming``, an error after its first event leaves the
+    status at 200."""
 
     def __init__(self, record: RequestRecord, reports: RequestReports, *, streaming: bool) -> None:
         super().__init__(record, reports)
@@ -352,7 +361,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         self._accepted = False
         self._prompted = False
         self._seen = False
-        self._last: dict[int, float] = {}  # by sequence: the time of its last tokens
+        self._last: dict[int, float] = {}  # sequence -> the time of its last tokens
         sinks = reports.sinks
         self._keeps_text = sinks.log is not None and sinks.log.prompts
         self._span: Span | None = None
@@ -397,7 +406,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         record.reasons.append(reason)
         if event.usage is not None:
             record.queue_s = max(record.queue_s or 0.0, event.usage.queue_s)
-        has_output = self._streaming and (self._seen or event.size > 0)  # the client has been sent something before
+        has_output = self._streaming and (self._seen or event.size > 0)  # tokens have been sent to the client
         if event.error is not None and (reason is FinishReason.ERROR or not has_output):
             record.error = record.error or event.error
         self._unfinished -= 1
@@ -438,7 +447,7 @@ def _said(event: TokenEvent) -> str:
 
 
 def status_of(error: BaseException) -> int:
-    """The REST status of an error, from our error table."""
+    """Returns the REST status of an error, from our error table."""
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, ModelNotReady):
@@ -448,8 +457,7 @@ def status_of(error: BaseException) -> int:
 
 @contextmanager
 def ignored_parameters(options: ServerOptions, model: str, request_id: str) -> Iterator[list[str]]:
-    """The block decodes a request: it lists the unknown parameters that the options have it ignore, which are logged
-    after it."""
+    """Collects the unknown parameters that are ignored while the block decodes a request, and logs them at its end."""
     with unknown_parameters(ignored=options.unknown_parameters == "ignore") as names:
         yield names
     if names:

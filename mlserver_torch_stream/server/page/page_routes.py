@@ -1,6 +1,6 @@
-"""Serves the page at ``/`` and its files. They need no key; the requests that the page sends do.
+"""Serves the page at ``/`` and its files. They need no API key; the requests that the page sends do.
 
-Methods of ``/`` other than GET and HEAD are left to the routes that have them.
+On ``/`` only GET and HEAD are answered here; other methods are left to other routes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page loads its own files and calls its own server; it cannot be framed, and posts no form.
+# The page may only load its own files and call its own server; it cannot be framed, and cannot post a form.
 _POLICY = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'"
@@ -41,7 +41,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """``index.html`` is at ``/``, all other files are below ``/page/``."""
+    """Returns the files by their paths: ``index.html`` is at ``/``, all others are below ``/page/``."""
     return {_path(place): _read(place) for place in sorted(_FOLDER.iterdir()) if place.suffix in _MEDIA_TYPES}
 
 
@@ -58,7 +58,7 @@ def _read(place: Path) -> PageFile:
     content = place.read_bytes()
     headers = {
         "content-type": _MEDIA_TYPES[place.suffix],
-        "cache-control": "no-cache",  # browsers keep it, and ask at each visit whether an upgrade has changed it
+        "cache-control": "no-cache",  # browsers keep it, and ask at each visit whether it has changed
         "etag": f'"{sha256(content).hexdigest()[:32]}"',
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
@@ -68,7 +68,7 @@ def _read(place: Path) -> PageFile:
 
 
 def add_routes(host: ServerHost, options: ServerOptions) -> None:
-    """Called once for a server."""
+    """Adds the routes of the page's files. Called once for a server."""
     if options.page:
         host.add_routes([_PageRoute(path, file) for path, file in page_files().items()])
 
@@ -81,7 +81,7 @@ class _PageRoute(SelectiveRoute):
         self._file = file
 
     async def _answer(self, request: Request) -> Response:
-        """304 to a browser that has the file."""
+        """Answers with the file, or with 304 if the browser has it."""
         known = {each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")}
         if known & {self._file.headers["etag"], "*"}:
             return Response(status_code=304, headers=self._file.headers)

@@ -1,1 +1,1 @@
-"""The REST endpoints: routes, bodies in, JSON and events out, connections that break."""
+"""REST: routes, bodies, JSON replies, server-sent events, and connections that break."""

@@ -1,7 +1,7 @@
-"""vLLM's paths that load and unload LoRA adapters while the server runs, where a setting asks for them.
+"""vLLM's paths that load and unload LoRA adapters while the server runs; a setting switches them on.
 
-Like every path they need a key where the server has keys. A folder must lie below ``lora_root``, and a hub id is taken
-only where the hub is not switched off, so that no client chooses files of the server.
+Like every path they need a key if the server has keys. A folder must be below ``lora_root``, and a hub id is accepted
+only if the hub is not switched off, so that a client cannot choose files of the server.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _AdapterRoutes:
             body = parse_object(await read_body(request.scope, request.receive, self._max_body_bytes))
             return PlainTextResponse(await act(body))
         except ClientLeft:
-            return Response(status_code=400)  # which nobody reads
+            return Response(status_code=400)  # not sent, because the client has disconnected
         except Exception as error:
             return openai_answer(request, *OPENAI_CHAT.refusal(as_refusal(error)))
 
@@ -75,7 +75,7 @@ class _AdapterRoutes:
         if not _NAME.fullmatch(name):
             raise InvalidInput("lora_name", "must be 1 to 128 letters, digits or . : / _ -")
         if find_model(self._registry, name, None) is not None or find_adapter(self._registry, name) is not None:
-            raise InvalidInput("lora_name", f"{name!r} is the name of a model or an adapter already")
+            raise InvalidInput("lora_name", f"{name!r} already is the name of a model or an adapter")
         adapters = self._owner(body).adapters
         assert adapters is not None
         await adapters.load(name, place_of(self._root, path))
@@ -91,7 +91,7 @@ class _AdapterRoutes:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _owner(self, body: JsonObject) -> TokenModel:
-        """The model that gets the adapter: the one that the body names, or else the only one that takes adapters."""
+        """Returns the model for the adapter: the one that the body names, or the only one that takes adapters."""
         models = [model for model in default_models(self._registry) if isinstance(model, TokenModel)]
         takers = [model for model in models if model.adapters is not None]
         if "model" in body:
@@ -107,7 +107,7 @@ def place_of(root: str, path: str) -> str:
     Raises InvalidInput.
     """
     if root:
-        with suppress(OSError, ValueError):  # a name that is too long, or has a NUL
+        with suppress(OSError, ValueError):  # a path that is too long, or contains NUL
             found = Path(root, path).resolve()
             if found.is_relative_to(Path(root).resolve()) and found.is_dir():
                 return str(found)

@@ -1,6 +1,6 @@
 """The routes of OpenAI's files and batches; an uploaded file is stored as it arrives.
 
-Every error has OpenAI's error object. A file over the bound is refused as soon as that is known, and its rest is not
+Every error has OpenAI's error object. A file that is too large is refused as soon as that is known, and its rest is not
 read.
 """
 
@@ -44,17 +44,17 @@ from mlserver_torch_stream.server.rest.connection import (
 from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartEnded
 from mlserver_torch_stream.server.rest.sse import ChunkStream
 
-_AROUND = 64 * 1024  # bytes of a form beside its file
+_AROUND = 64 * 1024  # bytes that a form may have besides its file
 _MAX_NAME = 255  # characters
 _MAX_PURPOSE = 64  # bytes
-_MAX_UPLOADS = 8  # at the same time; each holds up to two parts of 5 MiB
+_MAX_UPLOADS = 8  # uploads at the same time; each holds up to two parts of 5 MiB in memory
 _CONTENT_TYPE = "application/octet-stream"
 
 
 class UploadStalled(RequestError):
     """The client has sent nothing of its file for too long.
 
-    Without a bound, some dead connections would take every place of an upload for ever.
+    Without this limit a few dead connections would occupy all uploads for ever.
     """
 
     status = 408
@@ -67,8 +67,10 @@ class FileTooLarge(RequestError):
 
 
 async def receive_file(request: Request, files: FileStore, max_bytes: int, timeout: float) -> JsonObject:
-    """The object of the new file. ``timeout``: seconds between two pieces of it, 0 for ever. Raises RequestError or
-    ClientLeft."""
+    """Stores an uploaded file, and returns its object.
+
+    ``timeout`` bounds the seconds between two pieces of the file; 0 means no limit. Raises RequestError or ClientLeft.
+    """
     too_large = FileTooLarge(f"file: larger than {max_bytes} bytes")
     _refuse_declared(request, max_bytes, too_large)
     form = FormReader(request.headers.get("content-type", ""))
@@ -118,7 +120,7 @@ async def _events(
 
 
 def _refuse_declared(request: Request, max_bytes: int, too_large: FileTooLarge) -> None:
-    """Before anything is read, so that a client that waits for ``100 Continue`` sends nothing."""
+    """Raises an error by the request's headers, so that a client that waits for ``100 Continue`` sends no body."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented for files")
@@ -167,15 +169,17 @@ def add_batch_routes(host: ServerHost, batches: Batches, options: ServerOptions)
 
 
 def _answered(handlers: Mapping[str, Handler]) -> Handler:
-    """The handler of each method, whose errors become answers. A request whose body was not read to its end ends its
-    connection."""
+    """Returns a handler that chooses by method, and turns errors into answers.
+
+    If a request's body was not read to its end, the connection is closed.
+    """
 
     async def answer(request: Request) -> Response:
         try:
             with translating_store_errors():
                 response = await handlers["GET" if request.method == "HEAD" else request.method](request)
         except ClientLeft:
-            response = Response(status_code=400)  # the client has left: nothing is sent
+            response = Response(status_code=400)  # not sent, because the client has disconnected
         except Exception as error:
             refusal = as_refusal(error)
             status, body = OPENAI_CHAT.refusal(refusal)
@@ -191,7 +195,7 @@ def _answered(handlers: Mapping[str, Handler]) -> Handler:
 
 
 class _BatchEndpoints:
-    """Each method answers the requests of one route, and raises RequestErrors and a store's errors."""
+    """The handlers of the routes. They raise RequestError and the errors of the store."""
 
     def __init__(self, batches: Batches, options: ServerOptions) -> None:
         self._batches = batches
@@ -205,7 +209,7 @@ class _BatchEndpoints:
     async def create_file(self, request: Request) -> Response:
         files = self._files
         if self._uploads >= _MAX_UPLOADS:
-            raise QueueFull(f"{self._uploads} files arrive already, of {_MAX_UPLOADS} at a time")
+            raise QueueFull(f"{self._uploads} files are being uploaded already; at most {_MAX_UPLOADS} at a time")
         self._uploads += 1
         try:
             options = self._options
@@ -255,7 +259,10 @@ def _json(body: JsonObject) -> Response:
 
 
 class _Download(Response):
-    """A file in pieces. The first one was read before the status was chosen. ``stalled_after``: in seconds."""
+    """Sends a file in pieces; the first one was read before the status was chosen.
+
+    A client that reads nothing for ``stalled_after`` seconds is disconnected.
+    """
 
     def __init__(self, size: int, first: bytes, rest: AsyncGenerator[bytes, None], stalled_after: float) -> None:
         super().__init__(headers={"content-length": str(size)}, media_type=_CONTENT_TYPE)

@@ -1,9 +1,9 @@
-"""HTTP/1 on the REST port: heads and bodies of requests, whole answers, and the client's end of a request.
+"""HTTP/1 on the REST port: heads and bodies of requests, whole answers, and clients that disconnect.
 
-ASGI hides the connection, so the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
+ASGI hides the connection. So the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
 connection into the scope.
 
-Raw bytes of tensors may follow the JSON object: the header ``Inference-Header-Content-Length`` says where they begin.
+Raw bytes of tensors may follow the JSON object; the header ``Inference-Header-Content-Length`` says where they begin.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mlserver_torch_stream.server.host import HttpProtocol, ServerHost, transpor
 from mlserver_torch_stream.server.options import ServerOptions
 
 _KEY = "mlserver_torch_stream.transport"
-# Linux and macOS: how many unsent bytes the kernel takes before the server notices that a reader lags. Without it a
-# reader that stalls is noticed after about 3 MB.
+# On Linux and macOS: the unsent bytes that the kernel accepts before the server notices that a reader lags. By default
+# a stalled reader would be noticed after about 3 MB.
 _UNSENT_BYTES = 16 * 1024
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _UNWATCHED_S = 0.02
-_RESET = struct.pack("ii", 1, 0)  # linger for no time: the kernel drops the bytes that it still holds
+_RESET = struct.pack("ii", 1, 0)  # linger for 0 s: the kernel drops unsent bytes
 
 
 class NotesTransport:
-    """Middleware that notes the connection's transport."""
+    """Middleware that puts the connection's transport into the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,28 +50,29 @@ class NotesTransport:
 
 
 def notice_lag_early(scope: Scope) -> None:
-    """Lets back-pressure begin after some kilobytes rather than megabytes."""
+    """Lets back-pressure begin after kilobytes instead of megabytes of unsent bytes."""
     if _NOTSENT_LOWAT is not None:
         _set_option(scope.get(_KEY), socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def abort(scope: Scope) -> None:
-    """Drops the connection with all that its client has not read. Closing it would wait for the client to read."""
+    """Drops the connection and all unsent bytes. A normal close would wait until the client has read them."""
     transport = scope.get(_KEY)
     if transport is not None:
         reset(transport)
 
 
 def reset(transport: Any) -> None:
-    """Closes a connection with a TCP reset, so that the client sees a broken stream and no end."""
+    """Closes a connection with a TCP reset, so that the client sees a broken stream and not a normal end."""
     _set_option(transport, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
 
 
 async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
-    """Closes the connection within a response, once its client has read what was sent, or after ``most_s`` seconds.
+    """Closes the connection in the middle of a response, once its client has read all bytes or ``most_s`` seconds
+    passed.
 
-    The end of a body in chunks is missing then, so that the client knows.
+    The missing end of the chunked body tells the client that the response is incomplete.
     """
     transport = scope.get(_KEY)
     if transport is None:
@@ -86,15 +87,15 @@ async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
 def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> None:
     connection = transport.get_extra_info("socket") if transport is not None else None
     if connection is not None:
-        with suppress(OSError):  # no TCP socket
+        with suppress(OSError):  # not a TCP socket
             connection.setsockopt(level, option, value)
 
 
 @asynccontextmanager
 async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls ``left``, once, if the client goes away meanwhile. The request's body must have been read.
+    """Calls ``left`` once if the client disconnects during the block. The request's body must have been read.
 
-    Watching takes a task, which a reply that ends within ``_UNWATCHED_S`` does without.
+    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies need none.
     """
     watcher: asyncio.Task[None] | None = None
 
@@ -118,23 +119,24 @@ async def _watch(receive: Receive, left: Callable[[], None]) -> None:
     left()
 
 
-# Of a head, and between the bytes of a body: chunk extensions and trailers. httptools takes any number.
+# The bound of a head, and of chunk extensions and trailers in a body, which httptools does not bound.
 _MAX_BYTES_BESIDE_BODY = 64 * 1024
-_GRACE_S = 1.0  # for an endpoint that has the same limit and ends its request itself, as an upload and a stream do
+_GRACE_S = 1.0  # first, endpoints with the same limit, such as uploads and streams, end their requests themselves
 
 
 def install(host: ServerHost, options: ServerOptions) -> None:
-    """Makes ``Http1`` read the connections to the REST port from now on, unless uvicorn reads them by h11."""
+    """Has uvicorn read new connections to the REST port with ``Http1``, unless uvicorn uses h11."""
     host.put_outside(NotesTransport)
     host.read_http_by(partial(Http1, options=options))
 
 
 class Http1(HttpProtocol):
-    """uvicorn's protocol; an offer of another one, such as h2c, is declined, and the request is read as it is.
+    """uvicorn's protocol with time limits. An upgrade to another protocol, such as h2c, is declined, and the request is
+    answered over HTTP/1.
 
-    A client must send the head of a request within ``piece_timeout`` seconds, and the next bytes of its body within as
-    many; it must read some of its answers in each ``stalled_reader_timeout`` (0: no limits). Otherwise its connection
-    is closed. When it disconnects, all requests that it has sent ahead end.
+    A client must send the head of a request within ``piece_timeout`` seconds, and then some of its body in each such
+    time. It must read some of its answers in each ``stalled_reader_timeout`` (0: no limit). Otherwise its connection is
+    closed. When it disconnects, all its pipelined requests end.
     """
 
     def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
@@ -143,7 +145,7 @@ class Http1(HttpProtocol):
         self._beside_body = 0
         self._silent_after = options.piece_timeout
         self._stalled_after = options.stalled_reader_timeout
-        self._waiting_since: float | None = None  # for the rest of a request; None: the last one is complete
+        self._waiting_since: float | None = None  # the last bytes of an incomplete request; None if none is incomplete
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 
@@ -168,7 +170,7 @@ class Http1(HttpProtocol):
             self._reader_timer = None
 
     def kept_alive(self) -> None:
-        """Closing waits until the client has read everything."""
+        """Gives a client that does not read a time limit, because the close waits until it has read everything."""
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
@@ -191,8 +193,8 @@ class Http1(HttpProtocol):
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         if self.declines():
-            return False  # the parser reads this head again, without the offer
-        if sum(name == b"host" for name, _ in self.headers) > 1:  # proxies differ in which of them they take
+            return False  # the parser reads this head again without the upgrade
+        if sum(name == b"host" for name, _ in self.headers) > 1:  # proxies differ in which one they use
             self.refusal = "host: given twice"
             raise ValueError(self.refusal)
         return True
@@ -210,7 +212,10 @@ class Http1(HttpProtocol):
             self._timer = self.loop.call_later(self._silent_after + _GRACE_S, self._check_silence)
 
     def _check_silence(self) -> None:
-        """Many requests share one timer. While reading is paused, the client cannot send."""
+        """Closes the connection if the client has sent nothing for too long, unless reading is paused.
+
+        Many requests share one timer.
+        """
         self._timer = None
         if self._waiting_since is None:
             return
@@ -227,7 +232,10 @@ class Http1(HttpProtocol):
             self._check_reader(math.inf)
 
     def _check_reader(self, before: float) -> None:
-        """``before``: bytes that were left to send at the last check. None are added while writing is paused."""
+        """Closes the connection if the client has read nothing since the last check.
+
+        ``before`` is the number of unsent bytes then; it only shrinks, since writing is paused.
+        """
         self._reader_timer = None
         left = self.transport.get_write_buffer_size()
         if 0 < left < before:
@@ -237,7 +245,7 @@ class Http1(HttpProtocol):
             reset(self.transport)
 
     def plain_head(self) -> bytes:
-        """The head of the request at hand without its offer."""
+        """Returns the head of the current request without its upgrade."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
@@ -245,9 +253,9 @@ class Http1(HttpProtocol):
 
 
 class _Parser:
-    """httptools' parser, which goes on where httptools ends: at a body that follows a declined offer.
+    """httptools' parser, extended to the body of a request whose upgrade is declined.
 
-    httptools takes all that follows such a head for the other protocol, and tells of a request without a body.
+    httptools takes all bytes after such a head for the other protocol, and reports a request without a body.
     """
 
     def __init__(self, protocol: Http1) -> None:
@@ -264,7 +272,7 @@ class _Parser:
                     raise
                 head, data = self._protocol.plain_head(), data[upgrade.args[0] :]
             self._parser = httptools.HttpRequestParser(self._protocol)
-            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             self._parser.feed_data(head)
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +280,7 @@ class _Parser:
 
 
 JSON_LENGTH = "inference-header-content-length"
-_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after a header's value is no part of it
+_LENGTH = re.compile(r"0*([0-9]{1,20})[ \t]*")  # white space after the value is allowed
 _CODINGS = ("identity", "gzip", "x-gzip")
 
 
@@ -308,7 +316,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
 
 
 def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
-    """The JSON of a body, and the raw bytes of tensors after it. Raises InvalidInput."""
+    """Splits a body into its JSON and the raw bytes of tensors after it. Raises InvalidInput."""
     declared = headers.get(JSON_LENGTH)
     if declared is None:
         return body, b""
@@ -319,13 +327,13 @@ def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
 
 
 def as_length(declared: str) -> int | None:
-    """The number of bytes that the text says; None if it is no such number, or has more than 20 significant digits."""
+    """Parses a number of bytes; returns None if the text is not one, or has more than 20 significant digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Parses a JSON object. Raises InvalidInput for all else."""
+    """Parses a JSON object. Raises InvalidInput if the bytes are anything else."""
     parsed = parse_json(raw)
     if not isinstance(parsed, dict):
         raise InvalidInput("body", f"must be a JSON object, got a {type(parsed).__name__}")
@@ -338,7 +346,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
-    """Refuses a body by its ``Content-Length``, before a client that waits for ``100 Continue`` sends it."""
+    """Raises an error by the ``Content-Length``, before a client that waits for ``100 Continue`` sends the body."""
     declared = as_length(headers.get("content-length", ""))
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
@@ -356,7 +364,7 @@ def _too_large(most_bytes: int) -> BodyTooLarge:
 
 
 class _Plain:
-    """Collects a body up to its bound."""
+    """Collects a body up to its bound, or raises BodyTooLarge."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -372,9 +380,9 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Decompresses a gzip body, in pieces no larger than one byte over the bound.
+    """Decompresses a gzip body, and never holds more than one byte above the bound.
 
-    The packed body has the same bound, as many empty members unpack to nothing.
+    The compressed body has the same bound, because many empty members decompress to nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -401,7 +409,7 @@ class _Gzip(_Plain):
 
 
 EncodedHeaders = list[tuple[bytes, bytes]]
-_NO_CONTENT = 204  # has no content-length, says RFC 9110
+_NO_CONTENT = 204  # by RFC 9110 it has no content-length
 
 
 async def send_refusal(send: Send, status: int, body: bytes, retry_after: int | None, headers: EncodedHeaders) -> None:

@@ -1,8 +1,8 @@
 """The REST endpoints of our models: one request in, one JSON reply or one stream of events out.
 
-It serves requests for our models and for unknown ones only. MLServer's own counters and CloudEvents headers are those
-of its data plane, as for any model; its response cache is not asked, as a sampled reply is never the same twice.
-A path that names a model of another runtime does not match our routes, so MLServer serves it as if they did not exist.
+They serve requests for our models and for unknown ones; a path that names a model of another runtime does not match, so
+MLServer serves it. MLServer's counters and CloudEvents headers come from its data plane, as for any model. Its response
+cache is not used, because sampled replies differ.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mlserver_torch_stream.server.status import as_headers
 from mlserver_torch_stream.server.token_model import TokenModel, find_adapter, name_of_alias, only_model
 
 _IGNORED_HEADER = b"x-ignored-parameters"
-_LARGE_BYTES = 2**14  # a schema of that many can take 20 ms to decode
+_LARGE_BYTES = 2**14  # a body of this size with a JSON schema can take 20 ms to decode
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Endpoint:
 
 
 class Door(Protocol):
-    """What answers a path."""
+    """The part of an endpoint that its requests use."""
 
     @property
     def host(self) -> ServerHost: ...
@@ -84,11 +84,11 @@ class Door(Protocol):
 
 
 class Reported(Exception):
-    """A stream has failed and its client has been told; MLServer counts a failure because it sees this exception."""
+    """Raised when a stream has failed and its client knows; at this exception MLServer counts a failure."""
 
 
 class HttpRequest(Request[R], ABC):
-    """A request over HTTP. A subclass reads it and sends the reply in ``serve``, and an error in ``send_error``."""
+    """A request over HTTP. A subclass reads it and replies in ``serve``, and sends errors in ``send_error``."""
 
     def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send, kind: EndpointKind) -> None:
         super().__init__(door.lifecycle, kind)
@@ -99,6 +99,7 @@ class HttpRequest(Request[R], ABC):
         self._send = send
 
     async def answer(self) -> None:
+        """Answers the request by ``serve``, or with an error."""
         try:
             await self.serve()
         except ClientLeft:
@@ -113,13 +114,14 @@ class HttpRequest(Request[R], ABC):
 
     @abstractmethod
     async def serve(self) -> None:
-        """Answers the request. Raises any error while nothing has been sent, later Reported alone."""
+        """Answers the request. Raises any error before the first byte is sent, and afterwards only Reported."""
 
     @abstractmethod
     async def send_error(self, error: RequestError) -> None:
-        """Answers with the error, before anything else has been sent."""
+        """Answers with the error. Nothing has been sent before."""
 
     async def end_failed(self, why: str) -> None:
+        """Called when a stream has failed after its start; logs the reason."""
         logger.warning(f"A stream of model '{self.name}' failed: {why}")
 
     @property
@@ -127,11 +129,11 @@ class HttpRequest(Request[R], ABC):
         return "" if self.model is None else self.model.name
 
     async def body(self) -> bytes:
-        """Raises RequestError or ClientLeft."""
+        """Reads the body, decompressed. Raises RequestError or ClientLeft."""
         return await read_body(self._scope, self._receive, self._options.max_body_bytes)
 
     def watched(self) -> AbstractAsyncContextManager[None]:
-        """Closes the reply if the client leaves while the block runs."""
+        """Closes the reply if the client disconnects during the block."""
         return watched(self._receive, self.leave)
 
     def give_up(self) -> None:
@@ -149,18 +151,18 @@ class EndpointRequest(HttpRequest[Reply]):
         route = endpoint.route
         kind = EndpointKind.REST_STREAM if route.streaming else EndpointKind.REST_UNARY
         super().__init__(endpoint, scope, receive, send, kind)
-        self._spelling = route.spellings[0]  # until the body is read, its errors are written in the first one
+        self._spelling = route.spellings[0]  # the path's first spelling writes errors until the body is read
         self._decoding_since: float | None = None
-        self._adapter: str | None = None  # whose name the body has as that of the model
+        self._adapter: str | None = None  # the LoRA adapter that the body names as its model
         self._endpoint = endpoint
         self._path: dict[str, str] = scope["path_params"]
         self._headers = Headers(scope=scope)
-        self._ignored: list[str] = []  # names of unknown parameters
+        self._ignored: list[str] = []  # the names of unknown parameters that are ignored
 
     async def serve(self) -> None:
-        self.request_id = self._spelling.request_id({}, self._headers)  # errors of the body have it, too
+        self.request_id = self._spelling.request_id({}, self._headers)  # for errors in the body
         if "model_name" in self._path:
-            self._find({})  # an unknown model is 404 whatever the body is
+            self._find({})  # an unknown model is 404 even if the body is wrong
         body = await self.body()
         await self._begin_decoding(len(body))
         try:
@@ -179,14 +181,14 @@ class EndpointRequest(HttpRequest[Reply]):
         await send_refusal(self._send, status, orjson.dumps(body), error.retry_after, self._spelling_headers())
 
     def _spelling_headers(self) -> EncodedHeaders:
-        """The headers that the spelling has in every reply."""
+        """The headers that the spelling adds to every reply."""
         self.request_id = self.request_id or str(uuid4())
         headers = self._spelling.headers(self.request_id)
         ignored = [(_IGNORED_HEADER, ", ".join(map(quote, self._ignored)).encode())] if self._ignored else []
         return [*((name.encode(), value.encode()) for name, value in headers.items()), *ignored]
 
     def _find(self, body: JsonObject) -> None:
-        """The model of the path or, on a path without one, of the body."""
+        """Finds the model that the path names or, if the path names none, the body."""
         name, version = self._spelling.model(self._path, body)
         if "model_name" in self._path:
             self.find(self._host.registry, name, version)
@@ -202,7 +204,7 @@ class EndpointRequest(HttpRequest[Reply]):
             raise other
 
     def _choose(self, body: JsonObject) -> None:
-        """Finds the spelling, the model and the kind of reply that the body asks for."""
+        """Chooses the spelling, the model and the kind of reply by the body."""
         route = self._endpoint.route
         self._spelling = next(spelling for spelling in route.spellings if spelling.accepts(body))
         self.request_id = self._spelling.request_id(body, self._headers)
@@ -212,20 +214,23 @@ class EndpointRequest(HttpRequest[Reply]):
             self._find(body)
 
     async def _begin_decoding(self, size: int) -> None:
-        """Waits until no other large body of the endpoint is decoded, which holds the event loop."""
+        """Waits until no other large body of the endpoint is being decoded, because decoding blocks the event loop."""
         if size > _LARGE_BYTES:
             await self._endpoint.decoding.acquire()
             self._decoding_since = time.perf_counter()
 
     def _end_decoding(self) -> None:
-        """Lets the next large body be decoded as long afterwards as this one took: streams have the time between."""
+        """Lets the next large body be decoded after a pause as long as this decoding, which streams can use."""
         since, self._decoding_since = self._decoding_since, None
         if since is not None:
             pause = time.perf_counter() - since
             asyncio.get_running_loop().call_later(pause, self._endpoint.decoding.release)
 
     def _posted(self, whole: bytes) -> PostedBody:
-        """The body as a JSON object, or as a model that reads bodies itself parses it. Raises RequestError."""
+        """Parses the body: as a JSON object, or in the way of a model that parses bodies itself.
+
+        Raises RequestError.
+        """
         spelled, raw = split_binary(self._headers, whole)
         if self.model is None or JSON_LENGTH in self._headers:
             body: Any = parse_object(spelled)
@@ -247,7 +252,7 @@ class EndpointRequest(HttpRequest[Reply]):
     async def _stream(self, model: ServedModel, reply: Reply) -> None:
         notice_lag_early(self._scope)
         async with self._events(reply) as events, self.watched():
-            # In a task: an event then resumes the coroutines of the stream alone, not those of all ASGI layers.
+            # In a separate task an event resumes only the stream's coroutines, not those of all ASGI layers.
             await asyncio.create_task(self._send_all(reply, events))
         if reply.error is not None:
             raise Reported from reply.error
@@ -262,7 +267,8 @@ class EndpointRequest(HttpRequest[Reply]):
         return reply
 
     def _context(self, model: ServedModel, request_id: str) -> ReplyContext:
-        """A unary reply has the CloudEvents attributes in its HTTP headers, a stream in its first message."""
+        """Makes the context of a reply. A stream gets the CloudEvents attributes, for its first message; a unary reply
+        has them in its HTTP headers."""
         headers = self._cloud_events(model, request_id) if self.kind.streams else {}
         return ReplyContext(self._adapter or model.name, model.version, int(time.time()), headers=headers)
 
@@ -277,7 +283,7 @@ class EndpointRequest(HttpRequest[Reply]):
         )
 
     async def _send_all(self, reply: Reply, events: EventStream) -> None:
-        """Raises an error only while nothing has been sent; later the stream reports it."""
+        """Sends the events of a reply. Raises an error only before the first byte; afterwards the stream reports it."""
         named_by = self._spelling.event_name_field
         try:
             async for body in reply.bodies():
@@ -300,16 +306,17 @@ class EndpointRequest(HttpRequest[Reply]):
 
 
 def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple[bytes, EncodedHeaders]:
-    """The JSON object, followed by the elements of its binary outputs."""
+    """Returns the body of a reply with binary outputs, JSON and then raw bytes, and its headers."""
     spelled = orjson.dumps(body)
     length = (JSON_LENGTH.encode(), str(len(spelled)).encode())
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
 
 
 class SelectiveRoute(Route):
-    """``methods`` None: every method if the endpoint is an ASGI application, else GET.
+    """A route that may decline a path in ``takes``.
 
-    The beginning of a path is compared before its pattern: with all its routes a server has dozens of patterns.
+    With ``methods`` None it accepts every method if the endpoint is an ASGI application, else GET. The fixed beginning
+    of a path is compared before its pattern, because a server has dozens of patterns.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], methods: list[str] | None = None) -> None:
@@ -324,7 +331,7 @@ class SelectiveRoute(Route):
         return Match.NONE, {}
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """``path``: the parameters of the path."""
+        """Whether the route accepts the request, given the parameters in its path."""
         return True
 
 
@@ -336,14 +343,14 @@ def add_endpoints(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions
 
 
 class _OurRoute(SelectiveRoute):
-    """Matches like any route of its path, but no path that names another runtime's model."""
+    """Matches its path unless the path names a model of another runtime."""
 
     def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path, endpoint, ["POST"])
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """A path without a model's name belongs to this package alone, which answers other methods with 405."""
+        """Matches the path. If it has no model's name, no other route has it, so other methods get 405 here."""
         return super().matches(scope) if "model_name" in self.param_convertors else Route.matches(self, scope)
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:

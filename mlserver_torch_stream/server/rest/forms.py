@@ -10,12 +10,12 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from mlserver_torch_stream.errors import InvalidInput
 
-_MAX_HEADER_BYTES = 8192  # of one part
+_MAX_HEADER_BYTES = 8192  # the headers of one part
 
 
 @dataclass(frozen=True, slots=True)
 class PartBegan:
-    """``filename``: None for a part that is no file. ``content_type``: empty where the part names none."""
+    """A part begins. ``filename`` is None if it is not a file; ``content_type`` is empty if the part names none."""
 
     name: str
     filename: str | None
@@ -38,7 +38,7 @@ FormEvent = PartBegan | PartPiece | PartEnded
 
 
 class FormReader:
-    """``complete``: the last boundary was read. Raises InvalidInput if the body is not a form."""
+    """Parses a form. ``complete`` is true after the last boundary. Raises InvalidInput if the body is not a form."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
@@ -67,7 +67,7 @@ class FormReader:
             raise InvalidInput("content-type", f"its boundary is refused: {error}") from None
 
     def feed(self, chunk: bytes) -> Sequence[FormEvent]:
-        """The events of the next bytes of the body."""
+        """Returns the events in the next bytes of the body. Raises InvalidInput."""
         self._found = []
         try:
             self._parser.write(chunk)

@@ -1,6 +1,7 @@
-"""Liveness and readiness: MLServer's own answers, and our routes before MLServer's.
+"""Liveness and readiness: patches MLServer's answers, and puts our routes before MLServer's.
 
-The routes answer in JSON, which KServe's client reads, and 503 with the reason; MLServer's own answer for other models.
+Our routes answer in JSON, which KServe's client reads, and with 503 and the reason if a model is not ready. For other
+runtimes' models MLServer's routes answer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _PATHS = (
 
 
 def install(lifecycle: Lifecycle) -> None:
-    """Patches MLServer's own answers. Called once.
+    """Patches MLServer's answers. Called once.
 
-    A process that shuts down is not ready, even if its models are. A process that shuts down because an engine died is
+    During a shutdown the process is not ready, even if its models are. If it shuts down because an engine died, it is
     not live either, so that it is restarted even if the shutdown hangs.
     """
     wrap(Hook.READY, partial(_unless, lambda: lifecycle.shutdown_reason))
@@ -62,14 +63,14 @@ class _HealthRoute(SelectiveRoute):
         self._lifecycle = lifecycle
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """A name without a model is ours during a shutdown: the registry forgets a model whose load is interrupted."""
+        """During a shutdown also accepts unknown names, as the registry forgets a model whose load is interrupted."""
         if "model_name" not in path:
             return True
         models = self._models(path)
         return any(map(is_ours, models)) or (not models and self._lifecycle.shutdown_reason is not None)
 
     async def _answer(self, request: Request) -> JSONResponse:
-        """MLServer's answer; 503 with the reason if there is trouble, also if that began while MLServer was asked."""
+        """Returns MLServer's answer, or 503 with the reason if a model has trouble, even since MLServer was asked."""
         path = request.path_params
         trouble = self._trouble(path)
         healthy = trouble is None and await self._ask_mlserver(path)

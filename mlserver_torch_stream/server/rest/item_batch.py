@@ -1,11 +1,11 @@
 """Answers the batches of ``cloud run`` in one exchange for the whole run: ``POST /v2/models/{model}/batch``.
 
-Both bodies are frames, a JSON header and bytes each. A batch is a frame with its ``batch`` number and its count of
-``items``, and then the items; its answer is the same with a frame for each item, in their order, as soon as all of them
-are there. Items of a token model are bodies of OpenAI's API, each a generation of its own; items of a handler are one
-batch of it. An item of a sequence is a batch by itself and has V2's parameters of it in ``sequence``. A frame with
-``cancel`` ends a batch. A body that is none is answered 400, or after its first batch by the end of the connection.
-``GET`` describes the model's workers.
+The request and the response are streams of frames, each a JSON header and bytes. A batch is a frame with its ``batch``
+number and its number of ``items``, followed by a frame for each item. Its answer has the same form, in the order of the
+items, and is sent when all items are answered. The items of a token model are bodies of OpenAI's API, which are
+generated independently; the items of a handler are one batch of the handler. An item of a sequence is a batch of its
+own, and has V2's parameters of the sequence in ``sequence``. A frame with ``cancel`` ends a batch. An invalid body gets
+400 or, after its first batch, the end of the connection. ``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 from mlserver_torch_stream.server.token_model import TokenModel
 
 PATH = "/v2/models/{model_name}/batch"
-MAX_ANSWER_BYTES = 64 * 2**20  # of one item
-MAX_ANSWER_PIECES = 1 << 18  # each takes some 500 bytes of memory beside its own
+MAX_ANSWER_BYTES = 64 * 2**20  # bytes of one item's answer
+MAX_ANSWER_PIECES = 1 << 18  # pieces of one item's answer, each of which takes some 500 further bytes of memory
 _MAX_MESSAGE_BYTES = 2000
 _UNBOUNDED = 1 << 30
 _FRAMES = [(b"content-type", b"application/octet-stream")]
@@ -104,9 +104,9 @@ class _BatchEndpoint:
         batches = _batches(receive, self._max_body_bytes)
         first = await anext(batches, None)
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
-        # Beside those that run, batches wait here, so that a batch of the run is one of the handler. A batch of one
-        # item always is, and can wait in the worker.
-        # The items of sequences come one by one, and the handler gathers those of several sequences itself.
+        # Batches wait here until a worker is free, so that a batch of the run becomes one batch of the handler. A batch
+        # of one item cannot be split, so it may wait in the handler's queue. The items of sequences come one by one,
+        # and the handler's queue gathers those of several sequences.
         gathered = described["stateful"] if isinstance(found, HandlerModel) else True
         waits = not gathered and described["batchSize"] > 1
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
@@ -115,7 +115,7 @@ class _BatchEndpoint:
         def take(number: int, items: list[Item] | None) -> None:
             if items is not None:
                 if number in tasks:
-                    raise InvalidInput("batch", f"{number} is being answered already")
+                    raise InvalidInput("batch", f"{number} is already being answered")
                 tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
                 tasks[number].add_done_callback(lambda _: tasks.pop(number))
             elif number in tasks:
@@ -147,7 +147,7 @@ class _BatchEndpoint:
         try:
             async with turns, request.entered(self._host) as model:
                 answers = await self._answers(model, items)
-        except Exception as error:  # the model can take none of the items now
+        except Exception as error:  # the model can answer none of the items now
             refused = request.refuse(error)
             status, body = OPENAI_CHAT.refusal(refused)
             refusal = {"status": status, "busy": refused.retry_after is not None, "shared": len(items) > 1}
@@ -156,7 +156,7 @@ class _BatchEndpoint:
         await send({"type": "http.response.body", "body": b"".join((head, *answers)), "more_body": True})
 
     async def _answers(self, model: ServedModel, items: Sequence[Item]) -> list[bytes]:
-        """One frame for each item. Raises RequestError if the model can take none of them now."""
+        """Returns a frame for each item. Raises RequestError if the model can answer none of them now."""
         if isinstance(model, TokenModel):
             return await _gather([self._completion(model, header, body) for header, body in items])
         assert isinstance(model, HandlerModel)
@@ -166,11 +166,11 @@ class _BatchEndpoint:
                 reply.begin(more=index < len(replies) - 1)
             return await _gather([self._prediction(model, reply) for reply in replies])
         finally:
-            for reply in replies:  # a reply that nobody reads would block its worker
+            for reply in replies:  # a reply that is not read would block its worker
                 reply.close()
 
     async def _completion(self, model: TokenModel, header: Mapping[str, Any], body: bytes) -> bytes:
-        """``count`` in the header asks for the number of tokens of the prompt alone."""
+        """Answers an item of a token model; with ``count`` in its header, only counts the tokens of its prompt."""
         path = _field(header, "path", str)
         spelling = OPENAI_SPELLINGS.get(path)
         if spelling is None:
@@ -210,7 +210,10 @@ class _BatchEndpoint:
         return encode_frame(head, b"".join(values))
 
     def _refusal(self, model: ServedModel, spelling: OpenAISpelling, error: Exception) -> bytes:
-        """``busy``: the item may be answered later. So are all items of a model that has died, which fails none."""
+        """Returns the frame of an error. With ``busy`` the item may be sent again later.
+
+        That includes every item of a model that has died, so that no item fails because of the model.
+        """
         refused = as_refusal(error, self._lifecycle.shutdown_reason)
         status, body = spelling.refusal(refused)
         dead = status >= 500 and model.trouble is not None
@@ -219,7 +222,7 @@ class _BatchEndpoint:
 
 
 class _StatusSet(RequestError):
-    """The handler has answered with an error status of its own."""
+    """The handler has set an error status for its answer."""
 
     def __init__(self, status: int, value: bytes) -> None:
         super().__init__(value[:_MAX_MESSAGE_BYTES].decode(errors="replace").strip())
@@ -227,7 +230,7 @@ class _StatusSet(RequestError):
 
 
 async def _gather(answers: Sequence[Any]) -> list[bytes]:
-    """Runs all at once; where one raises or the caller is cancelled, none runs on."""
+    """Awaits all answers concurrently; if one raises, or the caller is cancelled, all are cancelled."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))
@@ -245,7 +248,7 @@ def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> Piec
 
 
 def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Raises InvalidInput."""
+    """Returns a field of a frame's header. Raises InvalidInput if it has another type."""
     if type(header.get(name)) is not kind:
         raise InvalidInput(name, f"must be of the type {kind.__name__} in the header of a frame")
     return header[name]
@@ -262,9 +265,9 @@ def _context(model: ServedModel, request_id: str) -> ReplyContext:
 
 
 async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int, list[Item] | None]]:
-    """The number and the items of each batch; None instead of the items cancels it. ``max_bytes``: of an item.
+    """Yields the number and the items of each batch; None in place of the items cancels the batch.
 
-    Raises ClientLeft and InvalidInput.
+    ``max_bytes`` bounds an item. Raises ClientLeft or InvalidInput.
     """
     buffer = FrameBuffer(max_bytes=max_bytes)
     batch: tuple[int, list[Item]] | None = None

@@ -1,6 +1,6 @@
-"""Routes that Triton's clients ask for over REST: models' configuration and statistics, and the index without a body.
+"""Triton's REST routes that MLServer lacks: models' configuration and statistics, and the index without a body.
 
-MLServer has no such routes: paths of other runtimes' models are left to it.
+Paths of other runtimes' models are left to MLServer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _ModelRoute(SelectiveRoute):
         self._read = read
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        name = path.get("model_name", "stats")  # the path of all statistics may be that of a model of this name
+        name = path.get("model_name", "stats")  # a model may have the name "stats", which is the path of all statistics
         model = find_model(self._host.registry, name, path.get("model_version"))
         return model is None or ("model_name" in path and is_ours(model))
 
@@ -66,7 +66,7 @@ class _ModelRoute(SelectiveRoute):
 
 
 class _IndexRoute(SelectiveRoute):
-    """The index of models for a request without a body, which MLServer's own route refuses."""
+    """The index of models for requests without a body, which MLServer's route refuses."""
 
     def __init__(self, handlers: ModelRepositoryHandlers) -> None:
         super().__init__("/v2/repository/index", self._answer, ["POST"])

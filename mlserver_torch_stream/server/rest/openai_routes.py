@@ -1,8 +1,7 @@
 """OpenAI's list of models, its OpenAPI document, and the answer to unknown paths below ``/v1``.
 
-Models of other runtimes are not listed, and neither are handlers, which generate no tokens; the path of a handler
-answers with its readiness, as in KServe's V1 protocol, which has the same path. Paths of other runtimes' models are
-left to MLServer.
+Models of other runtimes and handlers are not listed. The path of a handler answers with its readiness, because KServe's
+V1 protocol has the same path. Paths of other runtimes' models are left to MLServer.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def shown_model(model: TokenModel) -> dict[str, Any]:
 
 
 def shown_adapter(model: TokenModel, name: str) -> dict[str, Any]:
-    """As vLLM shows it: the model is its parent."""
+    """Returns an adapter as vLLM lists it, with the model as its parent."""
     return {**shown_model(model), "id": name, "root": name, "parent": model.name}
 
 
@@ -105,27 +104,29 @@ _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
 
 
 def add_fallback_routes(host: ServerHost) -> None:
-    """Called once for a server, before any other route of this package is added: later routes come before earlier
-    ones."""
+    """Adds the answers to unknown paths.
+
+    Called once for a server, before any other route is added, because routes that are added later match first.
+    """
     host.add_routes([_UnknownRoute(prefix, host.router, host.registry) for prefix in OPENAI_PREFIXES])
 
 
 class _UnknownRoute(SelectiveRoute):
-    """Takes the paths below its prefix that no other route takes."""
+    """Answers paths below its prefix that no other route has."""
 
     def __init__(self, prefix: str, router: Router, registry: MultiModelRegistry) -> None:
         super().__init__(f"{prefix}/{{rest:path}}", self._answer)
-        self.methods = None  # all of them; starlette takes None in its constructor for GET
+        self.methods = None  # every method; in the constructor None would mean GET
         self._router = router
         self._registry = registry
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """A path that ends with a slash is left to starlette, which redirects it to the one without."""
+        """Leaves a path that ends with a slash to starlette, which redirects it to the path without the slash."""
         rest = path["rest"]
         return bool(rest) and not rest.endswith("/") and all(map(_is_ours, self._other_routes(scope)))
 
     def _other_routes(self, scope: Scope) -> list[BaseRoute]:
-        """The routes of the path; if they are ours, they take other methods, since a route that matches comes first."""
+        """Returns the other routes that have the path; ours are for other methods, or they would have matched first."""
         routes = [each for each in self._router.routes if not isinstance(each, _UnknownRoute)]
         return [each for each in routes if each.matches(scope)[0] is not Match.NONE]
 
@@ -144,13 +145,13 @@ class _UnknownRoute(SelectiveRoute):
         return response
 
     def _paths(self) -> list[str]:
-        """The paths below the prefix, in the order of their names."""
+        """Returns the paths below the prefix, sorted."""
         paths = {getattr(each, "path", "") for each in self._router.routes if _is_ours(each)}
         below = (each for each in paths if each.startswith(self._prefix) and each != self.path)
         return sorted(each.replace(":path}", "}") for each in below)
 
     def _is_foreign(self, path: str) -> bool:
-        """True for KServe's path of another runtime's model, to which MLServer says that there is none."""
+        """Whether the path is KServe's path of another runtime's model, for which MLServer answers 404."""
         named = _KSERVE_V1.fullmatch(path)
         model = find_model(self._registry, named[1], None) if named else None
         return model is not None and not is_ours(model)

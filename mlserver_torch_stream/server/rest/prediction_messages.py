@@ -1,7 +1,7 @@
-"""What TorchServe's clients send and get: fields of forms and queries, headers, statuses and errors.
+"""TorchServe's REST messages: fields of forms and queries, headers, statuses and errors.
 
-A header that a handler has set is checked, since the HTTP server writes it as it is. The types of errors are names of
-TorchServe's exceptions.
+A header that a handler has set is checked, because the HTTP server writes it unchanged. The types of errors are the
+names of TorchServe's exceptions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mlserver_torch_stream.server.rest.connection import BodyTooLarge, EncodedHe
 from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartPiece
 
 MAX_FIELDS = 1000
-_AT_ONCE = 64 * 1024  # bytes of a form that are read before other requests have their turn
+_AT_ONCE = 64 * 1024  # bytes of a form that are parsed before other requests get a turn
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
-_OF_FILES = "application/octet-stream"  # where a file names no content type
+_OF_FILES = "application/octet-stream"  # the content type of a file that names none
 
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """``content_type`` has no parameters; it is empty where the client has named none."""
+    """One field of a body. ``content_type`` has no parameters, and is empty if the client named none."""
 
     name: str
     content_type: str
@@ -40,7 +40,10 @@ class BodyField:
 
 
 async def read_fields(body: bytes, content_type: str) -> list[BodyField]:
-    """As TorchServe reads them: fields of a form that are no files have no content type. Raises InvalidInput."""
+    """Returns the fields of a body as TorchServe reads them: only files in a form have a content type.
+
+    Raises InvalidInput.
+    """
     kind = _kind(content_type)
     if kind == _MULTIPART:
         return await _multipart(body, content_type)
@@ -84,7 +87,7 @@ class _FormFields:
 
 
 def url_encoded(body: bytes) -> list[BodyField]:
-    """The fields of a form, or of the query of a URL. Raises InvalidInput."""
+    """Returns the fields of a URL-encoded form or of a URL's query. Raises InvalidInput."""
     pairs = [pair for pair in body.split(b"&") if pair]
     _check_count(len(pairs) - 1)
     fields = []
@@ -116,13 +119,13 @@ _WITHOUT_BODY = (204, 304)
 
 
 class UnsendableHead(RequestError):
-    """The handler has set a status or a header that HTTP cannot carry."""
+    """The handler has set a status or a header that cannot be sent over HTTP."""
 
     status = 503
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's own id; else a new one, after the prefix that the client has asked for."""
+    """Returns the client's id of the request; else a new one, which begins with the prefix that the client asks for."""
     own = OPENAI_CHAT.request_id({}, headers)
     if own:
         return own
@@ -131,7 +134,7 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def first_headers(scope: Scope) -> dict[str, str]:
-    """A request's headers by their names in lower case; of a header that comes several times, the first value."""
+    """Returns a request's headers by name, in lower case; of a repeated header the first value."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -139,7 +142,10 @@ def first_headers(scope: Scope) -> dict[str, str]:
 
 
 def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:
-    """``own``: those of the handler; the headers of the connection are the server's. Raises UnsendableHead."""
+    """Returns the headers of a reply. ``own`` are the handler's, except those of the connection, which the server sets.
+
+    Raises UnsendableHead.
+    """
     handlers = {name.lower(): value for name, value in (own or {}).items() if name.lower() not in _OF_THE_SERVER}
     if content_type:
         handlers["content-type"] = content_type
@@ -153,7 +159,7 @@ def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str
 
 
 def check_status(status: int) -> None:
-    """Raises UnsendableHead."""
+    """Raises UnsendableHead if HTTP does not allow the status."""
     if not 200 <= status < 600:
         raise UnsendableHead(f"the handler's status {status} cannot be sent")
 
@@ -168,7 +174,7 @@ _API = "v1"
 
 @dataclass(frozen=True, slots=True)
 class PredictionPath:
-    """``rest``: what TorchServe hands on to a handler as the header ``url_path``."""
+    """The parts of a path. TorchServe passes ``rest`` to the handler as the header ``url_path``."""
 
     name: str
     version: str | None
@@ -176,7 +182,7 @@ class PredictionPath:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str], registry: MultiModelRegistry) -> PredictionPath:
-        """As TorchServe reads it, but ``v1`` is no version where the model has none of this name and more follows."""
+        """Splits a path as TorchServe does, but ``v1`` before more is a version only if the model has that version."""
         name, version = parameters["model_name"], parameters.get("model_version")
         rest = parameters.get("url_path", "").rstrip("/")
         if version == _API and rest and find_model(registry, name, _API) is None:
@@ -206,7 +212,7 @@ class NoSuchVersion(RequestError):
 
 
 class NoSuchPath(RequestError):
-    """There is no such endpoint, in TorchServe's words, with those that there are."""
+    """There is no such endpoint, in TorchServe's words, with a list of the endpoints."""
 
     status = 404
 
@@ -215,7 +221,7 @@ class NoSuchPath(RequestError):
 
 
 class WrongMethod(RequestError):
-    """Predictions are asked for by POST or PUT, in TorchServe's words."""
+    """A prediction was not requested by POST or PUT, in TorchServe's words."""
 
     status = 405
 
@@ -231,7 +237,7 @@ class MissingParameter(InvalidInput):
         self.message = f"Parameter {name} is required."
 
 
-# The first row whose class an error has; None: the error's own status.
+# The type of an error is in the first row whose class it has; with None it keeps its own status.
 _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
     (NoSuchModel, "ModelNotFoundException", None),
     (NoSuchVersion, "ModelVersionNotFoundException", None),

@@ -58,7 +58,7 @@ _MODELS = "v1/models"
 
 
 class TokenPredictions:
-    """Answers requests whose path names a model that generates tokens. The model that the body names is ignored."""
+    """Answers requests whose path names a model that generates tokens. The name in the body is ignored."""
 
     def __init__(self, host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
         self._endpoints = {
@@ -67,7 +67,7 @@ class TokenPredictions:
         }
 
     async def serve(self, path: PredictionPath, model: TokenModel, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises RequestError."""
+        """Answers one request with the endpoint of OpenAI's API that its path names. Raises RequestError."""
         endpoint = self._endpoints.get(path.rest)
         if path.rest == _MODELS:
             shown = {"object": "list", "data": [shown_model(model)]}
@@ -87,15 +87,15 @@ class TokenPredictions:
 
 
 _METHODS = ("POST", "PUT")
-_MODEL_PATHS = ("/predictions/{}", "/v1/models/{}:predict", "/v2/models/{}/infer")  # of a handler
-_CLOSING_S = 60.0  # for a client to read what precedes the end of a broken stream
+_MODEL_PATHS = ("/predictions/{}", "/v1/models/{}:predict", "/v2/models/{}/infer")  # the paths of a handler
+_CLOSING_S = 60.0  # seconds that a client has to read the rest of a broken stream
 
 
 @dataclass(frozen=True)
 class PredictionEndpoint:
-    """The ASGI application of one path. ``explain``: the handler is asked for an explanation.
+    """The ASGI application of one path. With ``explain`` the handler is asked for an explanation.
 
-    ``takes_query``: the parameters of the query are fields, too.
+    With ``takes_query`` the parameters of the query are fields of the request.
     """
 
     host: ServerHost
@@ -129,7 +129,7 @@ class _Prediction(HttpRequest[PieceReply]):
             return
         self.model, self.version = model, path.version
         if isinstance(model, TokenModel):
-            asked = replace(path, rest="") if endpoint.explain else path  # there is nothing to explain
+            asked = replace(path, rest="") if endpoint.explain else path  # a token model has no explanations
             await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
@@ -148,7 +148,7 @@ class _Prediction(HttpRequest[PieceReply]):
         await break_off(self._scope, self._receive, _CLOSING_S)
 
     async def _describe(self, model: ServedModel) -> None:
-        """TorchServe's answer to OPTIONS: an OpenAPI document of the model's paths."""
+        """Answers OPTIONS as TorchServe does, with an OpenAPI document of the model's paths."""
         name = self._path.name
         handlers = tuple(path.format(name) for path in _MODEL_PATHS)
         paths = self._endpoint.tokens.paths(name) if isinstance(model, TokenModel) else handlers
@@ -164,10 +164,10 @@ class _Prediction(HttpRequest[PieceReply]):
         headers = reply_headers(self.request_id, first.content_type, first.headers)
         if first.last:
             await send_whole(self._send, first.status, body_of(first.status, first.value), headers)
-            await anext(pieces, None)  # there is none: the request has ended well
+            await anext(pieces, None)  # ends the iteration, so that the request counts as successful
             return
         notice_lag_early(self._scope)
-        headers.append((b"x-accel-buffering", b"no"))  # nginx would collect the chunks
+        headers.append((b"x-accel-buffering", b"no"))  # otherwise nginx buffers the chunks
         stalled_after, status = self._options.stalled_reader_timeout, first.status
         chunks = ChunkStream(
             self._send, stalled_after=stalled_after, stalled=self.give_up, status=status, headers=headers
@@ -187,10 +187,10 @@ class _Prediction(HttpRequest[PieceReply]):
 
 @dataclass(frozen=True)
 class _Path:
-    """``methods``: the methods that the route takes; with None the endpoint itself refuses wrong methods.
+    """A path of TorchServe's. ``methods`` are those of the route; with None the endpoint refuses wrong methods.
 
-    ``legacy``: TorchServe has kept the path from its predecessor. There the parameters of the query are fields. If no
-    model of ours has the name, the path may belong to another route.
+    A ``legacy`` path is one that TorchServe kept from its predecessor, where the parameters of the query are fields. If
+    no model of ours has the name in it, the path may belong to another route.
     """
 
     path: str
@@ -215,7 +215,7 @@ _PATHS = (
 
 
 def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
-    """Called once for a server."""
+    """Adds TorchServe's paths. Called once for a server."""
     registry, tokens = host.registry, TokenPredictions(host, lifecycle, options)
     endpoint = partial(PredictionEndpoint, host, lifecycle, options, tokens)
     routes = [
@@ -228,7 +228,7 @@ def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -
 
 
 class _PredictionRoute(SelectiveRoute):
-    """Takes paths of our models, and of names that no model has, unless another route may have such a path."""
+    """Accepts paths of our models, and of unknown names unless another route may have the path."""
 
     def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path.path, endpoint, path.methods)
@@ -245,7 +245,7 @@ async def _describe(request: Request) -> Response:
 
 
 class _Ping:
-    """The health of all models, in TorchServe's words; 503 where none is ready."""
+    """Answers with the health of all models in TorchServe's words, with status 503 if none is ready."""
 
     def __init__(self, registry: MultiModelRegistry, lifecycle: Lifecycle) -> None:
         self._registry = registry
@@ -257,7 +257,7 @@ class _Ping:
 
 
 def health_of(registry: MultiModelRegistry, lifecycle: Lifecycle) -> str:
-    """In TorchServe's words."""
+    """Returns the health of all models in TorchServe's words."""
     ready = [bool(model.ready) for model in all_models(registry)]
     if lifecycle.shutdown_reason is not None or (ready and not any(ready)):
         return "Unhealthy"

@@ -1,7 +1,4 @@
-"""One response in chunks, or of server-sent events, begun late and given up when its client reads nothing.
-
-A function of the caller is called when the reader has stalled.
-"""
+"""A response in chunks or server-sent events; it starts with its first chunk and ends if its client reads nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ Self = TypeVar("Self", bound="ChunkStream")
 
 
 class ChunkStream:
-    """``write`` chunks inside ``async with``; the status line goes out with the first one.
+    """A response in chunks. Call ``write`` inside ``async with``; the status line is sent with the first chunk.
 
     If a write has waited ``stalled_after`` seconds for the reader, ``stalled`` is called, which must make the write
-    return. With 0, a write waits without limit.
+    return. With 0 there is no limit.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class ChunkStream:
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
         self._sending_since: float | None = None
-        self._overdue: float | None = None  # when the write began whose time had passed at the last look
+        self._overdue: float | None = None  # the start of a write that was already overdue at the last check
         self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,7 +56,7 @@ class ChunkStream:
             self._timer.cancel()
 
     async def write(self, chunk: bytes, more: bool = True) -> None:
-        """Sends one chunk; ``more`` False: the last one. Calls must not overlap."""
+        """Sends one chunk; with ``more`` False it is the last. Calls must not overlap."""
         self._sending_since = self._loop.time()
         try:
             if not self.started:
@@ -85,14 +82,15 @@ class ChunkStream:
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
 ]
 
 
 class EventStream(ChunkStream):
-    """``send`` events inside ``async with``, then ``end``; the status line goes out with the first event or ping.
+    """A stream of server-sent events. Call ``send`` inside ``async with``, then ``end``.
 
-    ``keep_alive``: seconds of silence before a ``ping``, 0 for none. ``headers``: beside those of every stream.
+    The status line is sent with the first event or ping. A ``ping`` follows ``keep_alive`` seconds of silence (0:
+    none). ``headers`` are added to those of every stream.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class EventStream(ChunkStream):
             await asyncio.wait((self._pings,))
 
     async def send(self, data: bytes, name: str | None = None) -> None:
-        """One event; ``data`` has no line break, and neither has its ``name``."""
+        """Sends one event. Neither ``data`` nor ``name`` may contain a line break."""
         event = b"data: %b\n\n" % data if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
         await (self._after_ping(event) if self._pinging.locked() else self.write(event))
 
@@ -138,7 +136,7 @@ class EventStream(ChunkStream):
             await self.write(event, more)
 
     async def _ping(self) -> None:
-        """Runs until it is cancelled."""
+        """Sends pings until it is cancelled."""
         while True:
             silence = 0.0 if self._sending_since is not None else self._loop.time() - self._sent_at
             if silence < self._keep_alive:
