@@ -129,7 +129,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=2_000)
     parser.add_argument("--object-bytes", type=int, default=10_000)
     parser.add_argument("--latency-ms", type=float, default=100.0, help="of each request to the store")
-    parser.add_argument("--model-ms", type=float, default=10.0, help="that the model takes for each object")
+    parser.add_argument("--model-ms", type=float, default=25.0, help="that the model takes for each object")
     parser.add_argument("--batch-rows", type=int, default=16)
     parser.add_argument("--at-most", type=float, default=0.05, help="the largest idle share")
     arguments = parser.parse_args(given)

@@ -226,6 +226,25 @@ def test_the_command_answers_tables_in_files_of_their_own(tmp_path: Path, server
     assert sorted(server.asked) == ["csv", "row 0", "row 1", "row 2"]
 
 
+def test_a_watcher_answers_the_records_of_files_that_appear(tmp_path: Path, server: ModelServer) -> None:
+    """A file has one result with all its rows, and an archive with files has parts."""
+    _write(tmp_path, "a.parquet", _file(25))
+    _write(tmp_path, "b.tar", tar([("x.parquet", _file(3))], "w"))
+    _write(tmp_path, "c.parquet", b"PAR1")
+    watch = ("watch", "--input", tmp_path / "in", "--output", tmp_path / "out", "--poll", "0.05", "--limit", 3)
+    assert cloud(*watch, "--column", "question", "--url", server.url) == 1
+    lines = [line for path in (tmp_path / "out").glob("**/*.jsonl") for line in path.read_text().splitlines()]
+    found = [row for row in map(json.loads, lines) if "index" in row]
+    answered = [row for row in found if row["response"]]
+    texts = {(row["key"], row["line"]): row["response"]["body"]["choices"][0]["text"][::-1] for row in answered}
+    assert texts == {
+        **{("a.parquet", i + 1): f"{'fail' if i == 5 else 'row'} {i}" for i in range(25)},
+        **{("b.tar", i + 1): f"row {i}" for i in range(3)},
+    }
+    assert [(row["key"], row["error"]["code"]) for row in found if row["error"]] == [("c.parquet", "invalid_table")]
+    assert len(found) == len(texts) + 1
+
+
 def test_failed_rows_are_read_again_by_their_numbers(tmp_path: Path) -> None:
     _write(tmp_path, "a.parquet", _file(25))
     made = job(tmp_path, tables=_PROMPT)
