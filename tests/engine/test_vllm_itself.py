@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
-from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.build import BuiltEngine
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed
 from mlserver_torch_stream.generation import Generator
-from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -29,31 +27,19 @@ from mlserver_torch_stream.types import (
     SamplingParameters,
     TokenEvent,
 )
+from tests.engine.real_vllm import NEEDS_VLLM, UNLIKELY_S, build, descendants, named, save_tiny, smollm2, write_adapter
 from tests.engine.tiny import collect, run, until
 
-PYTHON, MODEL = "VLLM_PYTHON", "VLLM_MODEL"
 _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of France?"},))
-_UNLIKELY = 600.0  # seconds: vLLM takes minutes to start
-_SMALL = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
+_LEAK_BYTES = 2**25
+_LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB", "dtype": "auto"}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (os.environ.get(PYTHON) and os.environ.get(MODEL)),
-        reason=f"{PYTHON} and {MODEL} do not name an interpreter with vLLM and the folder of a model",
-    ),
-]
-
-
-def build(**vllm: Any) -> BuiltEngine:
-    arguments = {"enforce_eager": True, "max_num_seqs": 8, **vllm}
-    extra = {**_SMALL, "vllm": arguments, "vllm_python": os.environ[PYTHON]}
-    return build_engine(parse_settings(os.environ[MODEL], extra), resources=ProcessResources())
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")
 def built() -> Iterator[BuiltEngine]:
-    running = build(enable_lora=True, max_lora_rank=8)
+    running = build(smollm2(), _LONG, enable_lora=True, max_lora_rank=8)
     yield running
     assert running.give_back()
     running.shutdown()
@@ -70,7 +56,7 @@ def answers(built: BuiltEngine, constraint: Constraint | None = None, **params: 
             merged[event.index] = merged[event.index].merge(event) if event.index in merged else event
         return [merged[index] for index in sorted(merged)]
 
-    found: list[TokenEvent] = run(ask(), _UNLIKELY)
+    found: list[TokenEvent] = run(ask(), UNLIKELY_S)
     assert all(event.error is None for event in found), found
     return found
 
@@ -145,19 +131,19 @@ def test_a_closed_stream_ends_in_vllm_and_streams_run_together(built: BuiltEngin
         await until(lambda: built.engine.load == 0, "the end of all")
         assert built.engine.stats().generation_tokens > 1200
 
-    run(together(), _UNLIKELY)
+    run(together(), UNLIKELY_S)
 
 
 def test_a_prompt_that_was_there_before_is_found_in_the_cache(built: BuiltEngine) -> None:
     prompt = tuple(range(100, 400))
     for expected in (False, True):
-        event = run(collect(built.engine, [EngineRequest(prompt, SamplingParameters(max_tokens=1))]), _UNLIKELY)[0]  # type: ignore[arg-type]
+        event = run(collect(built.engine, [EngineRequest(prompt, SamplingParameters(max_tokens=1))]), UNLIKELY_S)[0]  # type: ignore[arg-type]
         assert event.usage is not None
         assert (event.usage.num_cached_tokens > 100) is expected
 
 
 def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, tmp_path: Path) -> None:
-    _write_adapter(tmp_path)
+    write_adapter(tmp_path / "loud", AutoModelForCausalLM.from_pretrained(smollm2()), seed=0)
     adapters = built.adapters
     assert adapters is not None
 
@@ -170,72 +156,108 @@ def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, t
     async def change() -> None:
         with pytest.raises(InvalidInput, match="lora_path"):
             await adapters.load("wrong", str(tmp_path / "nowhere"))
-        await adapters.load("loud", str(tmp_path))
+        await adapters.load("loud", str(tmp_path / "loud"))
         assert await ask("loud") != await ask(None)
         await adapters.unload("loud")
 
-    run(change(), _UNLIKELY)
+    run(change(), UNLIKELY_S)
 
 
-def _write_adapter(folder: Path) -> None:
-    """A LoRA adapter with large random weights for the queries and values of the model."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads(Path(os.environ[MODEL], "config.json").read_text())
-    hidden, heads, keys = (config[each] for each in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    head = config.get("head_dim") or hidden // heads
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**adapter, "task_type": "CAUSAL_LM"}))
-    torch.manual_seed(0)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, size in (("q_proj", heads * head), ("v_proj", keys * head)):
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(8, hidden)
-            tensors[f"{place}.lora_B.weight"] = torch.randn(size, 8)
-    save_file(tensors, folder / "adapter_model.safetensors")
+def _processes(built: BuiltEngine) -> set[int]:
+    """The subreaper of the engine's worker, and all processes below it."""
+    engine: Any = built.engine
+    subreaper: int = engine._batcher._process.process.pid
+    return {subreaper, *descendants(subreaper)}
 
 
-def _processes() -> dict[int, str]:
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {int(line.split()[0]): line for line in lines[1:]}
+async def _last_events(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream if event.finish_reason is not None]
 
 
-def test_the_engine_core_s_death_is_told_and_vllm_starts_again_and_leaves_nothing(built: BuiltEngine) -> None:
-    before = set(os.listdir("/dev/shm"))
-    cores = [pid for pid, line in _processes().items() if "VLLM::EngineCore" in line and _is_ours(pid)]
+def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[list[TokenEvent]]:
+    """Sends a signal to the innermost process of this name while streams run, and returns their last events.
 
-    async def die() -> None:
-        stream = built.engine.submit([EngineRequest((5, 6, 7), SamplingParameters(max_tokens=400, ignore_eos=True))])
-        await anext(stream)
-        for pid in cores:
-            os.kill(pid, signal.SIGKILL)
-        last = [event async for event in stream][-1]
-        assert last.finish_reason is FinishReason.ERROR
-        end = time.monotonic() + _UNLIKELY
+    Waits until vLLM serves again, and checks that nothing of the old worker is left.
+    """
+    old, shared = _processes(built), set(os.listdir("/dev/shm"))
+
+    async def strike() -> list[list[TokenEvent]]:
+        params = SamplingParameters(max_tokens=200, ignore_eos=True)
+        running = [built.engine.submit([EngineRequest((5, 6, 7), params)]) for _ in range(streams)]
+        for stream in running[:4]:  # others may wait in the queue
+            await anext(stream)
+        os.kill(named(old, name)[-1], number)
+        ends = [await _last_events(stream) for stream in running]
+        end = time.monotonic() + UNLIKELY_S
         while built.engine.trouble is not None:
             assert time.monotonic() < end
             await asyncio.sleep(0.1)
-        assert (await collect(built.engine, [EngineRequest((5, 6, 7), SamplingParameters(max_tokens=2))]))[
-            0
-        ].error is None  # type: ignore[arg-type]
+        again = await collect(built.engine, [EngineRequest((5, 6, 7), SamplingParameters(max_tokens=2))])  # type: ignore[arg-type]
+        assert again[0].error is None
+        return ends
 
-    run(die(), 2 * _UNLIKELY)
-    assert not set(cores) & _processes().keys()
-    assert len(set(os.listdir("/dev/shm"))) <= len(before)  # those of the new worker have other names
+    ends: list[list[TokenEvent]] = run(strike(), 2 * UNLIKELY_S)
+    assert not old & descendants(os.getpid())
+    assert len(set(os.listdir("/dev/shm"))) <= len(shared)  # the segments of the new worker have other names
+    return ends
 
 
-def _is_ours(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    return False
+@pytest.mark.parametrize("name", ["VLLM::EngineCore", "vllm.worker import main"], ids=["engine core", "worker"])
+def test_a_death_is_told_to_each_of_16_streams_once_and_vllm_starts_again(built: BuiltEngine, name: str) -> None:
+    for last in _strike(built, name, signal.SIGKILL, streams=16):
+        assert [event.finish_reason for event in last] == [FinishReason.ERROR]
+
+
+def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Path) -> None:
+    built = build(save_tiny("llama", tmp_path), {"step_timeout": 10})
+    try:
+        (last,) = _strike(built, "VLLM::EngineCore", signal.SIGSTOP, streams=1)
+        assert "has not come back" in str(last[0].error)
+    finally:
+        assert built.give_back()
+        built.shutdown()
+
+
+def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path: Path) -> None:
+    built = build(save_tiny("llama", tmp_path), max_num_seqs=16)
+
+    async def ask(number: int, free: asyncio.Semaphore) -> None:
+        params = SamplingParameters(max_tokens=8, ignore_eos=True)
+        async with free:
+            stream = built.engine.submit([EngineRequest(tuple(range(number % 50, 60)), params)])
+            if number % 3 == 0:
+                await anext(stream)
+                stream.close()
+            else:
+                assert [event async for event in stream][-1].finish_reason is FinishReason.LENGTH
+
+    async def ask_all(numbers: range) -> tuple[int, int]:
+        free = asyncio.Semaphore(32)
+        await asyncio.gather(*(ask(number, free) for number in numbers))
+        await until(lambda: built.engine.load == 0, "the end of all")
+        await asyncio.sleep(1)  # vLLM ends the last sequences in its next step
+        pids = {os.getpid(), *descendants(os.getpid())}
+        return sum(map(_resident, pids)), sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+
+    try:
+        before, open_before = run(ask_all(range(300)), UNLIKELY_S)
+        after, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
+        stats = built.engine.stats()
+    finally:
+        assert built.give_back()
+        built.shutdown()
+    assert (stats.running_sequences, stats.waiting_requests, stats.kv_cache_bytes) == (0, 0, 0)
+    assert stats.cancelled_sequences <= 334
+    assert after - before < _LEAK_BYTES
+    assert open_after <= open_before + 2  # a socket of the event loop, and its wake-up
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(LoadFailed, match=r"parameters\.extra\.vllm: unknown key 'max_num_seq'; did you mean"):
-        build(max_num_seq=4)
+        build(smollm2(), max_num_seq=4)
     with pytest.raises(LoadFailed, match=r"parameters\.extra\.vllm: compilation_config: unknown key 'levl'"):
-        build(compilation_config={"levl": 3})
+        build(smollm2(), compilation_config={"levl": 3})

@@ -50,7 +50,7 @@ class BatchModels(Protocol):
         """Waits until no model is loading."""
 
     def has(self, name: str) -> bool:
-        """Returns True if a model is loaded under this name."""
+        """Returns True if a model, or an adapter of one, is loaded under this name."""
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns OpenAI's object for the body of an item. Waits until the item may run beside the requests of clients.
@@ -62,8 +62,8 @@ class BatchModels(Protocol):
 class ItemInference:
     """Infers the items of a batch.
 
-    ``expected``: the models that were loaded when the batch was validated. If such a model is missing now, it is being
-    loaded again, and its items wait. An item that names any other missing model fails.
+    ``expected``: the models and adapters that were loaded when the batch was validated. If one of these is missing now,
+    it is being loaded again, and its items wait. An item that names any other missing model fails.
     """
 
     def __init__(self, models: BatchModels, endpoint: str, expected: Collection[str]) -> None:

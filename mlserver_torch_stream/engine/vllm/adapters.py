@@ -6,8 +6,9 @@ A worker that is started again loads the adapters that are loaded now.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from mlserver_torch_stream.engine.failures import VllmLost
 from mlserver_torch_stream.engine.vllm.messages import Adapter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
 from mlserver_torch_stream.engine_settings import MAX_ADAPTERS
-from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, UnknownModel
+from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, RequestError, UnknownModel
 from mlserver_torch_stream.types import ModelInfo
 
 
@@ -24,7 +25,8 @@ class _Shows(Protocol):
 
 
 class LoraAdapters:
-    """An ``AdapterSet``. ``numbers`` also has adapters that are being unloaded, because their streams go on."""
+    """An ``AdapterSet``. ``numbers`` also has adapters that are being loaded, and adapters that are being unloaded,
+    because their streams go on."""
 
     def __init__(self, modules: Mapping[str, str], batcher: Callable[[], VllmBatcher]) -> None:
         """``batcher`` returns the current batcher."""
@@ -33,6 +35,7 @@ class LoraAdapters:
         self._batcher = batcher
         self._last_number = len(modules)
         self._engine: _Shows | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> frozenset[str]:
@@ -54,14 +57,18 @@ class LoraAdapters:
 
     async def load(self, name: str, path: str) -> None:
         if name in self.numbers:
-            raise InvalidInput("lora_name", f"an adapter {name!r} is loaded already, or is being unloaded")
+            raise InvalidInput("lora_name", f"an adapter {name!r} is loaded already, or is being loaded or unloaded")
         if len(self.numbers) >= MAX_ADAPTERS:
             raise InvalidInput("lora_name", f"{MAX_ADAPTERS} adapters are loaded already, of {MAX_ADAPTERS} allowed")
         self._last_number += 1
         adapter = Adapter(name, self._last_number, path)
         self.numbers[name] = adapter.number  # at once, so that a second load of the same name is refused
         try:
-            await _answered(lambda: self._batcher().load_adapter(adapter))
+            answer = self._batcher().load_adapter(adapter)
+            await _answered(answer)
+        except asyncio.CancelledError:
+            self._hold(self._undo(name, answer))
+            raise
         except BaseException:
             del self.numbers[name]
             raise
@@ -69,19 +76,39 @@ class LoraAdapters:
         self._show()
 
     async def unload(self, name: str) -> None:
+        """Unloads to the end, also if the caller is cancelled."""
         if name not in self._loaded:
             raise UnknownModel(name)
         del self._loaded[name]
         self._show()
+        await asyncio.shield(self._hold(self._unload(name)))
+
+    async def _undo(self, name: str, answer: Future[None]) -> None:
+        """Ends a load whose caller is gone. The worker loads to the end, and the name is taken until then."""
         try:
-            await _answered(lambda: self._batcher().unload_adapter(name, self.numbers[name]))
+            await _answered(answer)
+        except RequestError:  # it is not loaded
+            del self.numbers[name]
+            return
+        with suppress(RequestError):  # the worker is gone, and the adapter with it
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await _answered(self._batcher().unload_adapter(name, self.numbers[name]))
         finally:
             del self.numbers[name]
 
+    def _hold(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-async def _answered(call: Callable[[], Future[Any]]) -> None:
+
+async def _answered(answer: Future[None]) -> None:
     try:
-        await asyncio.wrap_future(call())
+        await asyncio.wrap_future(answer)
     except LoadFailed as error:
         raise InvalidInput("lora_path", str(error)) from None
     except VllmLost as error:

@@ -140,6 +140,7 @@ class VllmBatcher(Batcher):
     def unload_adapter(self, name: str, number: int) -> Future[None]:
         """Unloads an adapter when no request uses it any more. Later requests must not name it."""
         unload = _Unload(name, number, Future())
+        unload.done.set_running_or_notify_cancel()  # the waiting caller may leave; the adapter is still unloaded
         self._unloads.put(unload)
         self._wake()
         return unload.done

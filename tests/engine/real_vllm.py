@@ -1,0 +1,120 @@
+"""vLLM's interpreter and models for the tests with vLLM itself, and the processes that such a test starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
+from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, cores_of_this_process
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny_models import byte_tokenizer, tiny_model
+
+PYTHON, MODEL = "VLLM_PYTHON", "VLLM_MODEL"
+UNLIKELY_S = 1200.0  # vLLM takes minutes to start
+SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB", "dtype": "float32"}
+NEEDS_VLLM = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} does not name an interpreter with vLLM"),
+]
+# vLLM's attention for CPUs needs heads of 32.
+_WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _WIDE,
+    "qwen3": _WIDE,
+    "gpt2": {"n_embd": 128, "n_head": 4},
+}
+ADAPTER_RANK, _ADAPTER_ALPHA = 8, 16
+_ALONE = Path(__file__).with_name("vllm_alone.py")
+_EMBEDDED = "embedded://smollm2-135m-instruct"
+
+
+def save_tiny(family: str, folder: Path) -> Path:
+    """Writes a random model of the family with its tokenizer. Returns the folder."""
+    tiny_model(family, **FAMILIES[family]).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@cache
+def smollm2() -> Path:
+    """The folder that ``VLLM_MODEL`` names, or the embedded SmolLM2 as safetensors."""
+    if os.environ.get(MODEL):
+        return Path(os.environ[MODEL])
+    return Path(locate(parse_settings(_EMBEDDED, {"dtype": "float32"})).location)
+
+
+def build(folder: Path, extra: dict[str, Any] | None = None, **vllm: Any) -> BuiltEngine:
+    """An engine over vLLM. ``extra``: settings beside ``vllm``, whose keys are the other arguments."""
+    arguments = {"enforce_eager": True, "max_num_seqs": 8, **vllm}
+    settings = {**SMALL, "vllm": arguments, "vllm_python": os.environ[PYTHON], **(extra or {})}
+    return build_engine(parse_settings(str(folder), settings), resources=ProcessResources())
+
+
+def vllm_alone(models: list[Path], prompts: list[list[int]], count: int, place: Path) -> list[list[list[int]]]:
+    """The greedy answers of vLLM's own ``LLM``, one prompt at a time, for each model."""
+    job, answers = place / "job.json", place / "answers.json"
+    job.write_text(json.dumps({"models": [str(model) for model in models], "prompts": prompts, "count": count}))
+    command = WorkerCommand(os.environ[PYTHON], StartOrder({}), "alone", cores_of_this_process(os.cpu_count() or 1))
+    environment = {**command.environment(str(place)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    subprocess.run([os.environ[PYTHON], _ALONE, job, answers], env=environment, check=True, timeout=2 * UNLIKELY_S)
+    found: list[list[list[int]]] = json.loads(answers.read_text())
+    return found
+
+
+def write_adapter(folder: Path, model: Any, seed: int) -> None:
+    """Writes a random LoRA adapter of the queries and values, and merges it into the model, as PEFT merges it."""
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": ADAPTER_RANK,
+        "lora_alpha": _ADAPTER_ALPHA,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    torch.manual_seed(seed)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            down, up = (
+                torch.randn(ADAPTER_RANK, module.in_features) / 4,
+                torch.randn(module.out_features, ADAPTER_RANK) / 4,
+            )
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            with torch.no_grad():
+                module.weight += up @ down * (_ADAPTER_ALPHA / ADAPTER_RANK)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes below a process, which can be in sessions of their own."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = status.read_bytes().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != b"Z":
+            parents[int(status.parent.name)] = int(parent)
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {pid}
+
+
+def named(pids: set[int], text: str) -> list[int]:
+    """Those of the processes whose command line has the text."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in pids}
+    return sorted(pid for pid, line in lines.items() if line.exists() and text.encode() in line.read_bytes())

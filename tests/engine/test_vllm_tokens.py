@@ -1,0 +1,97 @@
+"""vLLM's tokens behind this package are vLLM's own: greedy answers, adapters in one batch, two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.build import BuiltEngine
+from mlserver_torch_stream.types import SamplingParameters
+from tests.engine.real_vllm import (
+    ADAPTER_RANK,
+    FAMILIES,
+    NEEDS_VLLM,
+    UNLIKELY_S,
+    build,
+    save_tiny,
+    smollm2,
+    vllm_alone,
+    write_adapter,
+)
+from tests.engine.tiny import collect, run
+from tests.engine.tiny_models import prompt_of, reference, tiny_model
+
+pytestmark = NEEDS_VLLM
+_PROMPTS = [list(prompt_of(5 + 3 * number, number)) for number in range(20)]
+_COUNT = 64
+
+
+async def _tokens(built: BuiltEngine, prompt: Sequence[int], count: int, adapter: str | None = None) -> list[int]:
+    params = SamplingParameters(max_tokens=count, ignore_eos=True)
+    event = (await collect(built.engine, [EngineRequest(tuple(prompt), params, adapter=adapter)]))[0]  # type: ignore[arg-type]
+    assert event.error is None, event.error
+    return list(event.token_ids)
+
+
+def _one_by_one(built: BuiltEngine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    async def ask() -> list[list[int]]:
+        return [await _tokens(built, prompt, _COUNT) for prompt in prompts]
+
+    try:
+        answers: list[list[int]] = run(ask(), UNLIKELY_S)
+        return answers
+    finally:
+        assert built.give_back()
+        built.shutdown()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {**{family: save_tiny(family, folder / family) for family in FAMILIES}, "smollm2": smollm2()}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    answers = vllm_alone(list(models.values()), _PROMPTS, _COUNT, tmp_path_factory.mktemp("alone"))
+    return dict(zip(models, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "smollm2"])
+def test_greedy_answers_are_those_of_vllm_alone(
+    name: str, models: dict[str, Path], alone: dict[str, list[list[int]]]
+) -> None:
+    assert [len(answer) for answer in alone[name]] == [_COUNT] * len(_PROMPTS)
+    assert _one_by_one(build(models[name]), _PROMPTS) == alone[name]
+
+
+def test_two_ranks_give_the_tokens_of_one(models: dict[str, Path], alone: dict[str, list[list[int]]]) -> None:
+    built = build(models["llama"], tensor_parallel_size=2)
+    assert _one_by_one(built, _PROMPTS[:5]) == alone["llama"][:5]
+
+
+def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT's result is that of weights to which B · A · alpha / r is added."""
+    expected = {None: reference(tiny_model("llama", **FAMILIES["llama"]), _PROMPTS[0], 16)}
+    for seed, name in enumerate("ab"):
+        model = tiny_model("llama", **FAMILIES["llama"])
+        write_adapter(tmp_path / name, model, seed)
+        expected[name] = reference(model, _PROMPTS[0], 16)
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    folders = {name: str(tmp_path / name) for name in "ab"}
+    built = build(models["llama"], {"lora_modules": folders}, enable_lora=True, max_lora_rank=ADAPTER_RANK, max_loras=2)
+
+    async def together() -> list[list[int]]:
+        return list(await asyncio.gather(*(_tokens(built, _PROMPTS[0], 16, name) for name in expected)))
+
+    try:
+        assert run(together(), UNLIKELY_S) == list(expected.values())
+    finally:
+        assert built.give_back()
+        built.shutdown()

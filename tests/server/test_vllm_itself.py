@@ -1,0 +1,77 @@
+"""A server over vLLM itself: a SIGTERM lets streams end, and nothing of vLLM outlives the server. Takes minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests import plain_http
+from tests.engine.real_vllm import NEEDS_VLLM, PYTHON, SMALL, UNLIKELY_S, descendants, save_tiny
+from tests.server import openai
+from tests.server.conftest import QUIET
+from tests.server.harness import Model, Server, get_ready, serve
+
+pytestmark = NEEDS_VLLM
+_LEFT_S = 60.0
+_TOKENS = 200
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[Server]:
+    model = save_tiny("llama", folder / "weights")
+    extra = {**SMALL, "vllm": {"enforce_eager": True, "max_num_seqs": 8}, "vllm_python": os.environ[PYTHON]}
+    environment = {"TMPDIR": str(folder)}
+    models = [Model("tiny", str(model), extra=extra)]
+    with serve(folder / "models", models, settings=QUIET, environment=environment, ready=False) as server:
+        end = time.monotonic() + UNLIKELY_S
+        while not _ready(server):
+            assert server.process.poll() is None and time.monotonic() < end, server.log
+            time.sleep(0.5)
+        yield server
+
+
+def _ready(server: Server) -> bool:
+    try:
+        return get_ready(server, "models/tiny").status_code == 200
+    except httpx.TransportError:  # not listening yet
+        return False
+
+
+def _nothing_is_left(pids: set[int], folder: Path) -> None:
+    end = time.monotonic() + _LEFT_S
+    while [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()] or list(folder.glob("vllm-*")):
+        assert time.monotonic() < end, "a process of vLLM or its folder is left"
+        time.sleep(0.1)
+
+
+def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(tmp_path: Path) -> None:
+    with _served(tmp_path) as server:
+        pids = descendants(server.process.pid)
+        asked = openai.prompt(max_tokens=_TOKENS, ignore_eos=True, stream=True)
+        reasons, chunks = [], 0
+        with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=60) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunks += 1
+                if chunks == 1:
+                    server.process.send_signal(signal.SIGTERM)
+                reasons += [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
+        assert reasons[-1] == "length"
+        assert server.process.wait(_LEFT_S) == 0
+        _nothing_is_left(pids, tmp_path)
+
+
+def test_nothing_of_vllm_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
+    with _served(tmp_path) as server:
+        pids = descendants(server.process.pid)
+        assert len(pids) >= 3  # the subreaper, the worker, its engine core
+        server.process.kill()
+        _nothing_is_left(pids, tmp_path)
