@@ -157,8 +157,8 @@ class EngineSettings(BaseModel):
     need our own kernels on a CPU; if the kernels cannot run the model, the load fails."""
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its answer together; default: the model's own limit. Models with "longrope" positions
-    (Phi-3.5) change their positions at a length that the config names; for them this length is the default. With a
-    larger value such a model runs one request at a time."""
+    (Phi-3.5) change their positions at a length that the config names; for them this length is the default. A larger
+    value gives sequences of all lengths the positions of long ones ([families.md](families.md#long-ropes))."""
     max_num_seqs: int = Field(default=32, gt=0)
     """Most sequences that are decoded together."""
     max_queued_requests: int = Field(default=256, gt=0)
