@@ -181,8 +181,8 @@ def settle_positions(config: Any, setting: int | None) -> bool:
 
 def _changing_ropes(config: Any) -> list[dict[str, Any]]:
     """Returns the parameters of the ropes that have other factors for long sequences than for short ones."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # for all layers, or by their type
+    rope: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # for all layers, or by their type
     return [
         kind for kind in kinds if kind.get("rope_type") == "longrope" and kind["short_factor"] != kind["long_factor"]
     ]
