@@ -126,7 +126,7 @@ _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length"
 
 def max_model_len(model: Any, setting: int | None) -> int:
     """Returns the most tokens of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
-    own = _own_limit(model)
+    own = _own_limit(model.config)
     if own is None:
         return setting or UNLIMITED_CONTEXT
     if setting is not None and setting > own:
@@ -135,7 +135,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
     if setting is None and steady is not None and steady < own:
         logger.warning(
             "The model scales its positions anew beyond %d tokens: using %d of %d. With a larger max_model_len it "
-            "runs one request at a time",
+            "scales those of shorter sequences in the same way",
             *(steady, steady, own),
         )
         return steady
@@ -144,13 +144,13 @@ def max_model_len(model: Any, setting: int | None) -> int:
 
 def comparable_context(model: Any) -> int:
     """Returns the most tokens that a sequence in a batch can reach, whatever the settings ask for."""
-    limits = (_own_limit(model), steady_positions(model))
+    limits = (_own_limit(model.config), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 
 
-def _own_limit(model: Any) -> int | None:
-    """Returns the model's own limit; None if there is none, which XLNet's config expresses by a length of -1."""
-    config = model.config.get_text_config(decoder=True)
+def _own_limit(config: Any) -> int | None:
+    """Returns a model's own limit; None if there is none, which XLNet's config expresses by a length of -1."""
+    config = config.get_text_config(decoder=True)
     lengths = (getattr(config, key, None) for key in _LIMITS)
     return next((limit for limit in lengths if isinstance(limit, int) and limit > 0), None)
 
@@ -161,8 +161,28 @@ def steady_positions(model: Any) -> int | None:
     Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
     the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
     """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]  # for all layers, or by their type
-    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    return min(limits, default=None)
+    return min([rope["original_max_position_embeddings"] for rope in _changing_ropes(model.config)], default=None)
+
+
+def settle_positions(config: Any, setting: int | None) -> bool:
+    """Changes the config of a "longrope" model that may get sequences beyond the length at which its positions change.
+
+    Its long factors hold for sequences of all lengths then, as in vLLM and llama.cpp. Sequences beyond that length have
+    the logits of transformers, and shorter ones others. ``setting`` is the setting ``max_model_len``. Returns whether
+    the config was changed: without a setting it never is.
+    """
+    longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
+    ropes = _changing_ropes(config)
+    changes = any(rope["original_max_position_embeddings"] < longest for rope in ropes)
+    for rope in ropes if changes else ():
+        rope["short_factor"] = rope["long_factor"]
+    return changes
+
+
+def _changing_ropes(config: Any) -> list[dict[str, Any]]:
+    """Returns the parameters of the ropes that have other factors for long sequences than for short ones."""
+    rope: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # for all layers, or by their type
+    return [
+        kind for kind in kinds if kind.get("rope_type") == "longrope" and kind["short_factor"] != kind["long_factor"]
+    ]

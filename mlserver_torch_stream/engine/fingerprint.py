@@ -51,6 +51,22 @@ def shaping_settings(resolved: ResolvedSettings) -> str:
     return resolved.settings.model_dump_json(include=_SHAPING)
 
 
+def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
+    """Returns ``max_model_len`` if the positions of the model at ``location`` may depend on it, else None.
+
+    ``location``: a folder, or a hub id; empty for a GGUF file that is not converted. Raises LoadFailed if the hub
+    cannot be reached.
+    """
+    setting = resolved.settings.max_model_len
+    if setting is None or not location:
+        return None
+    try:
+        config = Path(weights_folder(resolved, location), "config.json").read_text(encoding="utf-8")
+    except (OSError, ValueError):  # the load reports the error
+        return None
+    return setting if "long_factor" in config else None
+
+
 def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hashable:
     """Returns the name, size and time of each of a model's files, or of the files in another ``folder``."""
     if folder is not None:

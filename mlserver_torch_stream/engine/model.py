@@ -235,7 +235,8 @@ def _record_of(
 
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
     try:
-        forward, proved = check_packed(Path(files.location), load.resolved.source.name, load.kernels)
+        name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
+        forward, proved = check_packed(Path(files.location), name, load.kernels, longest)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if recording is not None:

@@ -15,7 +15,7 @@ import torch
 
 from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.fingerprint import weights_key
+from mlserver_torch_stream.engine.fingerprint import length_setting, weights_key
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
@@ -74,8 +74,9 @@ def _run_replicas(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 
 def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     resolved, resources = load.resolved, load.resources
-    key = weights_key(resolved, load.threads)
+    weights = weights_key(resolved, load.threads)
     files = locate_packed(resolved) or locate(resolved)
+    key = weights, length_setting(resolved, files.location)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB; later blocks would fragment it

@@ -74,8 +74,7 @@ class ServedModels:
             await member.settled.wait()
 
     def has(self, name: str) -> bool:
-        """Whether a model of this name generates tokens, or a model has a LoRA adapter of this name; the model may still
-        be loading."""
+        """Whether this is the name of a model that generates tokens and may still be loading, or of a LoRA adapter."""
         return self._owner(name) is not None
 
     def _owner(self, name: str) -> TokenModel | None:

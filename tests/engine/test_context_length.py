@@ -1,4 +1,4 @@
-"""Positions that change with the longest row of a call: batched where they do not, one by one where they might."""
+"""Positions that change at a length: up to it by default, and those of long sequences where longer ones may come."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.gguf_originals import CONTEXT, make_original, write_original
 from tests.engine.tiny import greedy, prompt_of, reference, run, tokens_of
 
 STEADY = 64
@@ -37,8 +39,9 @@ def longrope(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def built(folder: Path, **extra: Any) -> BuiltEngine:
-    return build_engine(parse_settings(str(folder), {"threads": 1, **extra}, environ={}), resources=ProcessResources())
+def built(folder: Path, resources: ProcessResources | None = None, **extra: Any) -> BuiltEngine:
+    settings = parse_settings(str(folder), {"threads": 1, **extra}, environ={})
+    return build_engine(settings, resources=resources or ProcessResources())
 
 
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:
@@ -49,22 +52,54 @@ def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None
         one.shutdown()
 
 
-def test_beyond_it_each_request_runs_alone_and_gets_what_generate_gives(longrope: Path) -> None:
-    one = built(longrope, max_model_len=300)
-    requests = [(prompt_of(length, length), 30) for length in (10, 50, 100)]
-    model = one.lease.value.weights.value.weights.model
+def long_only(folder: Path) -> PreTrainedModel:
+    """The model with the long factors for sequences of all lengths."""
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
+    return AutoModelForCausalLM.from_pretrained(folder, config=config)
 
+
+def answers(one: BuiltEngine, requests: list[tuple[tuple[int, ...], int]]) -> list[list[int]]:
     async def together() -> list[list[int]]:
         return list(await asyncio.gather(*(tokens_of(one.engine, ids, greedy(count)) for ids, count in requests)))
 
     try:
-        assert one.engine.info.max_model_len == 300 and "one request at a time (its positions" in one.summary
-        got = run(together())
+        return run(together())
     finally:
         one.shutdown()
-    assert got == [reference(model, ids, count) for ids, count in requests]
 
 
-def test_who_insists_on_batches_is_told_why_not(longrope: Path) -> None:
-    with pytest.raises(LoadFailed, match="scaled anew beyond 64 tokens"):
-        built(longrope, max_model_len=300, engine="batched")
+@pytest.mark.parametrize("fast_path", ["auto", "off"])
+def test_beyond_it_sequences_of_all_lengths_share_a_batch(longrope: Path, fast_path: str) -> None:
+    one = built(longrope, max_model_len=300, fast_path=fast_path)
+    assert one.engine.info.max_model_len == 300 and "sequences at a time" in one.summary
+    assert ("our own kernels" in one.summary) == (fast_path == "auto"), one.summary
+    requests = [(prompt_of(length, length), 30) for length in (100, 150, 10, 50)]
+    got = answers(one, requests)
+    original = AutoModelForCausalLM.from_pretrained(longrope)
+    assert got[:2] == [reference(original, ids, count) for ids, count in requests[:2]], "as in transformers"
+    assert got[2:] == [reference(long_only(longrope), ids, count) for ids, count in requests[2:]]
+
+
+def test_a_serial_engine_gives_what_generate_gives(longrope: Path) -> None:
+    one = built(longrope, max_model_len=300, engine="serial")
+    requests = [(prompt_of(length, length), 30) for length in (10, 50, 100)]
+    original = AutoModelForCausalLM.from_pretrained(longrope)
+    assert answers(one, requests) == [reference(original, ids, count) for ids, count in requests]
+
+
+def test_a_file_that_cannot_be_converted_is_not_batched_beyond_it(tiny_model: Path, tmp_path: Path) -> None:
+    file = write_original(make_original("phi3, long"), tmp_path / "m.gguf")
+    unwritable = {"cache_dir": "/dev/null/cache", "tokenizer": str(tiny_model)}
+    with pytest.raises(LoadFailed, match="scaled anew beyond 32 tokens"):
+        built(file, **unwritable, max_model_len=CONTEXT, engine="batched")
+
+
+def test_engines_with_other_positions_share_no_weights(longrope: Path) -> None:
+    resources = ProcessResources()
+    engines = [built(longrope, resources, max_model_len=length) for length in (60, 300)]
+    try:
+        assert resources.weights.made == 2
+    finally:
+        for one in engines:
+            one.shutdown()

@@ -21,7 +21,7 @@ from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokeni
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
-from tests.engine.gguf_originals import ORIGINALS, make_original, write_original
+from tests.engine.gguf_originals import CONTEXT, ORIGINALS, make_original, write_original
 from tests.engine.page_book import prefilled
 
 Change = Callable[[gguf.GGUFWriter], None]
@@ -71,11 +71,11 @@ def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path
         load_packed(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3", "phi3, long"])
 def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)
     write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
-    model = load_packed(tmp_path).model
+    model = load_packed(tmp_path, max_model_len=CONTEXT).model
     with torch.inference_mode():
         forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
         got, _ = prefilled(forward, original, PROMPT, chunk=16)

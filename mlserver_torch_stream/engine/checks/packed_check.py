@@ -22,12 +22,14 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 
 
-def check_packed(folder: Path, name: str, kernels: KernelOptions) -> tuple[NativeForward, ProvedLoad]:
+def check_packed(
+    folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
+) -> tuple[NativeForward, ProvedLoad]:
     """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name.
 
     Raises NotPacked or LoadFailed.
     """
-    packed = load_packed(folder)
+    packed = load_packed(folder, max_model_len)
     model, placement = packed.model, read_placement(packed.model)
     description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
     try:

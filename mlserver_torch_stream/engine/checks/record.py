@@ -34,7 +34,7 @@ from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult
 from mlserver_torch_stream.engine.config_fields import comparable_context, plain_config, steady_positions
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, shaping_settings
+from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, length_setting, shaping_settings
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
@@ -114,7 +114,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
     stamps = [file_stamps(resolved), file_stamps(resolved, folder), [(file.name, checksum(file)) for file in files]]
     versions = [module.__version__ for module in (torch, transformers, safetensors, tokenizers)]
     return RecordKey(
-        place=_digest(source.kind, source.location, shaping_settings(resolved)),
+        place=_digest(source.kind, source.location, shaping_settings(resolved), length_setting(resolved, str(folder))),
         weights=_digest(stamps),
         code=_digest(__version__, _code(), library, variant, versions, platform.python_version()),
         chip=_digest(cpu_properties(), torch.backends.cpu.get_cpu_capability(), torch.cuda.is_available()),

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.byte_size import format_bytes
-from mlserver_torch_stream.engine.config_fields import max_model_len, read_config
+from mlserver_torch_stream.engine.config_fields import max_model_len, read_config, settle_positions
 from mlserver_torch_stream.engine.forward.model_forward import give_contiguous_states
 from mlserver_torch_stream.engine.loading.checkpoint import (
     check_bytes,
@@ -264,6 +264,9 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         options["use_safetensors"] = True
     config = AutoConfig.from_pretrained(place, **code)
     refuse_other_kinds(config)
+    own_code = not type(config).__module__.startswith("transformers.")  # it may read the config in its own way
+    if settings.engine != "serial" and not own_code and settle_positions(config, settings.max_model_len):
+        options["config"] = config
     # Otherwise transformers would ask a service of the hub to convert pickles, and load what that service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     method = own = quantised_as(place, settings.revision)
