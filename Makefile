@@ -11,6 +11,7 @@
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
+#   CLIENTS        which tests of clients `make test-clients` runs, as pytest's -k takes them; default: all
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
@@ -19,7 +20,7 @@
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-gguf test-mlserver test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-clients test-gguf test-mlserver test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -33,6 +34,7 @@ GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
+CLIENTS ?=
 TORCHSERVE_EXAMPLES ?=
 LLAMA_CPP ?= $(VENV)/llama.cpp
 MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
@@ -64,6 +66,7 @@ MLSERVER := $(VENV)/mlserver
 MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
 LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 GGUF_TESTS := tests/engine/test_gguf_converter.py
+CLIENT_TESTS := $(abspath $(VENV))/clients
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
@@ -129,6 +132,13 @@ $(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
 		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/gguf/*'
 	rm $(VENV)/llama.cpp/*.tar.gz
 	@touch $@
+
+# The environments of the clients are kept, and so are the names of the tests that have passed, until all of them have.
+test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; if it stops, the next run goes on; CLIENTS=… as pytest's -k
+	mkdir -p $(CLIENT_TESTS)
+	CLIENT_ENVIRONMENTS=$(CLIENT_TESTS) PASSED_TESTS=$(CLIENT_TESTS)/passed \
+		$(BIN)/python -m pytest -q -m slow tests/clients $(if $(CLIENTS),-k '$(CLIENTS)')
+	$(if $(CLIENTS),,rm -f $(CLIENT_TESTS)/passed)
 
 test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## GGUF files of llama.cpp's converter against the models they were made from
 	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
