@@ -11,16 +11,16 @@
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
+#   ONLY           tests of `make test-clients` and `make test-vllm`, as pytest's -k takes them; default: all
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
-#   VLLM_ONLY      tests of `make test-vllm`, as pytest's -k takes them, for example to go on after an end; default: all
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-gguf test-mlserver test-vllm test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-all test-clients test-gguf test-mlserver test-vllm test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -34,6 +34,7 @@ GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
 TEST_WORKERS ?= 3
+ONLY ?=
 TORCHSERVE_EXAMPLES ?=
 LLAMA_CPP ?= $(VENV)/llama.cpp
 MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
@@ -67,7 +68,7 @@ LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 GGUF_TESTS := tests/engine/test_gguf_converter.py
 VLLM := $(VENV)/vllm
 VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py
-VLLM_ONLY ?=
+CLIENT_TESTS := $(abspath $(VENV))/clients
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
@@ -134,6 +135,13 @@ $(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
 	rm $(VENV)/llama.cpp/*.tar.gz
 	@touch $@
 
+# The environments of the clients are kept, and so are the names of the tests that have passed, until all of them have.
+test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; if it stops, the next run goes on
+	mkdir -p $(CLIENT_TESTS)
+	CLIENT_ENVIRONMENTS=$(CLIENT_TESTS) PASSED_TESTS=$(CLIENT_TESTS)/passed \
+		$(BIN)/python -m pytest -p tests.resuming -q -m slow tests/clients $(if $(ONLY),-k '$(ONLY)')
+	$(if $(ONLY),,rm -f $(CLIENT_TESTS)/passed)
+
 test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## GGUF files of llama.cpp's converter against the models they were made from
 	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
 
@@ -160,8 +168,10 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; VLLM_ONLY=… names some of them
-	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' $(BIN)/python -m pytest -v $(VLLM_TESTS) $(if $(VLLM_ONLY),-k '$(VLLM_ONLY)')
+test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; if it stops, the next run goes on
+	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' PASSED_TESTS=$(VLLM)/passed \
+		$(BIN)/python -m pytest -p tests.resuming -v $(VLLM_TESTS) $(if $(ONLY),-k '$(ONLY)')
+	$(if $(ONLY),,rm -f $(VLLM)/passed)
 
 # What TorchServe's examples import, and the transformers that some of them were made for.
 $(EXAMPLES)/.installed: | $(INSTALLED)

@@ -1,10 +1,12 @@
 """Virtual environments in which clients run that have dependencies of their own.
 
-Knows nothing of what a client does. The packages are pinned here and come from PyPI.
+Knows nothing of what a client does. The packages are pinned here and come from PyPI. If CLIENT_ENVIRONMENTS names a
+folder, the environments are kept there for later runs, as `make test-clients` does.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -40,14 +42,18 @@ _INSTALL_S = 900
 
 
 def make_environment(folder: Path, name: str) -> Path:
-    """The interpreter of a new environment below ``folder``."""
-    environment = folder / name
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=_INSTALL_S)
+    """The interpreter of a new environment below ``folder``, or of the kept one with the same packages."""
+    environment = Path(os.environ.get("CLIENT_ENVIRONMENTS", folder)).resolve() / name
+    installed, packages = environment / "installed", " ".join(PACKAGES[name])
+    if installed.is_file() and installed.read_text() == packages:
+        return environment / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True, timeout=_INSTALL_S)
     python = environment / "bin" / "python"
     if name in _BESIDE_OURS:
-        (packages,) = environment.glob("lib/python3*/site-packages")
+        (libraries,) = environment.glob("lib/python3*/site-packages")
         ours = sysconfig.get_path("purelib")
-        (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        (libraries / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
     subprocess.run([*pip, *PACKAGES[name]], check=True, timeout=_INSTALL_S)
+    installed.write_text(packages)
     return python

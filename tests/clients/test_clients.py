@@ -177,7 +177,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     python = make_environment(folder, "grpcio-tools")
     for name in ("inference.proto", "torchserve_calls.py"):
         shutil.copy(_HERE / name, folder / name)
-    packages = next((folder / "grpcio-tools" / "lib").glob("python3*/site-packages"))  # with google/rpc/status.proto
+    packages = next(python.parents[1].glob("lib/python3*/site-packages"))  # with google/rpc/status.proto
     options = ["-I.", f"-I{packages}", "--python_out=.", "--grpc_python_out=."]
     command = [str(python), "-m", "grpc_tools.protoc", *options, "inference.proto"]
     subprocess.run(command, cwd=folder, check=True, timeout=_STUBS_RUN_S)

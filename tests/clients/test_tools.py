@@ -1,4 +1,4 @@
-"""Programs that judge or front a server, unchanged: they get its address, a model, a tokenizer's folder, a load."""
+"""Programs that judge or front a server run unchanged: they get its address, a model, its tokenizer and their load."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests import plain_http
 from tests.clients.environments import make_environment
+from tests.clients.open_webui_bodies import CHATS, RESPONSES
 from tests.clients.test_clients import TOOL_TEMPLATE
 from tests.server.conftest import QUIET
 from tests.server.harness import HOST, Model, Server, free_ports, serve
@@ -54,6 +56,31 @@ def test_a_tool_loop_through_litellms_proxy(server: Server, tmp_path: Path) -> N
     python = make_environment(tmp_path, "litellm-proxy")
     with _litellm_proxy(python, server, tmp_path) as url:
         _run(str(python), "tools_of_openai", url)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_the_chats_of_open_webui(name: str, server: Server) -> None:
+    events = _answer(server, "/v1/chat/completions", CHATS[name])
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    pieces = [choice.get("delta") or choice["message"] for choice in choices]
+    assert any(piece.get("content") or piece.get("tool_calls") for piece in pieces)
+    assert choices[-1]["finish_reason"] in ("length", "stop", "tool_calls")
+    assert events[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_the_responses_of_open_webui(server: Server) -> None:
+    done = _answer(server, "/v1/responses", RESPONSES)[-1]["response"]
+    assert done["output"] and done["usage"]["output_tokens"] > 0
+
+
+def _answer(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, or the whole answer as the only one."""
+    answer = plain_http.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    if not body["stream"]:
+        return [answer.json()]
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 @contextmanager
