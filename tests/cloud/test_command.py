@@ -275,7 +275,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: 
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
     held.set()
-    assert status == 130 and "interrupted; what is written is kept" in err and "Traceback" not in err
+    assert status == 130 and "interrupted; the parts that were written are kept" in err and "Traceback" not in err
     kept = joined(tmp_path / "out")
     assert len(_lines(kept)) == 6
     assert cloud(*run) == 0 and joined(tmp_path / "out").startswith(kept)
