@@ -225,13 +225,15 @@ class EventListener:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Reads the body. Raises EventRefused if it is too large, too slow or compressed."""
+    """Reads the body. Raises EventRefused if it is too large, too slow, cut off or compressed."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise EventRefused(415, "Content-Encoding: compressed events are not accepted")
     try:
         return await within(request.read(), _BODY_S)
     except asyncio.TimeoutError:
         raise EventRefused(408, f"the event did not come within {_BODY_S:.0f} seconds") from None
+    except ConnectionError:
+        raise EventRefused(408, "the sender left before the whole event had come") from None
     except web.HTTPRequestEntityTooLarge:
         raise EventRefused(413, f"the event is more than {MAX_EVENT_BYTES} bytes") from None
 

@@ -12,7 +12,7 @@ from mlserver_torch_stream.cli.child_server import NAME, child_server
 from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
-from mlserver_torch_stream.cloud.rows import AccessDenied, Row
+from mlserver_torch_stream.cloud.rows import AccessDenied, Chunk, Row, SequenceLost
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from tests.cloud.handlers import write
 
@@ -56,3 +56,20 @@ async def _cancelled(handler: Path) -> None:
         (outcome,) = await asyncio.wait_for(backend([Row(3, "3", None, "", data=b"short")]), 60)
         assert outcome.response is not None and outcome.response["predictions"] == ["done"]
         await backend.aclose()
+
+
+def test_a_chunk_after_the_first_whose_worker_has_died_is_lost_and_does_not_fail(tmp_path: Path) -> None:
+    """So that its object begins anew, although the worker died between two chunks."""
+    config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
+    handler = write(tmp_path / "h", "def handle(data, context):\n    return data and ['ok'] * len(data)\n", **config)
+
+    async def act() -> None:
+        async with child_server("TorchServeRuntime", str(handler), {"ts": "shim"}, RunMetrics()) as child:
+            endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
+            backend = await open_backend(endpoint)
+            second = Row(0, "a", None, "a", data=b"x", chunk=Chunk(1, 8, last=True, joined=True), sequence="s")
+            with pytest.raises(SequenceLost, match="no worker holds it"):
+                await backend([second])
+            await backend.aclose()
+
+    asyncio.run(asyncio.wait_for(act(), 120))

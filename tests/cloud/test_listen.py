@@ -227,6 +227,23 @@ def test_an_event_that_is_refused_is_counted_and_leaves_nothing(
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
 
 
+def test_a_sender_that_leaves_before_its_event_has_come_is_counted_and_logs_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def act() -> None:
+        async with _listening() as found:
+            _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(found.url).port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            await writer.drain()
+            writer.close()
+            while not found.listener.metrics.refused_events:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(act(), _SOON_S))
+    assert not [each for each in caplog.records if each.exc_info]
+
+
 def test_only_who_has_the_key_may_post_and_over_tls(tmp_path: Path) -> None:
     """The key comes as a bearer's token, as MinIO sends it, or as a password, as SNS does once it is asked for one."""
     authority = Authority(tmp_path)

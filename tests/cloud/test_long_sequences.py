@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 import signal
@@ -155,13 +156,15 @@ def _joined_answer(found: list[dict[str, Any]]) -> list[Any] | str:
 class _Round:
     """A run over the objects, whose workers are killed at random, and at times the command itself.
 
-    An object whose worker is killed three times within one command fails. So no worker is killed while an object that
-    was hit twice is not written. ``kills``: of workers and of commands, in the middle of an object.
+    An object whose sequence is lost three times within one command fails. So no worker is killed while an object that
+    two kills may have hit is not written. ``kills``: of workers and of commands, while an object is open.
     """
 
     def __init__(self, run: tuple[Any, ...], folder: Path, out: Path, draw: random.Random) -> None:
         self._run, self._notes, self._out, self._draw = run, folder / "h" / "notes", out, draw
+        self._keys = sorted(path.name for path in (folder / "in").iterdir())
         self._notes.unlink(missing_ok=True)
+        self._began = 0  # notes before those of this command
         self._hits: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
 
@@ -170,30 +173,34 @@ class _Round:
         while process.poll() is None:
             noted = self._lines()
             time.sleep(self._draw.uniform(0, 1))
-            if self.kills.total() < most and len(self._lines()) > len(noted):  # a worker is at work since the last kill
+            if self.kills.total() < most and len(self._lines()) > len(noted):  # a worker is at work
                 process = self._kill(process)
         status, _, err = finish(process)
         assert status == 0, err
 
     def _kill(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        if self._draw.random() < 0.15:
-            process.send_signal(signal.SIGKILL)
-            self.kills["command"] += finish(process)[0] == -signal.SIGKILL
-            self._hits.clear()
-            return start(*self._run)
-        written = {row["key"] for row in rows(joined(self._out))}
-        if all(key in written for key, hits in self._hits.items() if hits >= _MAX_HITS):
-            self._kill_worker(int(self._lines()[-1][0]))
-        return process
+        if self._draw.random() >= 0.15:
+            self._kill_worker()
+            return process
+        process.send_signal(signal.SIGKILL)
+        self.kills["command"] += finish(process)[0] == -signal.SIGKILL
+        self._began = len(self._lines())
+        self._hits.clear()
+        return start(*self._run)
 
-    def _kill_worker(self, pid: int) -> None:
-        if not alive(pid):
+    def _kill_worker(self) -> None:
+        lines = self._lines()
+        written = {row["key"] for row in rows(joined(self._out))}
+        begun = {key for _, key, _, _ in lines[self._began :]}
+        unwritten = [key for key in self._keys if key not in written]
+        may_be_hit = [key for key in unwritten if key in begun]
+        may_be_hit += [key for key in unwritten if key not in begun][:_SEQUENCES]
+        pid, _, _, last = lines[-1]
+        if any(self._hits[key] >= _MAX_HITS for key in may_be_hit) or not alive(int(pid)):
             return
-        subprocess.run(["kill", "-9", str(pid)], check=False)
-        lines = [(key, last) for each, key, _, last in reversed(self._lines()) if int(each) == pid]
-        held = list(dict.fromkeys(key for key, _ in lines))[:_SEQUENCES]
-        self._hits.update(held)
-        self.kills["worker"] += any(last == "false" for key, last in lines[: len(held)])
+        os.kill(int(pid), signal.SIGKILL)
+        self._hits.update(may_be_hit)
+        self.kills["worker"] += last == "false"
 
     def _lines(self) -> list[list[str]]:
         return [line.split() for line in self._notes.read_text().splitlines()] if self._notes.exists() else []

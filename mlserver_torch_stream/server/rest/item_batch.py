@@ -150,7 +150,8 @@ class _BatchEndpoint:
         except Exception as error:  # the model can answer none of the items now
             refused = request.refuse(error)
             status, body = OPENAI_CHAT.refusal(refused)
-            refusal = {"status": status, "busy": refused.retry_after is not None, "shared": len(items) > 1}
+            shared = refused.shared or len(items) > 1
+            refusal = {"status": status, "busy": refused.retry_after is not None, "shared": shared}
             answers = [encode_frame(refusal, orjson.dumps(body))] * len(items)
         head = encode_frame({"batch": number, "items": len(items)})
         await send({"type": "http.response.body", "body": b"".join((head, *answers)), "more_body": True})
