@@ -68,7 +68,8 @@ def vllm_alone(models: list[Path], prompts: list[list[int]], count: int, place: 
     job.write_text(json.dumps({"models": [str(model) for model in models], "prompts": prompts, "count": count}))
     command = WorkerCommand(os.environ[PYTHON], StartOrder({}), "alone", cores_of_this_process(os.cpu_count() or 1))
     environment = {**command.environment(str(place)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    subprocess.run([os.environ[PYTHON], _ALONE, job, answers], env=environment, check=True, timeout=2 * UNLIKELY_S)
+    program = [os.environ[PYTHON], "-I", _ALONE, job, answers]  # -I: it would find modules of this folder
+    subprocess.run(program, env=environment, check=True, timeout=2 * UNLIKELY_S)
     found: list[list[list[int]]] = json.loads(answers.read_text())
     return found
 
