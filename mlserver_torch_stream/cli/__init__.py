@@ -36,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # during the imports, which take seconds, before the command handles signals
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except ModuleNotFoundError as error:  # in the environment of a server of vLLM's models
+        if error.name != "torch":
+            raise
+        print(f"error: {arguments.command} needs torch, which is not installed here", file=sys.stderr)
+        return 1
     return status
 
 

@@ -33,7 +33,7 @@ _WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _WIDE,
     "qwen3": _WIDE,
-    "gpt2": {"n_embd": 128, "n_head": 4},
+    "gpt2": {"n_embd": 128, "hidden_size": 128, "n_head": 4},
 }
 ADAPTER_RANK, _ADAPTER_ALPHA = 8, 16
 _ALONE = Path(__file__).with_name("vllm_alone.py")
@@ -62,14 +62,15 @@ def build(folder: Path, extra: dict[str, Any] | None = None, **vllm: Any) -> Bui
     return build_engine(parse_settings(str(folder), settings), resources=ProcessResources())
 
 
-def vllm_alone(models: list[Path], prompts: list[list[int]], count: int, place: Path) -> list[list[list[int]]]:
-    """The greedy answers of vLLM's own ``LLM``, one prompt at a time, for each model."""
+def vllm_alone(model: Path, prompts: list[list[int]], count: int, place: Path) -> list[list[int]]:
+    """The greedy answers of vLLM's own ``LLM``, one prompt at a time."""
     job, answers = place / "job.json", place / "answers.json"
-    job.write_text(json.dumps({"models": [str(model) for model in models], "prompts": prompts, "count": count}))
+    job.write_text(json.dumps({"model": str(model), "prompts": prompts, "count": count}))
     command = WorkerCommand(os.environ[PYTHON], StartOrder({}), "alone", cores_of_this_process(os.cpu_count() or 1))
     environment = {**command.environment(str(place)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    subprocess.run([os.environ[PYTHON], _ALONE, job, answers], env=environment, check=True, timeout=2 * UNLIKELY_S)
-    found: list[list[list[int]]] = json.loads(answers.read_text())
+    program = [os.environ[PYTHON], "-I", _ALONE, job, answers]  # -I: it would find modules of this folder
+    subprocess.run(program, env=environment, check=True, timeout=2 * UNLIKELY_S)
+    found: list[list[int]] = json.loads(answers.read_text())
     return found
 
 

@@ -739,3 +739,19 @@ def test_another_vllm_or_python_is_refused_before_it_is_imported(
     monkeypatch.setattr(worker, "_python", lambda: python)
     with pytest.raises(worker.StartRefused, match=message):
         worker._start(StartOrder({}), worker.Steps())
+
+
+@pytest.mark.parametrize(
+    ("args", "adapters", "expected"),
+    [
+        ({}, 0, {"max_loras": 5}),
+        ({}, 7, {"max_loras": 8}),
+        ({"max_loras": 2}, 2, {"max_loras": 3}),
+        ({"max_loras": 2, "max_cpu_loras": 2}, 0, {"max_loras": 3, "max_cpu_loras": 3}),
+        ({"max_loras": 2, "max_cpu_loras": 9}, 0, {"max_loras": 3, "max_cpu_loras": 9}),
+    ],
+)
+def test_on_cpus_one_place_for_adapters_stays_empty(
+    args: dict[str, int], adapters: int, expected: dict[str, int]
+) -> None:
+    assert worker.with_an_empty_slot(args, adapters) == expected

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine
+from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.real_vllm import (
     ADAPTER_RANK,
@@ -50,32 +52,35 @@ def _one_by_one(built: BuiltEngine, prompts: Sequence[Sequence[int]]) -> list[li
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("families")
-    return {**{family: save_tiny(family, folder / family) for family in FAMILIES}, "smollm2": smollm2()}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a model by the name of its family."""
+    place = tmp_path_factory.mktemp("models")
+    return cache(lambda name: smollm2() if name == "smollm2" else save_tiny(name, place / name))
 
 
 @pytest.fixture(scope="module")
-def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    answers = vllm_alone(list(models.values()), _PROMPTS, _COUNT, tmp_path_factory.mktemp("alone"))
-    return dict(zip(models, answers, strict=True))
+def alone(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[int]]]:
+    """Returns vLLM's own answers by the name of the model."""
+    return cache(lambda name: vllm_alone(models(name), _PROMPTS, _COUNT, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "smollm2"])
 def test_greedy_answers_are_those_of_vllm_alone(
-    name: str, models: dict[str, Path], alone: dict[str, list[list[int]]]
+    name: str, models: Callable[[str], Path], alone: Callable[[str], list[list[int]]]
 ) -> None:
-    assert [len(answer) for answer in alone[name]] == [_COUNT] * len(_PROMPTS)
-    assert _one_by_one(build(models[name]), _PROMPTS) == alone[name]
+    assert [len(answer) for answer in alone(name)] == [_COUNT] * len(_PROMPTS)
+    assert _one_by_one(build(models(name)), _PROMPTS) == alone(name)
 
 
-def test_two_ranks_give_the_tokens_of_one(models: dict[str, Path], alone: dict[str, list[list[int]]]) -> None:
-    built = build(models["llama"], tensor_parallel_size=2)
-    assert _one_by_one(built, _PROMPTS[:5]) == alone["llama"][:5]
+def test_two_ranks_give_the_tokens_of_one(
+    models: Callable[[str], Path], alone: Callable[[str], list[list[int]]]
+) -> None:
+    built = build(models("llama"), tensor_parallel_size=2)
+    assert _one_by_one(built, _PROMPTS[:5]) == alone("llama")[:5]
 
 
 def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
-    models: dict[str, Path], tmp_path: Path
+    models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """PEFT's result is that of weights to which B · A · alpha / r is added."""
     expected = {None: reference(tiny_model("llama", **FAMILIES["llama"]), _PROMPTS[0], 16)}
@@ -85,9 +90,11 @@ def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
         expected[name] = reference(model, _PROMPTS[0], 16)
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
     folders = {name: str(tmp_path / name) for name in "ab"}
-    built = build(models["llama"], {"lora_modules": folders}, enable_lora=True, max_lora_rank=ADAPTER_RANK, max_loras=2)
+    built = build(models("llama"), {"lora_modules": folders}, enable_lora=True, max_lora_rank=ADAPTER_RANK, max_loras=2)
 
     async def together() -> list[list[int]]:
+        with pytest.raises(InvalidInput, match="at most max_loras adapters can be loaded, which is 2"):
+            await built.adapters.load("c", folders["a"])  # type: ignore[union-attr]
         return list(await asyncio.gather(*(_tokens(built, _PROMPTS[0], 16, name) for name in expected)))
 
     try:

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 
 def main(job: str, answers: str) -> None:
-    """Reads models, prompts and the count of tokens from the file ``job``, and writes the ids to ``answers``."""
+    """Reads model, prompts and count of tokens from the file ``job``, and writes the ids to the file ``answers``."""
     from vllm import LLM, SamplingParams
 
     asked = json.loads(Path(job).read_text())
     params = SamplingParams(temperature=0.0, max_tokens=asked["count"], ignore_eos=True, detokenize=False)
-    found: list[Any] = []
-    for model in asked["models"]:
-        llm = LLM(
-            model=model,
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=8,
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 26,
-        )
-        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-        outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-        found.append([list(output.outputs[0].token_ids) for output in outputs])
-        del llm
-        gc.collect()
-    Path(answers).write_text(json.dumps(found))
+    llm = LLM(
+        model=asked["model"],
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+    )
+    outputs = [llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0] for ids in asked["prompts"]]
+    Path(answers).write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
 
 if __name__ == "__main__":

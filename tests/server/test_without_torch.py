@@ -92,6 +92,12 @@ def test_a_model_of_this_packages_engine_is_refused_by_name_without_torch(torchl
     assert "parameters.extra.vllm" in ended.stderr
 
 
+def test_a_command_that_computes_with_torch_says_that_it_needs_it(torchless: Path, tiny_model: Path) -> None:
+    program = "import sys; from mlserver_torch_stream.cli import main; sys.exit(main())"
+    ended = subprocess.run([torchless, "-c", program, "plan", tiny_model], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (1, "error: plan needs torch, which is not installed here\n")
+
+
 def test_the_versions_are_those_of_the_constraints_and_torch_is_not_among_them() -> None:
     locked, listed = (
         set(re.findall(r"^[\w.-]+==\S+", path.read_text(encoding="utf-8"), re.MULTILINE))

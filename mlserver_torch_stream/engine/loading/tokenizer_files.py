@@ -1,7 +1,6 @@
 """Loads the tokenizer of a model, and refuses files that the tokenizers library cannot survive.
 
-Imports no torch: transformers imports torch with its tokenizers wherever torch is installed, and does without it
-elsewhere.
+Works without torch. Where torch is installed, transformers imports it together with its tokenizers.
 """
 
 from __future__ import annotations

