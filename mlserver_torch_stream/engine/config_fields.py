@@ -131,14 +131,14 @@ def max_model_len(model: Any, setting: int | None) -> int:
         return setting or UNLIMITED_CONTEXT
     if setting is not None and setting > own:
         logger.warning("max_model_len %d is more than the model's %d positions: using %d", setting, own, own)
-    steady = steady_positions(model)
-    if setting is None and steady is not None and steady < own:
+    first = _first_length(_long_ropes(model.config))
+    if setting is None and first is not None and first < own:
         logger.warning(
             "The model scales its positions anew beyond %d tokens: using %d of %d. With a larger max_model_len it "
             "scales those of shorter sequences in the same way",
-            *(steady, steady, own),
+            *(first, first, own),
         )
-        return steady
+        return first
     return min(own, setting or own)
 
 
@@ -161,28 +161,35 @@ def steady_positions(model: Any) -> int | None:
     Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
     the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
     """
-    return min([rope["original_max_position_embeddings"] for rope in _changing_ropes(model.config)], default=None)
+    return _first_length([rope for rope in _long_ropes(model.config) if rope["short_factor"] != rope["long_factor"]])
 
 
 def settle_positions(config: Any, setting: int | None) -> bool:
-    """Changes the config of a "longrope" model that may get sequences beyond the length at which its positions change.
+    """Gives a "longrope" model the same factors for sequences of all lengths.
 
-    Its long factors hold for sequences of all lengths then, as in vLLM and llama.cpp. Sequences beyond that length have
-    the logits of transformers, and shorter ones others. ``setting`` is the setting ``max_model_len``. Returns whether
-    the config was changed: without a setting it never is.
+    Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If it is beyond the first
+    length of a rope, its long factors hold, as in vLLM and llama.cpp: sequences beyond that length have the logits of
+    transformers, and shorter ones others. If it is not, or None, its short factors hold, and ``max_model_len`` ends the
+    context at that length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
-    ropes = _changing_ropes(config)
-    changes = any(rope["original_max_position_embeddings"] < longest for rope in ropes)
-    for rope in ropes if changes else ():
-        rope["short_factor"] = rope["long_factor"]
-    return changes
+    ropes = _long_ropes(config)
+    for rope in ropes:
+        chosen = "long_factor" if rope[_FIRST_LENGTH] < longest else "short_factor"
+        rope["short_factor"] = rope["long_factor"] = rope[chosen]
+    return bool(ropes)
 
 
-def _changing_ropes(config: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of the ropes that have other factors for long sequences than for short ones."""
+_FIRST_LENGTH = "original_max_position_embeddings"
+
+
+def _first_length(long_ropes: Sequence[Mapping[str, Any]]) -> int | None:
+    """Returns the length beyond which the long factors of the first of these ropes hold; None without ropes."""
+    return min([rope[_FIRST_LENGTH] for rope in long_ropes], default=None)
+
+
+def _long_ropes(config: Any) -> list[dict[str, Any]]:
+    """Returns the parameters of the ropes that may have other factors for long sequences than for short ones."""
     rope: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # for all layers, or by their type
-    return [
-        kind for kind in kinds if kind.get("rope_type") == "longrope" and kind["short_factor"] != kind["long_factor"]
-    ]
+    return [kind for kind in kinds if kind.get("rope_type") == "longrope"]

@@ -46,10 +46,11 @@ def built(folder: Path, resources: ProcessResources | None = None, **extra: Any)
 
 def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None:
     one = built(longrope)
-    try:
-        assert one.engine.info.max_model_len == STEADY and "sequences at a time" in one.summary
-    finally:
-        one.shutdown()
+    assert one.engine.info.max_model_len == STEADY
+    assert "sequences at a time" in one.summary and "our own kernels" in one.summary
+    requests = [(prompt_of(length, length), 12) for length in (10, 50)]
+    original = AutoModelForCausalLM.from_pretrained(longrope)
+    assert answers(one, requests) == [reference(original, ids, count) for ids, count in requests]
 
 
 def long_only(folder: Path) -> PreTrainedModel:
@@ -90,7 +91,7 @@ def test_a_serial_engine_gives_what_generate_gives(longrope: Path) -> None:
 
 def test_a_file_that_cannot_be_converted_is_not_batched_beyond_it(tiny_model: Path, tmp_path: Path) -> None:
     file = write_original(make_original("phi3, long"), tmp_path / "m.gguf")
-    unwritable = {"cache_dir": "/dev/null/cache", "tokenizer": str(tiny_model)}
+    unwritable = {"cache_dir": "/dev/null/cache", "tokenizer": str(tiny_model), "fast_path": "off"}
     with pytest.raises(LoadFailed, match="scaled anew beyond 32 tokens"):
         built(file, **unwritable, max_model_len=CONTEXT, engine="batched")
 

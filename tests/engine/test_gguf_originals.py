@@ -11,8 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
@@ -75,7 +77,9 @@ def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path
 def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)
     write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
-    model = load_packed(tmp_path, max_model_len=CONTEXT).model
+    config = AutoConfig.from_pretrained(tmp_path)
+    settle_positions(config, CONTEXT)
+    model = load_packed(tmp_path, config).model
     with torch.inference_mode():
         forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
         got, _ = prefilled(forward, original, PROMPT, chunk=16)

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
-from mlserver_torch_stream.types import SamplingParameters, TextPrompt
+from mlserver_torch_stream.types import SamplingParameters, TextPrompt, TokenEvent
 from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, watched
 from tests.engine.tiny import tiny_model as make
 
@@ -159,6 +159,20 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
         other.shutdown()
     assert not one.engine.alive
     assert not resources._promised
+
+
+def test_the_stream_interval_of_the_settings_holds_for_the_engine(tiny_model: Path) -> None:
+    one = built(tiny_model, ProcessResources(), stream_interval=100)
+
+    async def events() -> list[TokenEvent]:
+        params = SamplingParameters(max_tokens=60, ignore_eos=True)
+        return [event async for event in one.engine.submit([EngineRequest((5, 6, 7), params)])]
+
+    try:
+        found = run(events())
+    finally:
+        one.shutdown()
+    assert len(found) <= 2 and sum(len(event.token_ids) for event in found) == 60
 
 
 def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_back(tiny_model: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.record import NotRecordable, ProvedLoad, outline_of
 from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult
+from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked, UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
@@ -25,11 +27,14 @@ from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 def check_packed(
     folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
 ) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name.
+    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name;
+    ``max_model_len``: the setting.
 
     Raises NotPacked or LoadFailed.
     """
-    packed = load_packed(folder, max_model_len)
+    config = AutoConfig.from_pretrained(folder)
+    settle_positions(config, max_model_len)
+    packed = load_packed(folder, config)
     model, placement = packed.model, read_placement(packed.model)
     description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
     try:

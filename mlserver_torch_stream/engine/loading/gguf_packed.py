@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.native.packed_rows import (
     BLOCK_FORMATS,
@@ -53,13 +52,12 @@ class PackedModel:
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")
 
 
-def load_packed(folder: Path, max_model_len: int | None = None) -> PackedModel:
-    """Loads a folder that ``write_packed`` has written. ``max_model_len``: the setting.
+def load_packed(folder: Path, config: Any = None) -> PackedModel:
+    """Loads a folder that ``write_packed`` has written. ``config`` replaces the folder's.
 
     Raises NotPacked or LoadFailed.
     """
-    config = AutoConfig.from_pretrained(folder)
-    settle_positions(config, max_model_len)
+    config = config or AutoConfig.from_pretrained(folder)
     model = empty_model(config)
     tensors, metadata = read_tensors(folder)
     kinds, dequantised = json.loads(metadata["kinds"]), json.loads(metadata["dequantised"])

@@ -342,8 +342,7 @@ def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:
     if isinstance(kind, dict) and kind and all(each in _STATIC_ROPE for each in kind.values()):
         return LayerRotary(tuple(KindRotary(rotary, name) for name in kind)), tuple(kind)
     if kind == "longrope" and not _same_factors(rotary.config):
-        first = rotary.config.rope_parameters["original_max_position_embeddings"]
-        raise UnsupportedLayout(f"positions that change beyond {first} tokens; with a larger max_model_len they do not")
+        raise UnsupportedLayout("positions that change with the length of a sequence")
     if isinstance(kind, dict) or kind not in (*_STATIC_ROPE, "longrope"):
         raise UnsupportedLayout(f"positions of kind {kind!r}")
     return rotary, ()
