@@ -36,20 +36,25 @@ class Fault:
     tries: int
 
 
+_ALL_TRIES = 2 * len(_BATCH) - 2  # two halves, and the four sequences
+
+
 def _of_all(kind: str, step: int) -> str:
-    return ",".join(f"decode:{call}:{kind}" for call in range(step, step + 1 + len(_BATCH)))
+    return ",".join(f"decode:{call}:{kind}" for call in range(step, step + 1 + _ALL_TRIES))
 
 
-# A step that fails is tried sequence by sequence. The culprit's own try, the second, fails too. Where all of the four
-# tries fail, so do all sequences; where none does, nobody is hurt (tests/engine/test_engine_faults.py).
+# A step that fails is tried again in halves. The culprit's half fails too, and then the culprit alone; its neighbour
+# and the other half are well. Where all tries fail, so do all sequences; where no sequence's own try does, nobody is
+# hurt (tests/engine/test_engine_faults.py).
 _FAULTS = (
-    Fault("culprit", "decode:100:raise,decode:102:raise", 100, 1, "RuntimeError", 1, 4),
-    Fault("exception", _of_all("raise", 400), 400, 4, "RuntimeError", 1, 4),
-    Fault("memory", _of_all("oom", 600), 600, 4, "out of memory", 1, 4),
+    Fault("culprit", "decode:100:raise,decode:101:raise,decode:102:raise", 100, 1, "RuntimeError", 1, 4),
+    Fault("exception", _of_all("raise", 400), 400, 4, "RuntimeError", 1, _ALL_TRIES),
+    Fault("memory", _of_all("oom", 600), 600, 4, "out of memory", 1, _ALL_TRIES),
     Fault("nan", "decode:800:nan", 800, 1, "", 0, 0),
     Fault("death", "decode:1100:death", 1100, 4, "the engine died", 1, 0),
 )
-# A batch that raises is tried again, each of its sequences alone: a prompt fails when that raises too.
+# A batch of a prompt and a running sequence that raises is tried again, each of the two alone: the prompt fails when
+# that raises too.
 _PREFILL_FAULTS = "prefill:61:raise,prefill:62:raise,prefill:64:oom,prefill:65:oom,prefill:67:nan,prefill:69:death"
 
 

@@ -106,12 +106,12 @@ def _is_part(text: str) -> bool:
 def faulty_servers(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Server]]:
     """One model, and one engine, for each endpoint: its thirtieth decode step fails.
 
-    By the number of requests that share the step: the tries of each of several fail too.
+    By the number of requests that share the step: the tries of its halves fail too, down to each request alone.
     """
     found = {}
     with ExitStack() as stack:
         for count in {endpoint.requests for endpoint in _ALL_ENDPOINTS}:
-            calls = range(_FAULTY_STEP, _FAULTY_STEP + (1 if count == 1 else 1 + count))
+            calls = range(_FAULTY_STEP, _FAULTY_STEP + 2 * count - 1)
             faults = [*(f"decode:{call}:raise" for call in calls), "decode:1:slow=0.01"]
             environment = {"MLSERVER_TORCH_STREAM_FAULTS": ",".join(faults)}
             models = [Model(each.value, str(recite)) for each in _ALL_ENDPOINTS if each.requests == count]
