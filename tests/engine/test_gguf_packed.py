@@ -195,6 +195,7 @@ import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
 from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
