@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlserver.settings import ModelSettings, Settings
 
 from mlserver_torch_stream.handlers.config.archive import open_archive
@@ -36,7 +37,7 @@ from tests.torchserve.workshop import write_mar
 _IN_ORDER = ("docs/moving-from-torchserve.md", "docs/security.md")
 _BLOCKS = [block for page in markdown.pages() if page not in _IN_ORDER for block in markdown.blocks(page)]
 _SHOWN = ("text",)  # what a server says by itself
-_EXECUTED = ("bash", "python", "json")
+_EXECUTED = ("bash", "python", "json", "yaml")
 _TIMEOUT_S = 120.0
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl|docker) ")
@@ -113,6 +114,14 @@ def test_a_json_block_is_accepted(block: Block, request: pytest.FixtureRequest, 
     else:
         assert set(body) <= set(Settings.model_fields)
         Settings(**body)
+
+
+@_in("yaml")
+def test_the_models_of_a_proxys_configuration_are_served_there(block: Block, readme_server: Server) -> None:
+    for each in yaml.safe_load(_on(readme_server, block.code))["model_list"]:
+        parameters = each["litellm_params"]
+        listed = plain_http.get(f"{parameters['api_base']}/models", timeout=_TIMEOUT_S).json()["data"]
+        assert parameters["model"].removeprefix("openai/") in [model["id"] for model in listed]
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:

@@ -35,7 +35,7 @@ _RUN = f"from {__name__} import main; main()"
 
 
 class LoadRefused(Exception):
-    """The model cannot be loaded. The message is the last line of the server's output."""
+    """The model cannot be loaded. The message is the reason that the server gave."""
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def is_repository(folder: Path) -> bool:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises SettingsError, which names the file; ``mlserver start`` would end with a traceback that does not."""
+    """Raises SettingsError, which names the file, if settings.json is wrong."""
     from mlserver_torch_stream.server.server_settings import check_server_settings
 
     check_server_settings(folder)

@@ -66,7 +66,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("temperature", "0 is greedy decoding.", values.number(0, 100), tensor="FP32"),
     _sampling(
         "top_p",
-        "1: off. A request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
+        "1: off; a request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
         values.number(0, 1, above_low=True),
         tensor="FP32",
     ),
@@ -118,8 +118,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
     _sampling(
         "cache_salt",
-        "A string of up to 256 characters. The prefix cache shares tokens only between requests of the same salt, so "
-        "nobody else can tell from the time of an answer how a prompt begins.",
+        "A string of up to 256 characters; the prefix cache shares tokens only between requests with the same salt, so "
+        "that the time of an answer does not show how another client's prompt begins.",
         values.bounded_text(MAX_SALT_CHARACTERS),
     ),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
@@ -145,7 +145,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "thinking",
-        "The same as an object: its `type` is `enabled`, `adaptive` or `disabled`. No budget bounds the reasoning.",
+        "The same as an object, whose `type` is `enabled`, `adaptive` or `disabled`; no budget bounds the reasoning.",
         values.thinking,
     ),
     Parameter(

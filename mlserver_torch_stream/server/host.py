@@ -202,7 +202,7 @@ class ServerHost:
             config.http_protocol_class = protocol
 
     def enter(self, name: str, version: str | None) -> AbstractAsyncContextManager[MLModel]:
-        """Yields the model, while MLServer measures the request. Raises MLServerError if there is none or not ready."""
+        """Yields the model, while MLServer measures the request. Raises MLServerError."""
         entered: AbstractAsyncContextManager[MLModel] = self.data_plane._infer_contextmanager(name, version)
         return entered
 

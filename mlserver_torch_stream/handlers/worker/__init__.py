@@ -1,1 +1,1 @@
-"""Loads and calls a handler in a process of its own. Imports neither torch nor MLServer."""
+"""Loads and calls a handler in a separate process. Imports neither torch nor MLServer."""
