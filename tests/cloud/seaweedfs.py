@@ -70,4 +70,4 @@ def s3_server(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
     with moto() as environment:
         url = environment["AWS_ENDPOINT_URL"]
         plain_http.put(f"{url}/{bucket}").raise_for_status()
-        yield {"endpoint": url, "region": "us-east-1", "skip_signature": "true"}
+        yield {"endpoint": url, "region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}

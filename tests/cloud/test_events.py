@@ -30,7 +30,9 @@ from tests.markdown import ROOT
 from tests.server.harness import free_ports
 from tests.waiting import wait_until
 
-_OBJECTS = 420 if FULL_SIZE else 24  # of each way; six ways have four events of each object, and polling has none
+_OBJECTS = 480 if FULL_SIZE else 24  # of each of five ways over HTTP, with four events of each object, and of polling
+_QUEUED = 120 if FULL_SIZE else 24  # objects of the queue, also with four events each
+_QUEUE_LENGTH = 60  # messages, of which moto finds the next ones in time
 _TIMES = 4
 _KILLS = 2
 _AT_A_TIME = 8  # objects that a watcher infers, which a kill may lose
@@ -107,8 +109,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield Place(storage)
 
 
-def _keys(way: str) -> list[str]:
-    return [f"{way}-{number:04}.txt" for number in range(_OBJECTS)]
+def _keys(way: str, count: int = _OBJECTS) -> list[str]:
+    return [f"{way}-{number:04}.txt" for number in range(count)]
 
 
 def _shuffled(events: Sequence[_Event], draw: random.Random) -> list[_Event]:
@@ -184,6 +186,10 @@ class _Watched:
             self.killed += 1
             self.process = self._begin()
 
+    def runs(self) -> bool:
+        assert self.process.poll() is None, finish(self.process)[2]
+        return True
+
     def stop(self) -> str:
         """Interrupts the watcher; what it wrote to stderr."""
         self.process.send_signal(signal.SIGINT)
@@ -193,7 +199,7 @@ class _Watched:
 def _send(watched: _Watched, senders: _Senders, place: Place, records: str) -> None:
     try:
         asyncio.run(asyncio.wait_for(senders.send(watched.kills), _TIMEOUT_S))
-        wait_until(lambda: place.count(records) == 0, "all events are done", _TIMEOUT_S)
+        wait_until(lambda: watched.runs() and place.count(records) == 0, "all events are done", _TIMEOUT_S)
     finally:
         watched.stop()
 
@@ -250,19 +256,21 @@ def test_messages_of_a_queue_have_one_result_for_each_object(
     """A kill loses the acknowledgements of the messages at work, which the queue delivers again after a minute."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, aws[name])
-    draw, keys, client = random.Random(5), _keys("queue"), _aws("sqs", aws)
+    draw, keys, client = random.Random(5), _keys("queue", _QUEUED), _aws("sqs", aws)
     place.put(keys)
     url = client.create_queue(QueueName="ten-thousand")["QueueUrl"]
-    for body, _ in _shuffled([_webhook("bucket", key) for key in keys], draw):
-        client.send_message(QueueUrl=url, MessageBody=json.dumps(body))
+    messages = _shuffled([_webhook("bucket", key) for key in keys], draw)
     watch = ("watch", "--input", "s3://bucket/in", "--output", "s3://bucket/queue", "--queue", url, *place.options)
-    watched = _Watched(lambda: start(*watch, "--url", server.url), [0] * _KILLS)
+    watched = _Watched(
+        lambda: start(*watch, "--url", server.url), [len(messages) * part // (_KILLS + 2) for part in (1, 2)]
+    )
     try:
-        for number in range(1, _KILLS + 1):
-            done = number * _OBJECTS // (_KILLS + 1)
-            wait_until(lambda done=done: place.count("queue", "result-") >= done, "results", _TIMEOUT_S)
-            watched.kills(0)
-        wait_until(lambda: _left(aws, url) == 0, "all messages are done", _TIMEOUT_S)
+        for count, (body, _) in enumerate(messages, 1):
+            client.send_message(QueueUrl=url, MessageBody=json.dumps(body))
+            if count % (_QUEUE_LENGTH // 4) == 0:
+                wait_until(lambda: watched.runs() and _left(aws, url) < _QUEUE_LENGTH, "messages are taken", _TIMEOUT_S)
+                watched.kills(count)
+        wait_until(lambda: watched.runs() and _left(aws, url) == 0, "all messages are done", _TIMEOUT_S)
     finally:
         watched.stop()
     _each_has_one_result(place.results("queue"), keys, _completion)
@@ -280,10 +288,12 @@ def test_objects_that_polling_finds_have_one_result_each(place: Place, server: M
         for number in range(_KILLS):
             place.put(keys[number * third : (number + 1) * third])
             done = number * third + third // 2
-            wait_until(lambda done=done: place.count("poll", "result-") >= done, "results", _TIMEOUT_S)
+            wait_until(
+                lambda done=done: watched.runs() and place.count("poll", "result-") >= done, "results", _TIMEOUT_S
+            )
             watched.kills(0)
         place.put(keys[_KILLS * third :])
-        wait_until(lambda: place.count("poll", "result-") >= _OBJECTS, "all results", _TIMEOUT_S)
+        wait_until(lambda: watched.runs() and place.count("poll", "result-") >= _OBJECTS, "all results", _TIMEOUT_S)
     finally:
         watched.stop()
     _each_has_one_result(place.results("poll"), keys, _completion)
