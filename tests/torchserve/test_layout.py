@@ -313,7 +313,7 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ('model_snapshot={"models":{"a":{"1":{}}}}', "model_snapshot: a 1: has no marName"),
         (
             'model_snapshot={"models":{"dog":{"2.0":{"marName":"dog.mar"}}}}',
-            "model_snapshot: dog 2.0: dog.mar is version 1.0",
+            "model_snapshot: dog 2.0: the archive dog.mar has version 1.0",
         ),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
@@ -405,9 +405,9 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
 @pytest.mark.parametrize(
     ("properties", "served", "why"),
     [
-        ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: there is no", "{}/none.mar: there is no"]),
-        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is version 1.0 of x already"]),
-        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is version 1.0 of dog already"]),
+        ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: the model store", "{}/none.mar: the model store"]),
+        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar already is version 1.0 of x"]),
+        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar already is version 1.0 of dog"]),
         (
             'model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}',
             set(),
