@@ -405,7 +405,11 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
 @pytest.mark.parametrize(
     ("properties", "served", "why"),
     [
-        ("load_models=none.mar,x=no.mar,dog.mar", {"dog 1.0"}, ["{}/no.mar: the model store", "{}/none.mar: the model store"]),
+        (
+            "load_models=none.mar,x=no.mar,dog.mar",
+            {"dog 1.0"},
+            ["{}/no.mar: the model store", "{}/none.mar: the model store"],
+        ),
         ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar already is version 1.0 of x"]),
         ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar already is version 1.0 of dog"]),
         (
