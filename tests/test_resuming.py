@@ -24,6 +24,12 @@ def test_the_next_run_leaves_out_what_has_passed(tmp_path: Path) -> None:
 def _run(folder: Path, **environment: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.resuming", "test_three.py"]
     checkout = str(Path(__file__).parents[1])
-    variables = {**os.environ, "PYTHONPATH": checkout, "PASSED_TESTS": str(folder / "passed"), **environment}
+    variables = {
+        **os.environ,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": checkout,
+        "PASSED_TESTS": str(folder / "passed"),
+        **environment,
+    }
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
     return done.stdout

