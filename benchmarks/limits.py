@@ -122,7 +122,11 @@ def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     dense = model_of(model, weights.stat().st_size if weights else None)
     limits = LimitsProgram(runnable()[0].name, threads).limits()
-    return {"limits": asdict(limits), "model": asdict(dense), "unit": INT8 if weights else limits.bf16_unit()}
+    return {
+        "limits": asdict(limits),
+        "model": asdict(dense),
+        "unit": limits.packed_unit() if weights else limits.bf16_unit(),
+    }
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class Limits:
     def bf16_unit(self) -> str:
         return next(unit for unit in UNITS if self.peaks[unit])
 
+    def packed_unit(self) -> str:
+        """Returns the unit that multiplies packed weights; a CPU without VNNI has none for them alone."""
+        return INT8 if self.peaks[INT8] else self.bf16_unit()
+
 
 @dataclass(frozen=True)
 class Work:

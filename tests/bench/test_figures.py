@@ -95,6 +95,14 @@ def test_of_a_prompt_only_the_last_token_meets_the_head() -> None:
     assert work.operations == 2 * (5 * 1000 + 100) + 4 * 15 * 2 * (4 * 8)
 
 
+@pytest.mark.parametrize(("int8", "unit"), [(900.0, "int8"), (0.0, "fp32")])
+def test_packed_weights_are_multiplied_by_the_next_unit_where_the_cpu_has_none_for_integers(
+    int8: float, unit: str
+) -> None:
+    limits = Limits(read=1000.0, peaks={"matrix": 0.0, "bf16": 0.0, "fp32": 250.0, "int8": int8})
+    assert limits.packed_unit() == unit
+
+
 def test_the_longer_of_both_times_is_the_limit() -> None:
     limits = Limits(read=1000.0, peaks={"matrix": 0.0, "bf16": 500.0, "fp32": 250.0, "int8": 0.0})
     assert Work(2000, 500).least_ms(limits, limits.bf16_unit()) == (2000.0, "memory")
