@@ -60,7 +60,7 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 class Unsuitable(Exception):
-    """A model, a file or a machine lacks what is needed; the message says in one line what is missing."""
+    """A model, a file or a machine does not meet a requirement; the message names the requirement in one line."""
 
 
 class UnsupportedLayout(Unsuitable):

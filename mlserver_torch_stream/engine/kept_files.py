@@ -1,4 +1,4 @@
-"""Keeps small files in the cache folder, and reads back only those that are whole and that no other user can write.
+"""Keeps small files in the cache folder. Files that are cut off, or that another user can write, are not read back.
 
 The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way: the
 server executes the kernels and trusts the records.

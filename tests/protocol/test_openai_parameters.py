@@ -92,7 +92,7 @@ def _refusal(body: Mapping[str, Any], model: type[Body]) -> InvalidInput | None:
 
 
 @_endpoints
-@examples(400, fast=25)
+@examples(400)
 @given(data=st.data())
 def test_the_document_accepts_a_body_exactly_where_the_model_does(endpoint: str, data: st.DataObject) -> None:
     body = data.draw(_bodies(endpoint))

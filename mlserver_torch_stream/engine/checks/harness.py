@@ -29,7 +29,7 @@ class Check(ABC, Generic[T]):
 
     @abstractmethod
     def problem(self, candidate: T) -> str | None:
-        """Returns one line that says what is wrong with the candidate, or None if it passes. May raise any error."""
+        """Returns the candidate's fault in one line, or None if it passes. May raise any error."""
 
     def inputs(self) -> dict[str, str | int | bool | None]:
         """Returns the inputs: the outcome depends on them, the model's files, this package, its libraries and the

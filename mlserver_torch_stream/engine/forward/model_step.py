@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCach
 from mlserver_torch_stream.engine.cache.pages import Batch
 
 Store = Callable[["PagesLayer", torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A callable that writes the keys and values of the new tokens, and returns those that the model's attention gets."""
+"""A callable that writes the keys and values of new tokens, and returns the keys and values that attention reads."""
 
 
 _MASKING = "transformers.masking_utils"  # by its name: importing it would import torch's compiler

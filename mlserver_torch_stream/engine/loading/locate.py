@@ -25,7 +25,7 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds the files, checks those of a folder, and converts a GGUF file if needed. Raises LoadFailed."""
+    """Finds a model's files, checks the files of a folder, and converts a GGUF file if needed. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if source.kind == "folder":
         folder = Path(source.location)
