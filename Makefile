@@ -6,7 +6,7 @@
 #   MODEL_NAME     the name it is served under
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
-#   TEST_WORKERS   processes of `make test`: one more than the cores, because half of their time they wait for servers
+#   TEST_WORKERS   processes of `make test` and `make test-long`: one more than the cores, because half of the time they wait
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
@@ -20,7 +20,7 @@
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-all test-clients test-gguf test-mlserver test-vllm test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
+.PHONY: help install run chat test test-long test-all test-clients test-gguf test-mlserver test-vllm test-examples record-torchserve lint format type bench bench-peers soak bench-gpu cloud-demo wheel release-check sbom image-check docs docs-reference lock clean
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
@@ -116,8 +116,11 @@ $(HANDLERS)/.installed: constraints.txt | $(INSTALLED)
 	@touch $@
 
 test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
-	$(BIN)/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
+	$(BIN)/python -m pytest -m 'not slow and not long' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
+
+test-long: $(INSTALLED) ## the tests that compute for a second or more each, which CI runs after the fast ones
+	$(BIN)/python -m pytest -m 'long and not slow' -q -n $(TEST_WORKERS)
 
 test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
 	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# `make test` tries the same examples each time; `make test-all` tries new ones, and more of them.
+# `make test` and CI try the same examples each time; `make test-all` tries new ones, and more of them.
 # The deadline of an example, in milliseconds, is ten times Hypothesis's own: other work may delay the example.
 settings.register_profile("fixed", derandomize=True, max_examples=50, deadline=2000)
 settings.register_profile("random", derandomize=False, deadline=2000)
@@ -116,8 +116,7 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernel-cache"
+    folder = _of_all_processes(tmp_path_factory) / "kernel-cache"
     folder.mkdir(exist_ok=True)
     kept, kernels = request.config.cache.mkdir("kernels"), folder / "kernels"
     with FileLock(folder / "compiling"):
@@ -137,12 +136,25 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama: fp32, two layers, a byte-level tokenizer of its own, a chat template."""
+    """The folder of a random Llama: fp32, two layers, a byte-level tokenizer of its own, a chat template.
+
+    All processes of a run share it. So the first server proves its kernels, and the others find the record of it.
+    """
     pytest.importorskip("torch")  # the torch-free rooms run without it, and their few tests of engines are skipped
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    _save_tokenizer(folder)
-    _save_model(folder)
+    from filelock import FileLock
+
+    folder = _of_all_processes(tmp_path_factory) / "tiny-llama"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            _save_tokenizer(folder)
+            _save_model(folder)
     return folder
+
+
+def _of_all_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder that the processes of a run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def _save_tokenizer(folder: Path) -> None:

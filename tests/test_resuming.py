@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _THREE = """
 import os
 def test_first(): pass
@@ -15,6 +17,7 @@ def test_third(): "STOP" not in os.environ or os._exit(1)
 """
 
 
+@pytest.mark.long
 def test_the_next_run_leaves_out_what_has_passed(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(_THREE)
     _run(tmp_path, STOP="1")  # the second test fails, and the process ends amid the third

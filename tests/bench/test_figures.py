@@ -131,6 +131,7 @@ def test_a_dense_model_has_its_sizes_and_a_mixture_of_experts_is_refused() -> No
         model_of(MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=24, num_key_value_heads=1)))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None or not runnable(), reason="no C++ compiler, or no variant for this CPU")
 def test_a_machine_has_a_memory_and_a_unit() -> None:
     limits = LimitsProgram(runnable()[0].name, threads=2, seconds=0.02, megabytes=4).limits()

@@ -71,6 +71,7 @@ def test_a_gguf_file_takes_the_place_of_the_converted_weights(tmp_path: Path) ->
     assert str(tmp_path / "model-bf16.gguf") in LlamaCpp(tmp_path, tmp_path / "model").command(tmp_path, 1)
 
 
+@pytest.mark.long
 def test_vllm_gets_all_cores_and_its_openmp(tmp_path: Path) -> None:
     openmp = tmp_path / "venv" / "lib" / "libiomp5.so"
     openmp.parent.mkdir(parents=True)
@@ -80,6 +81,7 @@ def test_vllm_gets_all_cores_and_its_openmp(tmp_path: Path) -> None:
     assert str(openmp) in environment["LD_PRELOAD"].split(":")
 
 
+@pytest.mark.long
 def test_our_server_over_the_peers_vllm_is_asked_on_openais_path(tiny_model: Path, tmp_path: Path) -> None:
     commands, folder = tmp_path / "venv" / "bin", tmp_path / "server"
     commands.mkdir(parents=True)

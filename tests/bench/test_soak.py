@@ -72,6 +72,7 @@ def test_the_page_explains_every_check() -> None:
     assert [name.strip("`") for name, _ in rows] == list(gpu.CHECKS)
 
 
+@pytest.mark.long
 def test_what_needs_no_gpu_runs_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry"]) == 0
     said = capsys.readouterr().out

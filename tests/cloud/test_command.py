@@ -214,6 +214,7 @@ def test_faults_of_a_store_that_pass_leave_no_trace_but_a_count(
     assert [row["line"] for row in _lines(out)] == [1, 2, 3] and "1 retries" in err
 
 
+@pytest.mark.long
 def test_a_full_disk_is_told_and_nothing_half_written_is_left(rows: Path, server: ModelServer, tmp_path: Path) -> None:
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -255,6 +256,7 @@ def test_a_bucket_that_cannot_be_listed_is_told_at_once(
     assert f"s3://bucket/in/: {named}" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_full_stdout_is_told(rows: Path, server: ModelServer) -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
@@ -266,6 +268,7 @@ def test_a_full_stdout_is_told(rows: Path, server: ModelServer) -> None:
     assert ended.returncode == 3 and b"stdout: No space left on device" in ended.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: ModelServer, tmp_path: Path) -> None:
     held = threading.Event()
     server.trouble = lambda prompt, before: held.wait(60) and None if prompt == "row 6" else None
@@ -308,6 +311,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
     assert not left, left
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_ends_the_run_quietly(rows: Path, server: ModelServer) -> None:
     server.delay = 0.3
     process = start("run", "--input", rows, "--url", server.url, "--concurrency", "1")

@@ -42,6 +42,7 @@ async def _url_list(url: str) -> AsyncIterator[Ask]:
         yield lambda: store.head("a")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("user", [_backend, _url_list])
 def test_a_request_cancelled_while_it_connects_closes_no_descriptor_twice(
     user: Callable[[str], AbstractAsyncContextManager[Ask]],

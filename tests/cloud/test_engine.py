@@ -27,6 +27,7 @@ def _write(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder / "in"
 
 
+@pytest.mark.long
 def test_rows_are_answered_in_order_and_the_same_in_any_company(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
     rows = [{"prompt": f"The quick brown fox {i}", "max_tokens": 3 + i % 5} for i in range(12)]
     status, together, err = _run(tiny_model, _write(tmp_path, rows), capfd, "--batch-tokens", "30")
@@ -37,6 +38,7 @@ def test_rows_are_answered_in_order_and_the_same_in_any_company(tiny_model: Path
     assert all(row["response"]["body"]["choices"][0]["finish_reason"] == "length" for row in alone)
 
 
+@pytest.mark.long
 def test_a_watchers_batches_are_bounded_by_tokens(tiny_model: Path, tmp_path: Path) -> None:
     """A row has more bytes than the bound of tokens, and fewer than half as many tokens."""
     folder = _write(tmp_path, [{"prompt": f"The quick brown fox {i}", "max_tokens": 1} for i in range(6)])
@@ -46,6 +48,7 @@ def test_a_watchers_batches_are_bounded_by_tokens(tiny_model: Path, tmp_path: Pa
     assert json.loads((tmp_path / "metrics").read_text())["inference_request_batch_size"]["max"] >= 2
 
 
+@pytest.mark.long
 def test_conversations_defaults_several_answers_and_rows_that_cannot_be_served(
     tiny_model: Path, tmp_path: Path, capfd: Any
 ) -> None:

@@ -64,6 +64,7 @@ def test_what_is_damaged_is_never_taken_for_whole(damage: Any) -> None:
         _opened(damage(gzip.compress(os.urandom(500))), 64)
 
 
+@pytest.mark.long
 def test_a_few_bytes_that_unfold_to_many_come_in_pieces() -> None:
     data = gzip.compress(bytes(200 * 2**20), 9)
     tracemalloc.start()

@@ -48,6 +48,7 @@ def large() -> Iterator[SparseBucket]:
         yield bucket
 
 
+@pytest.mark.long
 def test_each_object_reaches_the_handler_whole_or_in_chunks_in_order(folder: Path, capfd: Any) -> None:
     """From a file and from an archive; a handler in a batch of its own size, which the archive says."""
     run = ("run", "--input", folder / "in", *_SHIM)
@@ -73,6 +74,7 @@ def test_each_object_reaches_the_handler_whole_or_in_chunks_in_order(folder: Pat
     assert [each["batch"] for row in chunked for each in predictions(row)] == [4] * 8 + [2] * 2
 
 
+@pytest.mark.long
 def test_a_batch_of_the_run_is_a_batch_of_the_handler(folder: Path, capfd: Any) -> None:
     """A batch is bounded by its number of rows, by bytes, and by the time that its first row waits."""
     for key in ("j.json", "t.txt"):
@@ -87,6 +89,7 @@ def test_a_batch_of_the_run_is_a_batch_of_the_handler(folder: Path, capfd: Any) 
         assert [predictions(row)[0]["batch"] for row in rows(capfd.readouterr().out)][: len(sizes)] == sizes
 
 
+@pytest.mark.long
 def test_pieces_are_joined_or_a_row_each(folder: Path, capfd: Any) -> None:
     (folder / "in" / "a b.bin").write_bytes(b"pieces" * 3)
     run = ("run", "--input", folder / "in", "--glob", "a*", "--handler", write(folder / "h"), *_SHIM)
@@ -101,6 +104,7 @@ def test_pieces_are_joined_or_a_row_each(folder: Path, capfd: Any) -> None:
     assert predictions(found[0]) == ["piece 0 "] and predictions(found[5])[0]["bytes"] == 6
 
 
+@pytest.mark.long
 def test_an_object_that_the_handler_fails_at_fails_alone(folder: Path, capfd: Any) -> None:
     (folder / "in" / "c.png").write_bytes(b"fail")
     run = ("run", "--input", folder / "in", "--handler", write(folder / "h"), "--batch-rows", "5", *_SHIM)
@@ -114,6 +118,7 @@ def test_an_object_that_the_handler_fails_at_fails_alone(folder: Path, capfd: An
     assert rows(joined(folder / "out"))[1]["error"]["code"] == "changed"
 
 
+@pytest.mark.long
 def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capfd: Any) -> None:
     run = ("run", "--input", folder / "in", "--handler", write(folder / "h"), *_SHIM)
     assert cloud(*run, "--whole-bytes", "4KiB") == 1
@@ -184,6 +189,7 @@ def test_an_object_that_changed_since_the_run_began_is_named(large: SparseBucket
     assert changed == [f"010-large.bin#{number}" for number in range(done, 7)] + ["019.png#0"]
 
 
+@pytest.mark.long
 def test_an_answer_that_is_too_large_fails_its_row_alone(folder: Path, capfd: Any) -> None:
     source = """
 def handle(data, context):
@@ -209,6 +215,7 @@ def test_ctrl_c_ends_the_workers_too(large: SparseBucket, tmp_path: Path) -> Non
     assert children and not any(map(alive, children))
 
 
+@pytest.mark.long
 def test_a_watcher_gives_new_objects_to_the_handler_in_chunks(folder: Path) -> None:
     watch = ("watch", "--input", folder / "in", "--output", folder / "out", "--poll", "0.05", "--limit", "5")
     command = (*watch, "--handler", write(folder / "h"), "--chunk-bytes", "900", *_SHIM)
@@ -271,6 +278,7 @@ def test_options_of_servers_that_do_not_fit_are_named(
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_fails_what_it_had_and_the_next_one_goes_on(folder: Path, capfd: Any) -> None:
     source = """
 import os
@@ -289,6 +297,7 @@ def handle(data, context):
     assert "exited with status 1" in found[2]["response"]["body"]["error"]["message"]
 
 
+@pytest.mark.long
 def test_an_object_at_which_the_worker_dies_fails_alone_in_its_batch(folder: Path, capfd: Any) -> None:
     source = """
 import os
@@ -310,6 +319,7 @@ def handle(data, context):
     assert [trouble(row) is None for row in rows(out)] == [True, True, False] and "1 rows failed, more than 0" in err
 
 
+@pytest.mark.long
 def test_mlservers_environment_does_not_reach_the_handlers_settings(
     folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +330,7 @@ def test_mlservers_environment_does_not_reach_the_handlers_settings(
     assert [predictions(row)[0]["batch"] for row in rows(capfd.readouterr().out)] == [2, 2, 2, 2, 1]
 
 
+@pytest.mark.long
 def test_a_handler_that_cannot_be_loaded_leaves_the_output_alone(folder: Path, capfd: Any) -> None:
     (folder / "h").mkdir()
     (folder / "h/handler.py").write_text("raise ImportError('as asked')")
@@ -329,6 +340,7 @@ def test_a_handler_that_cannot_be_loaded_leaves_the_output_alone(folder: Path, c
     assert not (folder / "out").exists()
 
 
+@pytest.mark.long
 def test_other_parameters_of_a_run_are_another_run(folder: Path, capfd: Any) -> None:
     run = ("run", "--input", folder / "in", "--output", folder / "out", "--handler", write(folder / "h"), *_SHIM)
     assert cloud(*run, "--chunk-bytes", "1KiB") == 0

@@ -30,6 +30,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(tmp_path: Path) -> None:
     """Else the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
     asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
@@ -58,6 +59,7 @@ async def _cancelled(handler: Path) -> None:
         await backend.aclose()
 
 
+@pytest.mark.long
 def test_a_chunk_after_the_first_whose_worker_has_died_is_lost_and_does_not_fail(tmp_path: Path) -> None:
     """So that its object begins anew, although the worker died between two chunks."""
     config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}

@@ -84,6 +84,7 @@ def test_twenty_kills_and_resumes_through_a_server(tmp_path: Path, server: Model
     _kills(tmp_path, server, _KILLS)
 
 
+@pytest.mark.long
 def test_a_kill_and_a_resume_through_a_server(tmp_path: Path, server: ModelServer) -> None:
     server.delay = 0.03
     _input(tmp_path, "row")
@@ -200,6 +201,7 @@ def _exits(bucket: str, server: ModelServer, count: int) -> None:
         assert reader.returncode == 0
 
 
+@pytest.mark.long
 def test_processes_that_used_a_store_end_with_their_own_status(bucket: str, server: ModelServer) -> None:
     _exits(bucket, server, 1)
 

@@ -25,6 +25,7 @@ def _read(mib: int, window_mib: int, ahead_mib: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_rows_of_a_large_object_come_in_blocks_and_do_not_pile_up_behind_a_slow_head() -> None:
     """50 to 58 MiB, of which 16 are the window and 16 those fetched ahead; 166 with a window of 128."""
     assert _read(192, 16, 16)["grown_mib"] <= 110

@@ -35,6 +35,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_an_object_in_chunks_needs_no_more_memory_than_the_bounds_say() -> None:
     """45 to 55 MiB, of which 25 are libraries; 128 MiB as a whole would be more than 256."""
     with sparse_bucket({"a.bin": 128 * MIB}) as bucket:
@@ -104,6 +105,7 @@ def _check_rows(found: list[dict[str, Any]], mode: str) -> None:
     assert [video[number]["crc"] for number in (0, 1, count - 1)] == [_chunk_crc(n) for n in (0, 1, count - 1)]
 
 
+@pytest.mark.long
 def test_the_chunks_of_an_object_are_asked_for_in_ranges_that_hold_whole_chunks() -> None:
     with sparse_bucket({"a.bin": 20 * MIB + 1}) as bucket:
         script = [sys.executable, "-m", "tests.cloud.chunked", bucket.url, "3", "8"]

@@ -202,6 +202,7 @@ def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over(
     asyncio.run(asyncio.wait_for(act(), 60))
 
 
+@pytest.mark.long
 def test_a_second_watcher_that_polls_stands_by_until_the_first_has_ended(tmp_path: Path, server: ModelServer) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("abc")
@@ -216,6 +217,7 @@ def test_a_second_watcher_that_polls_stands_by_until_the_first_has_ended(tmp_pat
     assert finish(process)[0] == 0 and server.asked == ["abc"]
 
 
+@pytest.mark.long
 def test_a_second_command_on_an_output_says_so_and_a_killed_one_is_followed_at_once(
     tmp_path: Path, server: ModelServer, capsys: Any
 ) -> None:

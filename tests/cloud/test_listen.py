@@ -379,6 +379,7 @@ def test_a_signed_message_of_a_listed_topic_is_accepted_and_its_subscription_con
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
 
 
+@pytest.mark.long
 def test_a_message_that_is_not_of_sns_or_not_of_a_listed_topic_is_refused(sns: Sns) -> None:
     """Nothing is fetched for a topic that is not listed, nor from another host, whatever the message is signed with."""
     other = "arn:aws:sns:us-east-1:999999999999:uploads"
@@ -450,6 +451,7 @@ def _start(bucket: str, server: ModelServer, *options: object) -> tuple[subproce
     return process, line.strip().removeprefix("listening on ")
 
 
+@pytest.mark.long
 def test_an_accepted_event_has_its_result_though_the_watcher_is_killed_and_an_event_told_twice_is_inferred_once(
     aws: dict[str, str], bucket: str, server: ModelServer, tmp_path: Path
 ) -> None:

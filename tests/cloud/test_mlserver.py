@@ -48,6 +48,7 @@ def _rows_of_calls() -> list[dict[str, Any]]:
     return [{**_TALK, **none, **called}, {**_TALK, **none, "response_format": _FORMAT}, {**_TALK, **thinking}]
 
 
+@pytest.mark.long
 def test_rows_may_ask_for_calls_schemas_and_reasoning(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("torch")
     (tmp_path / "in").mkdir()

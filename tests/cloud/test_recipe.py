@@ -10,6 +10,8 @@ from asyncio import run
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mlserver_torch_stream.cloud.store import Store
 from tests import markdown, plain_http
 from tests.cloud.models import ModelServer
@@ -24,6 +26,7 @@ async def _lines(url: str) -> list[dict[str, Any]]:
     return [json.loads(line) for key in keys for line in (await store.get(key)).splitlines()]
 
 
+@pytest.mark.long
 def test_the_commands_of_the_recipe_answer_the_prompts_of_a_bucket_in_their_order(
     bucket: str, aws: dict[str, str], server: ModelServer, tmp_path: Path
 ) -> None:

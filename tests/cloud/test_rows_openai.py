@@ -129,6 +129,7 @@ def _templated(tiny_model: Path, folder: Path) -> Path:
     return model
 
 
+@pytest.mark.long
 def test_the_engine_here_honours_what_a_row_says_of_its_template(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("torch")
     rows = [
@@ -157,6 +158,7 @@ _ENGINE_REFUSES = {
 }
 
 
+@pytest.mark.long
 def test_the_engine_here_refuses_by_name_what_it_cannot_honour(tiny_model: Path, tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("torch")
     status, found = _run(_write(tmp_path, list(_ENGINE_REFUSES.values())), capfd, *_engine(tiny_model))
@@ -168,6 +170,7 @@ def test_the_engine_here_refuses_by_name_what_it_cannot_honour(tiny_model: Path,
     ]
 
 
+@pytest.mark.long
 def test_the_engine_here_gives_logprobs_and_echoes_in_openais_shape(
     tiny_model: Path, tmp_path: Path, capfd: Any
 ) -> None:

@@ -101,6 +101,7 @@ def test_time_in_which_a_server_only_refuses_is_not_busy(rows: Path, tmp_path: P
     assert figures["busy_share"] < 0.9 and time.monotonic() - began > 0.3  # pauses of 0.1, 0.2 and 0.4 s at least
 
 
+@pytest.mark.long
 def test_batches_that_are_cancelled_have_not_failed(rows: Path, tmp_path: Path, server: ModelServer) -> None:
     held = threading.Event()
     server.trouble = lambda prompt, before: held.wait(60) and None

@@ -168,6 +168,7 @@ def test_a_run_that_died_goes_on_with_signatures_made_anew(other: Recorder, tmp_
         run(_job(tmp_path, [lines[0]]), Model())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [503, "reset", "cut", "stall"])
 def test_a_large_object_is_read_by_ranges_and_faults_that_pass_change_no_byte(
     one: FaultyServer, tmp_path: Path, fault: str | int
@@ -273,6 +274,7 @@ def test_the_rule_of_redirects(url: str, location: str, target: str | None) -> N
         redirected(URL(url), location)
 
 
+@pytest.mark.long
 def test_redirects_within_the_rule_are_followed_and_no_stranger_is_asked_beyond_it(
     other: Recorder, tmp_path: Path, server: ModelServer
 ) -> None:

@@ -75,6 +75,7 @@ def _left(aws: dict[str, str], queue: str) -> int:
     return sum(int(found[name]) for name in names)
 
 
+@pytest.mark.long
 def test_an_object_that_is_dropped_has_its_result_soon_and_its_message_goes_only_then(
     aws: dict[str, str], bucket: str, queue: str, server: ModelServer
 ) -> None:
@@ -99,6 +100,7 @@ def test_an_object_that_is_dropped_has_its_result_soon_and_its_message_goes_only
     assert status == 130 and server.asked == ["hello"] and "no object below --input" in err
 
 
+@pytest.mark.long
 def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once_inferred(
     aws: dict[str, str], bucket: str, queue: str, server: ModelServer, capsys: Any
 ) -> None:

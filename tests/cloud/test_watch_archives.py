@@ -145,6 +145,7 @@ def _killed(folder: Path, server: ModelServer, kills: int) -> None:
     assert cloud(*watch) == 0 and not server.asked
 
 
+@pytest.mark.long
 def test_after_a_kill_an_archive_goes_on_behind_its_last_part(tmp_path: Path, server: ModelServer) -> None:
     _killed(tmp_path, server, 1)
 
@@ -154,6 +155,7 @@ def test_after_eight_kills_each_row_of_an_archive_is_there_once(tmp_path: Path, 
     _killed(tmp_path, server, 8)
 
 
+@pytest.mark.long
 def test_an_archive_of_an_event_goes_on_from_the_record_of_the_event_after_a_kill(
     aws: dict[str, str], bucket: str, server: ModelServer
 ) -> None:

@@ -64,6 +64,7 @@ def events(model: PreTrainedModel) -> list[TokenEvent]:
     return _events(model, said, _format(), greedy(len(spelled(said)), logprobs=True))
 
 
+@pytest.mark.long
 def test_the_events_have_reasoning_text_and_calls_in_their_order(events: list[TokenEvent]) -> None:
     whole = _whole(events)
     assert whole.reasoning == _THOUGHT.strip()
@@ -103,6 +104,7 @@ def test_a_late_reader_gets_events_within_the_bound(events: list[TokenEvent]) ->
     assert _whole(merged) == _whole(events)
 
 
+@pytest.mark.long
 def test_an_answer_that_ends_with_whole_calls_says_so(model: PreTrainedModel) -> None:
     call = _CALL.replace("ARGS", "{}")
     stop = SamplingParameters(max_tokens=200, ignore_eos=True, stop=("STOP",))

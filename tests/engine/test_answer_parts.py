@@ -79,6 +79,7 @@ def _cut(text: str, cuts: Sequence[int]) -> list[str]:
 _cuts = st.lists(st.integers(0, 10_000), max_size=20)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(_KINDS)), st.lists(_call, min_size=1, max_size=3), st.integers(0, 2), _cuts)
 def test_calls_are_read_whatever_the_cuts(kind: str, calls: list[tuple[str, str]], style: int, cuts: list[int]) -> None:

@@ -100,6 +100,7 @@ def test_weights_of_any_float_are_loaded_though_no_quantisation_is_named(folder:
     assert load(folder).dtype == torch.float32, "the config's"
 
 
+@pytest.mark.long
 def test_a_header_of_as_many_tensors_as_a_mixture_of_experts_in_four_bits_has_is_read(tmp_path: Path) -> None:
     """The experts of 48 layers, each with blocks, scales and zeros, in one file."""
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}" for layer in range(48) for expert in range(128)

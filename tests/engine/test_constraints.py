@@ -97,6 +97,7 @@ def expected(model: PreTrainedModel, schema: CompiledConstraint) -> list[tuple[i
     return _tokens(events)
 
 
+@pytest.mark.long
 def test_forced_tokens_take_no_step_of_their_own_and_change_no_token(
     model: PreTrainedModel, schema: CompiledConstraint, expected: list[tuple[int, ...]]
 ) -> None:
@@ -111,6 +112,7 @@ def test_forced_tokens_take_no_step_of_their_own_and_change_no_token(
             assert after.decode_steps - before.decode_steps == len(tokens) - forced
 
 
+@pytest.mark.long
 def test_forced_tokens_have_the_log_probabilities_that_the_model_gives_them(
     model: PreTrainedModel, schema: CompiledConstraint, expected: list[tuple[int, ...]]
 ) -> None:
@@ -147,6 +149,7 @@ def test_the_tokens_are_those_of_each_alone(
     assert (stats.prefix_cache_hit_tokens > 0) == ("prefix_bytes" in more)
 
 
+@pytest.mark.long
 def test_prompt_lookup_drafts_what_the_constraint_allows(model: PreTrainedModel, codec: TextCodec) -> None:
     """A text of two letters repeats itself: some drafts are right."""
     two = _compiled(codec, "regex", "[ab]{60}")
@@ -159,6 +162,7 @@ def test_prompt_lookup_drafts_what_the_constraint_allows(model: PreTrainedModel,
     assert drafted is not None and 0 < drafted.accepted_draft_tokens <= drafted.draft_tokens
 
 
+@pytest.mark.long
 def test_a_model_that_is_served_one_request_at_a_time_gives_the_same_tokens(
     model: PreTrainedModel, schema: CompiledConstraint, expected: list[tuple[int, ...]]
 ) -> None:
@@ -293,6 +297,7 @@ def test_the_matchers_of_ended_answers_are_freed_without_a_garbage_collection(
         gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("behind", ["/>", "<s>"], ids=["text", "a special token"])
 def test_a_constraint_behind_a_text_begins_with_the_end_of_that_text(
     model: PreTrainedModel, codec: TextCodec, behind: str

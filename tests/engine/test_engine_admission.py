@@ -38,6 +38,7 @@ def bytes_for(model: PreTrainedModel, sequences: int, length: int) -> int:
     return sequences * replace(spec, page_size=4).sequence_bytes(length)
 
 
+@pytest.mark.long
 def test_a_small_budget_makes_requests_wait_and_is_never_exceeded(model: PreTrainedModel, watch: Watch) -> None:
     requests = [(prompt_of(10 + i, i), 20 - i) for i in range(8)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
@@ -131,6 +132,7 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
         run(scenario(engine))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "in pieces"])
 def test_rows_without_a_bound_end_where_the_cache_is_full(model: PreTrainedModel, pieces: bool) -> None:
     async def scenario(engine: EngineCore) -> None:
@@ -151,6 +153,7 @@ def test_rows_without_a_bound_end_where_the_cache_is_full(model: PreTrainedModel
         run(scenario(engine))
 
 
+@pytest.mark.long
 def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel) -> None:
     """Whatever length the engine accepts for a prompt that came in pieces runs, at lengths around the edge."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import pytest
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
@@ -167,6 +168,7 @@ def test_close_in_the_serial_engine_ends_the_answer_and_serves_the_next(model: P
     run_with_engine(scenario, model, batcher=one_by_one(model))
 
 
+@pytest.mark.long
 def test_random_cancels_under_load_leave_nothing_behind(model: PreTrainedModel) -> None:
     chance = random.Random(5)
     loads = [(chance.randint(1, 40), chance.randint(1, 30), chance.choice([0, 0, 1, 3, 10, 99])) for _ in range(75)]

@@ -229,6 +229,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
     run_with_engine(scenario, model)
 
 
+@pytest.mark.long
 def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTrainedModel, watch: Watch) -> None:
     """Out of memory is like that: each row alone does."""
     expected = [reference(model, prompt_of(5, i), 60) for i in range(4)]
@@ -523,6 +524,7 @@ def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedM
         run(scenario(), timeout=10)
 
 
+@pytest.mark.long
 def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None:
     """Submits race with the end of the thread: each is refused or gets its last event, none waits for ever."""
 

@@ -197,6 +197,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
         run(scenario(engine), timeout=20)
 
 
+@pytest.mark.long
 def test_paused_prompts_take_no_place_and_no_memory_that_others_need(model: PreTrainedModel) -> None:
     """As many as there are places, with prompts that fill the cache."""
     prompt, long = prompt_of(9, 1), prompt_of(150, 2)

@@ -78,6 +78,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, cha
     assert alone(model, params, batcher=one_by_one(model)).token_ids == expected
 
 
+@pytest.mark.long
 def test_seeds_differ_and_no_seed_is_a_new_one_each_time(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> set[tuple[int, ...]]:
         seeds = (1, 2, -3, 2**70, None, None)
@@ -117,6 +118,7 @@ def test_n_greedy_answers_are_equal(family: str) -> None:
 # --- ends ---
 
 
+@pytest.mark.long
 def test_every_way_to_end(model: PreTrainedModel) -> None:
     tokens = reference(model, PROMPT, 40)
     end = tokens[6]  # the token that is to end the answer, at its first place
@@ -186,6 +188,7 @@ def test_min_tokens_keeps_all_ends_away(model: PreTrainedModel) -> None:
     run_with_engine(scenario, model, eos_token_ids=(tokens[1],))
 
 
+@pytest.mark.long
 def test_no_max_tokens_fills_the_context_and_no_more(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         for params in (SamplingParameters(ignore_eos=True), greedy(10**6)):
@@ -236,6 +239,7 @@ def test_stop_strings_never_leak(
 # --- logits ---
 
 
+@pytest.mark.long
 def test_bias_and_penalties_reach_the_choice(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         plain = (await sequence(engine, greedy(30))).token_ids

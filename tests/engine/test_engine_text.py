@@ -122,6 +122,7 @@ def test_a_sequence_that_ends_otherwise_has_no_stop_reason(model: PreTrainedMode
     assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
 
 
+@pytest.mark.long
 def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(model: PreTrainedModel) -> None:
     """A token is a character here: every event shows whether both, and log-probabilities, have stayed together."""
     ids = spelled("The quick brown fox jumps over the lazy dog. ") * 5
@@ -183,6 +184,7 @@ def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrain
     assert last.text
 
 
+@pytest.mark.long
 def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
         params = SamplingParameters(max_tokens=240, ignore_eos=True, logprobs=True, top_logprobs=10, n=3)
@@ -209,6 +211,7 @@ def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTra
     assert [event.finish_reason is not None for event in events] == [*[False] * (len(events) - 1), True]
 
 
+@pytest.mark.long
 def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel, watch: Watch) -> None:
     """One stream is never read; another one ends all the same, and so does the first."""
 
@@ -245,6 +248,7 @@ def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
     run_with_engine(scenario, model)
 
 
+@pytest.mark.long
 def test_one_step_of_a_batch_wakes_the_loop_once(model: PreTrainedModel, watch: Watch) -> None:
     async def scenario(engine: EngineCore) -> None:
         loop = asyncio.get_running_loop()

@@ -65,6 +65,7 @@ async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: i
     return list(await asyncio.gather(*(tokens_of(engine, prompt, greedy(count)) for prompt in prompts)))
 
 
+@pytest.mark.long
 @fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba")
 def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
     """Six prompts of up to 34 tokens that begin alike, and later again: pages for two sequences of 60, three states."""

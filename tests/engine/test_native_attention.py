@@ -200,6 +200,7 @@ assert count() == torchs, "torch lost its threads"
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that Linux lists")
 def test_the_kernels_run_on_torchs_own_threads(folder: Path) -> None:
     command = [sys.executable, "-c", _THREADS, str(folder), str(Path(__file__).parents[2])]

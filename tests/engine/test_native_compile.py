@@ -94,6 +94,7 @@ def test_a_library_is_compiled_once_for_the_same_sources_and_the_log_says_when(
     assert len(lines) == 2 and "Compiling the kernels" in lines[0] and "took" in lines[1], lines
 
 
+@pytest.mark.long
 def test_several_processes_may_compile_at_once(quick: None, tmp_path: Path) -> None:
     check_opens(*(open_in_a_process(tmp_path / "cache") for _ in range(2)))
     assert len(kept(tmp_path / "cache")) == 1
@@ -153,6 +154,7 @@ def test_a_library_that_does_not_open_here_is_compiled_anew(cache: Path) -> None
     assert refused == kept(cache)
 
 
+@pytest.mark.long
 @needs_permissions
 def test_a_cache_that_may_only_be_read_is_used_and_where_it_is_damaged_kernels_are_for_this_start(cache: Path) -> None:
     (library,) = kept(cache)

@@ -44,6 +44,7 @@ exec c++ "$@"
 _NAMES = (*(variant.name for variant in VARIANTS), _OLD)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86-64")
 @pytest.mark.parametrize("more", [[], ["-mf16c"]], ids=["AVX", "AVX and F16C"])
 def test_compilers_accept_the_kernels_for_cpus_with_avx_but_without_avx2(more: list[str]) -> None:

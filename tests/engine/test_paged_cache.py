@@ -30,6 +30,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.long
 def test_pages_that_nobody_has_written_to_are_not_resident() -> None:
     result = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, timeout=120, check=True)
     assert int(result.stdout) < 32 * 2**20

@@ -65,6 +65,7 @@ def test_that_way_is_the_first_that_gives_them(family: str) -> None:
     assert table()[family] == (way.value, "in chunks" if chunked else "whole")
 
 
+@pytest.mark.long
 @fast("gemma3_text", "llama4_chunked", "bloom", "qwen3_next")
 def test_pages_may_be_of_any_size(family: str) -> None:
     check_as_the_page_says(family, 1, 256)

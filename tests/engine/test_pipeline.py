@@ -84,6 +84,7 @@ def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
     assert busy.most_in_one == 1
 
 
+@pytest.mark.long
 def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> None:
     model = laid_out(tiny_model("llama"), 2)
     requests = [(prompt_of(5, i), 30) for i in range(2)]
@@ -112,6 +113,7 @@ def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> No
     assert max(most) == 2
 
 
+@pytest.mark.long
 def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
     """Inputs on their way to the first device wait for the rows that it works on."""
     model = laid_out(tiny_model("llama"), 2)
@@ -135,6 +137,7 @@ def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
         outside.join()
 
 
+@pytest.mark.long
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
     model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
@@ -172,6 +175,7 @@ def test_prompts_are_prefilled_side_by_side() -> None:
     assert busy.most_stages == 3
 
 
+@pytest.mark.long
 def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
     model = laid_out(tiny_model("llama"), 3)
     stays = [(prompt_of(6, i), 40) for i in range(3)]
@@ -339,6 +343,7 @@ def test_few_pages_change_no_token_in_whatever_order_steps_come_back(family: str
         assert run(together(engine, requests)) == expected
 
 
+@pytest.mark.long
 def test_a_sequence_that_a_stage_cannot_compute_ends_alone() -> None:
     model = laid_out(tiny_model("llama"), 3)
     good = [(prompt_of(6, i), 30) for i in range(4)]
@@ -363,6 +368,7 @@ def test_a_sequence_that_a_stage_cannot_compute_ends_alone() -> None:
         run(scenario(engine))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_forward_that_raises_in_the_middle_leaves_its_stage(phase: str) -> None:
     model = laid_out(tiny_model("llama"), 3)
@@ -415,6 +421,7 @@ def _die(*_: Any) -> None:
     raise SystemExit("a stage's thread died")
 
 
+@pytest.mark.long
 def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
     """Before any stage, so that the engine's thread comes back from each of its steps."""
     model = laid_out(tiny_model("llama"), 2)
@@ -443,6 +450,7 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
             gate.set()
 
 
+@pytest.mark.long
 def test_the_interpreter_does_not_wait_for_a_forward_that_hangs() -> None:
     code = (
         "import time\n"
@@ -467,6 +475,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
         run(scenario(engine))
 
 
+@pytest.mark.long
 def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
     """Else weights that a hook has brought to a device would be taken away under the other engine's forward."""
     model = laid_out(tiny_model("llama"), 3)

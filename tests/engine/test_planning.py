@@ -61,6 +61,7 @@ def test_the_config_alone_says_what_the_loaded_model_is(family: str, tmp_path: P
     assert size.weight_bytes == 4 * size.parameters
 
 
+@pytest.mark.long
 def test_a_large_models_numbers_are_those_of_its_card(large: ModelSize) -> None:
     assert large.parameters == 70_553_706_496
     assert large.spec.token_bytes == 2 * 80 * 8 * 128 * 2

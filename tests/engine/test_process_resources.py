@@ -90,6 +90,7 @@ def test_a_turn_that_raises_is_handed_on() -> None:
         pass
 
 
+@pytest.mark.long
 def test_two_busy_engines_step_in_turn() -> None:
     """Never both at once, and neither gets two steps while the other one waits."""
     fair_lock = FairLock()

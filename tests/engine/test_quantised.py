@@ -71,6 +71,7 @@ def served(folder: Path, config: dict[str, Any], expected: list[list[int]]) -> s
 
 
 # transformers warns where we refuse.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
@@ -102,6 +103,7 @@ def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: 
         pass
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 def test_eight_bits_of_bitsandbytes_give_the_quantised_models_tokens(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

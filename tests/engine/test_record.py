@@ -84,6 +84,7 @@ def test_a_later_start_builds_no_model_and_has_the_same_bits(
     assert again.weights.generation_config.to_dict() == proved.weights.generation_config.to_dict()
 
 
+@pytest.mark.long
 def test_a_later_start_of_packed_weights_has_the_same_bits(tmp_path: Path, cache: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q8_0", "F16", "Q4_1"), hidden=256)
     proved, first = loaded(file, cache, weights="packed")

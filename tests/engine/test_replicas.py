@@ -81,6 +81,7 @@ async def kill(engine: EngineCore) -> None:
     await until(lambda: not engine.alive, "a dead replica")
 
 
+@pytest.mark.long
 def test_replicas_give_the_tokens_of_one_engine_and_count_together(three: BuiltEngine, tiny_model: Path) -> None:
     one = build(tiny_model)
 
@@ -156,6 +157,7 @@ def test_what_one_has_no_room_for_another_takes_until_none_has(tiny_model: Path)
     end(built)
 
 
+@pytest.mark.long
 def test_ones_death_ends_its_own_streams_and_leaves_the_others_serving(
     three: BuiltEngine, deaths: list[BaseException]
 ) -> None:

@@ -120,6 +120,7 @@ def test_every_sequence_of_a_request_shows_the_scores(model: PreTrainedModel) ->
     run_with_engine(scenario, model)
 
 
+@pytest.mark.long
 def test_preempted_prompts_are_scored_all_the_same(model: PreTrainedModel) -> None:
     prompts = [prompt_of(20, seed) for seed in range(6)]
 

@@ -108,6 +108,7 @@ def test_a_state_that_a_model_hides_in_its_modules_is_found_out(dtype: torch.dty
     assert findings.problem is not None and "differ" in findings.problem
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dtype: torch.dtype) -> None:
     """Rows are padded to one length, by which Inkling scales all of its queries, far beyond what the check computes."""

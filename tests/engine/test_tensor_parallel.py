@@ -75,11 +75,13 @@ def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_tokens_of_one_process(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     assert "2 ranks" in ranks.summary
     assert run(together(ranks.engine, REQUESTS)) == expected
 
 
+@pytest.mark.long
 def test_kept_prompts_are_kept_on_every_rank(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     run(together(ranks.engine, REQUESTS))
     before = ranks.engine.stats().prefix_cache_hit_tokens
@@ -119,6 +121,7 @@ def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, ex
     assert run(scenario()) == expected
 
 
+@pytest.mark.long
 def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
 ) -> None:
@@ -135,6 +138,7 @@ def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     assert run(together(ranks.engine, REQUESTS)) == expected
 
 
+@pytest.mark.long
 def test_sequences_that_gave_their_pages_away_resume_with_the_same_tokens(ranks: BuiltEngine, tiny_model: Path) -> None:
     requests = [(prompt_of(5, number), 70) for number in range(4)]  # two of them fit
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

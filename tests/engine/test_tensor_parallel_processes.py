@@ -33,6 +33,7 @@ def lead(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["time.sleep(600)", "import os; os.kill(os.getpid(), 9)", "sys.exit(3)"])
 def test_no_child_outlives_rank_0_however_that_ends(ending: str) -> None:
     process, pids = lead(ending)
@@ -46,6 +47,7 @@ def test_no_child_outlives_rank_0_however_that_ends(ending: str) -> None:
         wait_until(lambda: not any(alive(pid) for pid in pids), "the children's end")
 
 
+@pytest.mark.long
 def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> None:
     """The kernel ties a child to the thread that has started it."""
     ending = """

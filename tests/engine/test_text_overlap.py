@@ -168,6 +168,7 @@ def _without_times(event: TokenEvent) -> TokenEvent:
     return replace(event, usage=replace(event.usage, queue_s=0.0, ttft_s=0.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_every_answer_is_that_of_the_ordinary_order(
     model: PreTrainedModel, codec: TextCodec, findings: SelfCheckResult, seed: int

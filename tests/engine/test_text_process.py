@@ -44,6 +44,7 @@ def _splits(expression: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", [_LOOPS, "{{ 'a' * 10 ** 10 }}", _DOUBLES, "{{ 'a'.ljust(10 ** 10) }}"])
 def test_a_template_without_end_fails_its_own_request_and_the_next_is_rendered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, template: str
@@ -122,6 +123,7 @@ def test_a_template_that_refuses_is_the_clients_fault() -> None:
         _chat("{{ raise_exception('no system') }}").encode(_HELLO)
 
 
+@pytest.mark.long
 def test_a_template_may_write_any_text_but_half_a_character() -> None:
     assert _chat("é日\U0001f600\n\\n").encode(_HELLO) == TextCodec(byte_level()).encode(
         TextPrompt("é日\U0001f600\n\\n")
@@ -151,6 +153,7 @@ def _children() -> set[int]:
     return {int(child) for task in tasks for child in task.read_text().split()}
 
 
+@pytest.mark.long
 def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a ``sitecustomize`` of a company's image, or a library that greets, may."""
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
@@ -158,6 +161,7 @@ def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyP
     assert _render(TextProcesses(), "hello") == "hello"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
 def test_a_process_that_reads_no_job_fails_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job longer than what the system keeps for a reader."""

@@ -464,6 +464,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [sys.executable, "-c", _SERVER, str(interpreter(tmp_path)), str(pids)]

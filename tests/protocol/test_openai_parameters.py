@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -68,6 +69,7 @@ def _bodies(endpoint: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(names, _value, max_size=4).map(lambda given: {**_LEAST[endpoint], **given})
 
 
+@cache
 def _validator(endpoint: str) -> jsonschema.Draft202012Validator:
     schema = {"$ref": f"#/components/schemas/{_SCHEMAS[endpoint]}", "components": openai_document()["components"]}
     return jsonschema.Draft202012Validator(_with_unknown_nulls(schema))

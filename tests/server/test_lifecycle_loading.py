@@ -90,6 +90,7 @@ def loading_server(
             gate.touch()
 
 
+@pytest.mark.long
 def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path, tmp_path: Path) -> None:
     with loading_server(tiny_model, tmp_path) as (server, gate), grpc.insecure_channel(server.grpc_target) as channel:
         stub = GRPCInferenceServiceStub(channel)
@@ -129,6 +130,7 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
         assert get_ready(server).status_code == 400, "only the foreign model is not ready: MLServer's own answer"
 
 
+@pytest.mark.long
 def test_an_unload_ends_a_load_and_the_model_can_be_loaded_again(tiny_model: Path, tmp_path: Path) -> None:
     """Without the unload, the load would build modules until somebody creates the file."""
     with loading_server(tiny_model, tmp_path, wait=_BUILDING) as (server, gate):

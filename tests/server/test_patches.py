@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from mlserver import ModelSettings
 from mlserver.rest.server import RESTServer
 
@@ -34,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_inside_a_worker_loading_is_refused_with_what_to_do() -> None:
     probe = subprocess.run([sys.executable, "-c", _INSIDE_A_WORKER], capture_output=True, text=True, timeout=120)
     assert "set parallel_workers to 0" in probe.stdout, probe.stderr

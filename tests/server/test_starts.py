@@ -115,6 +115,7 @@ def test_a_settings_file_that_cannot_be_read_ends_the_server_with_its_line(
     assert "Traceback" not in log
 
 
+@pytest.mark.long
 def test_a_runtime_of_ours_that_does_not_exist_ends_a_server_without_settings(tmp_path: Path) -> None:
     wrong = tmp_path / "models" / "m" / "model-settings.json"
     wrong.parent.mkdir(parents=True)

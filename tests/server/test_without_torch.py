@@ -72,6 +72,7 @@ def _answers_everywhere(server: Server) -> None:
     assert v2.grpc_reply(reply).text
 
 
+@pytest.mark.long
 def test_a_server_without_torch_answers_chats_tools_schemas_and_grpc(torchless: Path, doors: Server) -> None:
     imported = subprocess.run([torchless, "-c", "import torch"], capture_output=True, text=True, timeout=60)
     assert "No module named 'torch'" in imported.stderr

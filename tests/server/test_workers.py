@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     "loop" in inspect.signature(Worker._ignore_signals).parameters, reason="this MLServer gives its workers a loop"
 )

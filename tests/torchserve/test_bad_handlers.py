@@ -92,6 +92,7 @@ def _refused(tmp_path: Path, handler: str, which: str, said: str) -> None:
     run(scenario())
 
 
+@pytest.mark.long
 def test_a_handler_of_torchserves_whose_libraries_are_missing_or_broken_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
@@ -433,6 +434,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", [_DEAF, "IN_INIT = True\n" + _DEAF])
 def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path, source: str) -> None:
     """Not even a worker whose messages the server has not read, or one that does not read messages yet."""

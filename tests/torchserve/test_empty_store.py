@@ -126,6 +126,7 @@ def test_a_server_without_a_model_refuses_models_after_sigterm_closes_all_its_po
     assert "Traceback" not in empty.server.log
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_open_a_port_of_ours_ends_with_one_line_before_it_has_a_model(tmp_path: Path) -> None:
     environment = {
         "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.GuardedModelRepository",

@@ -128,6 +128,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[_Reader]:
     reader.close()
 
 
+@pytest.mark.long
 def test_each_step_of_the_guide_does_what_the_page_shows(reader: _Reader) -> None:
     for block in _BLOCKS:
         reader.do(block)

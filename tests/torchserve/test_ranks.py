@@ -48,6 +48,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_gloo_ranks_compute_together_and_one_speaks(tmp_path: Path) -> None:
     config = {"parallelType": "tp", "torchrun": {"nproc-per-node": 2}}
 

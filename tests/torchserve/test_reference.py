@@ -149,6 +149,7 @@ def test_the_context_and_its_metrics_have_what_the_page_says(tmp_path: Path, whi
     run(scenario())
 
 
+@pytest.mark.long
 @both
 def test_what_can_be_imported_is_what_the_page_says(which: str) -> None:
     table = _table("Imports")

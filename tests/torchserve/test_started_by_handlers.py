@@ -96,6 +96,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("then", ["", "hang"])
 def test_they_end_with_a_server_that_is_killed(tmp_path: Path, then: str) -> None:
     uri = write_handler(tmp_path, _STARTS)

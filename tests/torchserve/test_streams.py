@@ -25,6 +25,7 @@ both = pytest.mark.parametrize("which", ["shim", "package"])
 package_is_slow = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 
 
+@pytest.mark.long
 @both
 def test_three_times_hello_then_hello_world_are_four_pieces(tmp_path: Path, which: str) -> None:
     async def scenario() -> None:

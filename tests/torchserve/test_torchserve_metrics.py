@@ -35,6 +35,7 @@ def _ask(server: Server, model: str, count: int) -> None:
         assert plain_http.post(f"{server.url}/predictions/{model}", content=b"x", timeout=60).status_code == 200
 
 
+@pytest.mark.long
 def test_every_request_is_counted_once_under_load(predictions_server: Server) -> None:
     server, before, begun = predictions_server, on_rest_port(predictions_server), time.monotonic()
     with ThreadPoolExecutor(_CLIENTS) as pool:

@@ -75,6 +75,7 @@ def test_an_open_archive_of_this_very_process_stays(mar: str) -> None:
     assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
+@pytest.mark.long
 def test_processes_that_load_at_once_leave_each_other_alone(mar: str) -> None:
     started = [_start(_CHURNS, mar) for _ in range(4)]
     for each in started:
