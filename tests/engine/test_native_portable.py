@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionShape
-from mlserver_torch_stream.engine.checks.attention import TOLERANCE
-from mlserver_torch_stream.engine.checks.attention_error import farthest
+from mlserver_torch_stream.engine.checks.attention import TOLERANCE, farthest
 from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelOptions
