@@ -18,7 +18,7 @@ from statistics import median
 
 ROOT = Path(__file__).parent.parent
 DEVICES = 4
-NEW_TOKENS = 200
+NEW_TOKENS = 100
 STREAMS = (1, 4, 16)
 MILLISECONDS = (0.0, 2.0)  # a device takes for a batch
 
