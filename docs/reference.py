@@ -96,8 +96,8 @@ def parameters_of_other_servers() -> Rows:
 
 def metrics() -> Rows:
     from mlserver_torch_stream.engine.shared_pool import ProcessResources
-    from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-    from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+    from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics, WeightsMetrics
+    from mlserver_torch_stream.server.observability.request_observer import RequestMetrics
 
     families = [
         *WeightsMetrics(ProcessResources()).collect(),

@@ -115,7 +115,7 @@ class EngineCore:
             self._batcher.check(request)
         self._admission.check(requests, self._batcher.refusal)
         opens = any(request.open for request in requests)
-        self._admission.check_queue(requests, self._batcher.stats(), self._open_prompts if opens else 0)
+        self._admission.check_queue(requests, self._batcher.stats, self._open_prompts if opens else 0)
         if opens and len(requests) != 1:
             raise ValueError("an open prompt is the only request of its stream")
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
@@ -169,11 +169,11 @@ class EngineCore:
 
     @property
     def load(self) -> int:
-        stats = self._batcher.stats()
+        stats = self._batcher.stats
         return self._admission.waiting(stats) + stats.prefilling_requests + stats.running_sequences
 
     def stats(self) -> EngineStats:
-        stats = self._batcher.stats().counting_on(self._stats_before)
+        stats = self._batcher.stats.counting_on(self._stats_before)
         return replace(
             stats,
             open_prompts=self._open_prompts,
@@ -206,7 +206,7 @@ class EngineCore:
         self._watchdog.stop()
         self._watchdog.join()
         # This object and its watchdog refer to each other. The weights and the KV cache do not wait for a collection.
-        self._batcher, self._replacement = DeadBatcher(self._batcher.stats()), BatcherReplacement(None)
+        self._batcher, self._replacement = DeadBatcher(self._batcher.stats), BatcherReplacement(None)
 
     def _wake(self) -> None:
         self._inbox.post(lambda: None)
@@ -297,11 +297,11 @@ class EngineCore:
         dead = self._batcher
         if batcher is None:
             if self._mark_dead(error):
-                self._replace_batcher(DeadBatcher(dead.stats()), error, last=True)
+                self._replace_batcher(DeadBatcher(dead.stats), error, last=True)
                 self._report_death(error)
         else:
             logger.error("the engine was started again")
-            self._stats_before = dead.stats().counting_on(self._stats_before)
+            self._stats_before = dead.stats.counting_on(self._stats_before)
             self._replace_batcher(batcher, error)
         self._batcher.progress.at("the last forward of the engine that died")
         dead.close()

@@ -16,10 +16,9 @@ import torch
 from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.cache.pages import page_size_of
-from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
+from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, check_packed, choose_forward
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.overlap import take_pipeline
-from mlserver_torch_stream.engine.checks.packed_check import check_packed
 from mlserver_torch_stream.engine.checks.record import (
     Anew,
     ProvedLoad,

@@ -1,11 +1,13 @@
-"""The names of V2's tensors, and the parallel tensors in which Seldon Core 2 sends a conversation.
+"""The names of V2's tensors and headers, and the parallel tensors in which Seldon Core 2 sends a conversation.
 
-Seldon's tensor ``role`` has one element for each message. If there is one message, the elements of the other tensors
-are its parts; if there are several, each element is a JSON list with the parts of one message.
+TorchServe's headers of sequences are V2's parameters here; environment variables may change their names. Seldon's
+tensor ``role`` has one element for each message. If there is one message, the elements of the other tensors are its
+parts; if there are several, each element is a JSON list with the parts of one message.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,3 +114,12 @@ CHAT_OUTPUT_DATATYPES = {ROLE: "BYTES", CONTENT: "BYTES", TYPE: "BYTES", OUTPUT_
 
 # The header that names the client of a request; clients get fair shares of the server.
 CLIENT_HEADER = "x-client-id"
+
+# V2's parameters of a sequence, and the endings of TorchServe's variables and headers for them.
+SEQUENCE_PARAMETERS = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
+
+
+def sequence_header(parameter: str) -> str:
+    """Returns the header's name in lower case, since headers are case-insensitive."""
+    kind = SEQUENCE_PARAMETERS[parameter]
+    return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind}").lower()

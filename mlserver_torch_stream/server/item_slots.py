@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
-from mlserver_torch_stream.server.observability.request_metrics import ClientLoad
+from mlserver_torch_stream.server.observability.request_observer import ClientLoad
 from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
 # The share of the slots for items while clients are active. With a quarter of 32 slots the time to a first token was

@@ -14,7 +14,7 @@ from mlserver.types import MetadataModelResponse, MetadataTensor
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.protocol.spelling import JsonObject
 from mlserver_torch_stream.server.host import ServerHost, all_models, find_model
-from mlserver_torch_stream.server.observability.request_metrics import Duration
+from mlserver_torch_stream.server.observability.request_observer import Duration
 from mlserver_torch_stream.server.request import is_ours
 from mlserver_torch_stream.server.state import ServerState
 

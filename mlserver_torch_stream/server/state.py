@@ -14,9 +14,13 @@ from mlserver_torch_stream.server.access.access_control import AccessControl
 from mlserver_torch_stream.server.host import process_object
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.lifecycle.registry_lock import RegistryLock
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_metrics import ClientLoad, EngineMetrics, RequestMetrics
-from mlserver_torch_stream.server.observability.request_observer import RequestReports, RequestSinks
+from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics, WeightsMetrics
+from mlserver_torch_stream.server.observability.request_observer import (
+    ClientLoad,
+    RequestMetrics,
+    RequestReports,
+    RequestSinks,
+)
 from mlserver_torch_stream.server.options import read_options
 
 

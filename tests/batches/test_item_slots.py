@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mlserver_torch_stream.server.item_slots import ItemSlots, ItemTurn
-from mlserver_torch_stream.server.observability.request_metrics import ClientLoad
+from mlserver_torch_stream.server.observability.request_observer import ClientLoad
 from mlserver_torch_stream.types import TokenEvent
 
 _FIRST = TokenEvent(0, "a", (1,))

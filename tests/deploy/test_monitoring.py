@@ -19,8 +19,8 @@ from deploy.monitoring import dashboard
 from mlserver_torch_stream import client
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.free_port import free_port
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics
-from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics, WeightsMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestMetrics
 from tests import plain_http
 from tests.clients.environments import make_environment
 from tests.server.harness import HOST, Model, Server, serve

@@ -11,7 +11,7 @@ import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionOptions, AttentionShape, batch_tensors
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
-from mlserver_torch_stream.engine.checks.attention_error import fill_randomly, random_batch
+from mlserver_torch_stream.engine.checks.attention import fill_randomly, random_batch
 from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 from tests.engine.reference_attention import reference_attention
 

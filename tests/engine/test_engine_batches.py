@@ -132,12 +132,12 @@ def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
             batcher.step(lambda sequences: None, lambda: False, lambda: None)
         computed = [each.computed for each in scheduler.admitted]
         if len(computed) >= 8:
-            ratios.append(batcher.stats().kv_cache_bytes / TOKEN_BYTES / sum(computed))
+            ratios.append(batcher.stats.kv_cache_bytes / TOKEN_BYTES / sum(computed))
         if not loads and all(request.finished for request in requests):
             break
     assert len(ratios) > 100 and all(request.finished for request in requests)
     assert 1 < max(ratios) <= 1.3
-    assert batcher.stats().kv_cache_bytes == 0 and batcher.stats().num_preemptions == 0
+    assert batcher.stats.kv_cache_bytes == 0 and batcher.stats.num_preemptions == 0
 
 
 def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrainedModel, watch: Watch) -> None:

@@ -19,12 +19,13 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.selfcheck import check_batching, check_forward
+from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.config_fields import named_lengths
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from tests.engine.tiny import check_forward
 from tests.engine.tiny_models import tiny_model
 
 LENGTH = 90

@@ -23,8 +23,8 @@ from mlserver_torch_stream.engine import build as build_module
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks import packed_check
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks import forward_choice
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
@@ -125,7 +125,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_check, "NativeForward", packed_check.NativeForward)  # the job below replaces it
+    monkeypatch.setattr(forward_choice, "NativeForward", forward_choice.NativeForward)  # the job below replaces it
     monkeypatch.setattr(model_module, "check_packed", check_with_wrong_kernels)
     kernel_cache = shutil.copytree(kernel_cache, tmp_path / "cache", ignore=shutil.ignore_patterns("records"))
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
@@ -196,7 +196,7 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks import forward_choice
-from mlserver_torch_stream.engine.checks.selfcheck import check_forward
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.forward.interface import Forward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
@@ -24,6 +23,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.kernels import kernels_of
 from tests.engine.page_book import PageBook, answers, errors_of, expected_answers, prefilled
+from tests.engine.tiny import check_forward
 from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, tiny_model
 
 # (prompt length, answer length): short and long prompts, some longer than a window of 6, answers that end in turn.

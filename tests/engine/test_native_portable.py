@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.attention.paged_attention import AttentionShape
-from mlserver_torch_stream.engine.checks.attention import TOLERANCE
-from mlserver_torch_stream.engine.checks.attention_error import farthest
-from mlserver_torch_stream.engine.checks.selfcheck import check_forward
+from mlserver_torch_stream.engine.checks.attention import TOLERANCE, farthest
 from mlserver_torch_stream.engine.native.compile_kernels import SOURCES
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelOptions
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
@@ -25,6 +23,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.argmax_check import check_argmax
+from tests.engine.tiny import check_forward
 from tests.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.attention.paged_attention import (
 )
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, LayerGroup
-from mlserver_torch_stream.engine.checks.attention_error import farthest
+from mlserver_torch_stream.engine.checks.attention import farthest
 from mlserver_torch_stream.engine.checks.overlap import count_waits
 from tests.engine.reference_attention import reference_attention
 

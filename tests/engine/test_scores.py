@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.cache.pages import PageScores
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.sampling.sampler import prompt_scores
 from mlserver_torch_stream.engine.scheduler import scheduler
-from mlserver_torch_stream.engine.scheduler.page_scores import PageScores
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TokenEvent, TokenLogprob
 from tests.engine.tiny import collect, greedy, idle, one_by_one, prompt_of, reference, run_with_engine, until

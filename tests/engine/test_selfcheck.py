@@ -15,14 +15,14 @@ from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE, Batch
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_forward, check_generate
+from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
-from tests.engine.tiny import greedy, prompt_of, reference, run, running, tokens_of
+from tests.engine.tiny import check_forward, greedy, prompt_of, reference, run, running, tokens_of
 from tests.engine.tiny import tiny_model as tiny
 
 Kwargs = dict[str, Any]

@@ -274,7 +274,7 @@ def _answer(
         for _ in range(2 * count):
             batcher.step(lambda sequences: None, lambda: poll(batcher, request), lambda: None)
     assert request.finished
-    return batcher.stats().generation_tokens
+    return batcher.stats.generation_tokens
 
 
 def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(

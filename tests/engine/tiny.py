@@ -18,9 +18,10 @@ from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
-from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
+from mlserver_torch_stream.engine.checks.selfcheck import SameLogits, SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.forward.interface import Logits
+from mlserver_torch_stream.engine.forward.interface import Forward, Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete, load_weights
@@ -87,6 +88,16 @@ def batcher_over(
     samplers = SamplerFactory(TextCodec(byte_tokenizer()), vocab_size, rules)
     forward = more.pop("forward", None) or Shown(ModelForward(model, findings.way), model)
     return ContinuousBatcher(forward, cache, samplers, limits, spec, **more)
+
+
+def check_forward(
+    model: PreTrainedModel, forward: Forward, *, expected: ExpectedLogits | None = None, **inputs: Any
+) -> str | None:
+    """Returns why ``forward`` must not replace the model's own; None if it has the model's logits.
+
+    ``inputs`` are fields of ``SameLogits``.
+    """
+    return SameLogits[Forward](expected or ExpectedLogits(model), **inputs).problem(forward)
 
 
 @contextmanager

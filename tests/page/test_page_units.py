@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mlserver_torch_stream.engine.api import EngineStats
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics
-from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
+from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics
+from mlserver_torch_stream.server.observability.request_observer import RequestMetrics
 from mlserver_torch_stream.server.page import page_routes
 
 _HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import pytest
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from mlserver_torch_stream import client
-from mlserver_torch_stream.server.observability.request_metrics import ERRORS, REQUEST_REASONS
+from mlserver_torch_stream.server.observability.request_observer import ERRORS, REQUEST_REASONS
 from tests import plain_http
 from tests.server import v2
 from tests.server.harness import HOST, Server

@@ -13,9 +13,8 @@ from starlette.applications import Starlette
 
 from mlserver_torch_stream.engine.shared_pool import PROCESS
 from mlserver_torch_stream.server.host import ServerHost
-from mlserver_torch_stream.server.observability.metrics import TokenMetrics, WeightsMetrics, install
-from mlserver_torch_stream.server.observability.request_metrics import EngineMetrics, RequestMetrics
-from mlserver_torch_stream.server.observability.request_observer import RequestSinks
+from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics, WeightsMetrics, install
+from mlserver_torch_stream.server.observability.request_observer import RequestMetrics, RequestSinks
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.state import server_state
 
@@ -54,7 +53,7 @@ def test_a_server_that_is_not_ready_is_unhealthy() -> None:
 def test_log_and_trace_are_off_when_asked() -> None:
     sinks = RequestSinks()
     _install(sinks=sinks, log_requests=False)
-    assert sinks == RequestSinks(log=None, tracer=None)
+    assert sinks == RequestSinks(log=None, start_span=None)
 
 
 def test_prompts_are_logged_when_asked() -> None:

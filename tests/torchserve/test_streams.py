@@ -12,9 +12,10 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerFailed, H
 from mlserver_torch_stream.handlers.runtime.reply import HandlerReply, HandlerRequestObserver
 from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder
 from mlserver_torch_stream.protocol.spelling import ReplyContext
-from mlserver_torch_stream.server.observability.request_metrics import ClientLoad, RequestMetrics
 from mlserver_torch_stream.server.observability.request_observer import (
+    ClientLoad,
     EndpointKind,
+    RequestMetrics,
     RequestRecord,
     RequestReports,
     RequestSinks,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import transformers
@@ -162,16 +162,6 @@ def check_generate(model: transformers.PreTrainedModel) -> None:
         raise LoadFailed(f"the model cannot generate: {in_a_line(error)}") from error
     if any(bool(logits.isnan().any()) for logits in found.logits):
         raise LoadFailed("the model's logits are NaN: its config does not describe its weights")
-
-
-def check_forward(
-    model: transformers.PreTrainedModel, forward: Forward, *, expected: ExpectedLogits | None = None, **inputs: Any
-) -> str | None:
-    """Returns why ``forward`` must not replace the model's own; None if it has the model's logits.
-
-    ``inputs`` are fields of ``SameLogits``.
-    """
-    return SameLogits[Forward](expected or ExpectedLogits(model), **inputs).problem(forward)
 
 
 def _moved(trial: Trial, forward: ModelForward) -> str | None:

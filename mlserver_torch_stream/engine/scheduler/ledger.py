@@ -7,9 +7,15 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlserver_torch_stream.engine.cache.pages import BatchSequence, CacheSpec, PagePool, page_digest, salt_digest
+from mlserver_torch_stream.engine.cache.pages import (
+    BatchSequence,
+    CacheSpec,
+    PagePool,
+    PageScores,
+    page_digest,
+    salt_digest,
+)
 from mlserver_torch_stream.engine.request_state import SequenceState
-from mlserver_torch_stream.engine.scheduler.page_scores import PageScores
 from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
 from mlserver_torch_stream.types import TokenLogprob
 

@@ -38,15 +38,19 @@ def check_unscored(request: EngineRequest, what: str) -> None:
 
 
 class Batcher(ABC):
-    """Generates the tokens of its requests. The methods that any thread may call say so; ``refusal``, ``check`` and
-    ``stats`` are called by the event loop, and the rest by the engine's thread.
+    """Generates the tokens of its requests. The methods that any thread may call say so; ``refusal`` and ``check`` are
+    called by the event loop, and the rest by the engine's thread.
 
-    It reports the work of its steps to ``progress``.
+    It reports the work of its steps to ``progress``. ``stats`` is its latest snapshot of counters and gauges: each
+    snapshot is a new object, so readers on other threads see a whole one. ``trouble`` says why the batcher takes no
+    requests now; None if it takes them. Any thread may read both.
     """
 
+    trouble: str | None = None
+
     def __init__(self, stats: EngineStats) -> None:
-        self._stats = stats
-        self._counts: dict[str, Any] = defaultdict(int)
+        self.stats = stats
+        self._counts: dict[str, Any] = defaultdict(int)  # the next snapshot shows them
         self.progress = StepProgress()
 
     @abstractmethod
@@ -55,11 +59,6 @@ class Batcher(ABC):
 
     def check(self, request: EngineRequest) -> None:  # noqa: B027 most batchers do all that a request can ask for
         """Raises InvalidInput, which names the parameter, for a request that asks for what the batcher cannot do."""
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it takes no requests now; None if it takes them. Any thread may read it."""
-        return None
 
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
         """Sets ``wake``, which makes the engine's thread step.
@@ -96,18 +95,10 @@ class Batcher(ABC):
     def others_stepped(self) -> None:  # noqa: B027 most batchers do not time their steps
         """Records that another engine has used the device since the last step."""
 
-    def stats(self) -> EngineStats:
-        """Returns the latest published counters and gauges."""
-        return self._stats
-
     def count(self, **more: float) -> None:
-        """Adds to counters; the next ``publish`` shows them."""
+        """Adds to counters; the next snapshot shows them."""
         for name, number in more.items():
             self._counts[name] += number
-
-    def publish(self, **gauges: int) -> None:
-        """Replaces the snapshot, so that readers on other threads see a whole one."""
-        self._stats = EngineStats(**self._counts, **gauges)
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
         """Returns when none of its forwards runs any more. It is not stepped afterwards."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from mlserver_torch_stream.engine.cache.pages import Batch
-from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.failures import drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import SequenceState
@@ -167,7 +165,6 @@ class TokenChoice:
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
         self._samplers = samplers
         self._check_devices = check_devices
-        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends when this object is deleted
 
     def choose(self, result: StepResult) -> None:
         """Gives the unfinished sequences of a step their tokens."""
@@ -198,17 +195,6 @@ class TokenChoice:
                 result.spoiled.update(dict.fromkeys(request.sequences, GenerationFailed(NOT_FINITE)))
         result.drop(result.spoiled)
         return scored
-
-    def prepare(self, plan: StepPlan) -> None:
-        """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
-        matchers = [
-            matcher
-            for part in plan.parts
-            for sequence in part.samples
-            if (matcher := sequence.matcher) is not None and len(matcher.forced) <= len(part.drafts)
-        ]
-        if matchers:
-            TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
         """Makes the samplers of a request once, when its prompt is computed. Returns None if its parameters fail."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch, CacheSpec
+from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
 from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.fault_injection import FaultyForward, InjectedFault
 from mlserver_torch_stream.engine.forward.interface import Forward, Logits
@@ -148,6 +150,7 @@ class ContinuousBatcher(Batcher):
         self._min_prompt_tokens = spec.page_size
         self._scheduler = Scheduler(limits, spec, self._drafter.drafts)
         self._choice = TokenChoice(samplers, check_devices)
+        self._mask_worker = ThreadPoolExecutor(1, "token-masks")  # its thread ends when this object is deleted
         self._check_devices = check_devices
         self._aside = nullcontext if pipeline is None else pipeline.aside
         if flights is None and pipeline is not None:
@@ -203,7 +206,7 @@ class ContinuousBatcher(Batcher):
         self._drop_closed()
         while len(self._flights) < self._flights.most and (plan := self._schedule()):
             step = self._begin(plan, began)
-            self._choice.prepare(plan)
+            self._start_masks(plan)
             self._busy |= step.sequences
             self.progress.launched(step, plan, max(1, plan.prompt_tokens))
             if plan.prompt_tokens:
@@ -230,6 +233,17 @@ class ContinuousBatcher(Batcher):
                 request.started_at = time.monotonic()
         sequences = {part.sequence for part in plan.parts}
         return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.parts]))
+
+    def _start_masks(self, plan: StepPlan) -> None:
+        """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
+        matchers = [
+            matcher
+            for part in plan.parts
+            for sequence in part.samples
+            if (matcher := sequence.matcher) is not None and len(matcher.forced) <= len(part.drafts)
+        ]
+        if matchers:
+            TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
         """Samples the tokens of a step, without their text, and releases the sequences that end by their ids.
@@ -384,7 +398,8 @@ class ContinuousBatcher(Batcher):
 
     def _gauge(self) -> None:
         scheduler = self._scheduler
-        self.publish(
+        self.stats = EngineStats(
+            **self._counts,
             running_sequences=scheduler.running_sequences,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,

@@ -93,7 +93,8 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def _gauge(self) -> None:
-        self.publish(
+        self.stats = EngineStats(
+            **self._counts,
             running_sequences=self._running,
             waiting_requests=len(self._waiting),
             waiting_tokens=self._waiting.tokens,

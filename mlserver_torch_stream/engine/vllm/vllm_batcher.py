@@ -36,6 +36,7 @@ from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 _STEP = "vllm"  # the key of the worker's step among the work that the watchdog sees
+_STARTING = "vLLM is being started again"
 _IDS_PER_MESSAGE = MAX_MESSAGE // 8
 _COUNTERS = {"steps": "decode_steps"}  # the worker's name of a counter, and ours
 
@@ -74,6 +75,7 @@ class VllmBatcher(Batcher):
         self._wake: Callable[[], object] = lambda: None
         self._process: VllmProcess | None = None
         self._worker: VllmProcess | None = None  # None until a worker is ready
+        self.trouble = _STARTING
         self._failure: BaseException | None = None  # why none will ever be ready
         self._closing = threading.Event()
         self._start = start
@@ -95,7 +97,7 @@ class VllmBatcher(Batcher):
             process.wait()
             raise
         self.progress.completed(_STEP)
-        self._worker = process
+        self._worker, self.trouble = process, None
         process.listen(self._wake)
 
     def begin_in_thread(self) -> None:
@@ -120,10 +122,6 @@ class VllmBatcher(Batcher):
         check_unscored(request, "models that vLLM serves")
         self._writer.check(request)
 
-    @property
-    def trouble(self) -> str | None:
-        return None if self._worker is not None else "vLLM is being started again"
-
     def end_step(self, error: BaseException) -> bool:
         if self._process is None:
             return False
@@ -134,7 +132,7 @@ class VllmBatcher(Batcher):
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         """The future raises LoadFailed with vLLM's reason, or VllmLost."""
         if self._worker is None:
-            raise NotServing("vLLM is being started again")
+            raise NotServing(_STARTING)
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
 
     def unload_adapter(self, name: str, number: int) -> Future[None]:
@@ -311,14 +309,15 @@ class VllmBatcher(Batcher):
         self.count(**{_COUNTERS.get(name, name): getattr(stats, name) for name in COUNTS})
 
     def _gauge(self) -> None:
-        """Publishes the gauges.
+        """Takes a new snapshot.
 
         The worker's numbers are from its newest step, without sequences that came or went since.
         """
         inside, stats = len(self._running), self._worker_stats
         running = min(stats.running, inside)
         waiting = min(stats.waiting, inside - running)
-        self.publish(
+        self.stats = EngineStats(
+            **self._counts,
             running_sequences=running,
             waiting_requests=len(self._waiting) + waiting,
             waiting_tokens=self._waiting.tokens,

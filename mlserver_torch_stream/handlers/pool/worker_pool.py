@@ -30,7 +30,7 @@ from mlserver_torch_stream.handlers.pool.supervisor import WorkerSlot, WorkerSup
 from mlserver_torch_stream.handlers.pool.worker_process import WorkerProcess
 from mlserver_torch_stream.handlers.pool.worker_rank import WorkerOrder
 from mlserver_torch_stream.handlers.pool.worker_scaling import NO_WORKER, WorkerScaling
-from mlserver_torch_stream.protocol.sequence_headers import sequence_header
+from mlserver_torch_stream.protocol.v2_names import sequence_header
 from mlserver_torch_stream.work_threads import in_thread
 
 

@@ -36,7 +36,8 @@ from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, has_tensors
 from mlserver_torch_stream.protocol.values import refuse_left_over
 from mlserver_torch_stream.server.base_runtime import BaseRuntime
 from mlserver_torch_stream.server.lifecycle.lifecycle import ModelSlot
-from mlserver_torch_stream.server.observability.request_observer import EndpointKind, RequestRecord, join_mlservers_log
+from mlserver_torch_stream.server.observability.request_observer import EndpointKind, RequestRecord
+from mlserver_torch_stream.server.observability.request_reports import join_mlservers_log
 from mlserver_torch_stream.server.options import read_options
 from mlserver_torch_stream.server.request import HandlerModel, MessageRequest, RestRequest
 from mlserver_torch_stream.server.rest.connection import parse_object

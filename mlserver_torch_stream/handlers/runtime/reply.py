@@ -23,8 +23,13 @@ from mlserver_torch_stream.handlers.pool.handler_request import (
 from mlserver_torch_stream.handlers.runtime.v2_messages import PieceEncoder, as_rest
 from mlserver_torch_stream.protocol.spelling import JsonObject, Spelling
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, attach_binary
-from mlserver_torch_stream.server.observability.request_metrics import CANCELLED, REFUSED
-from mlserver_torch_stream.server.observability.request_observer import RequestRecord, RequestReports, TimedRequest
+from mlserver_torch_stream.server.observability.request_observer import (
+    CANCELLED,
+    REFUSED,
+    RequestRecord,
+    RequestReports,
+    TimedRequest,
+)
 from mlserver_torch_stream.server.rest.connection import parse_json
 from mlserver_torch_stream.types import FinishReason
 

@@ -17,8 +17,8 @@ import orjson
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.handlers.config.model_config import HandlerConfig
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart, ResponsePiece
-from mlserver_torch_stream.protocol.sequence_headers import SEQUENCE_PARAMETERS, sequence_header
 from mlserver_torch_stream.protocol.spelling import JsonObject, ReplyContext, head
+from mlserver_torch_stream.protocol.v2_names import SEQUENCE_PARAMETERS, sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import BinaryOutputs, parameters_of, raw_element, read_elements
 
 JSON = "application/json"

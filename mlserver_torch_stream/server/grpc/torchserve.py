@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.message_pool import Fields, message_classes, message_file
-from mlserver_torch_stream.protocol.sequence_headers import sequence_header
+from mlserver_torch_stream.protocol.v2_names import sequence_header
 from mlserver_torch_stream.protocol.v2_tensors import check_count
 from mlserver_torch_stream.server.grpc.streams import MessageStream
 from mlserver_torch_stream.server.host import ServerHost

@@ -22,8 +22,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
+from threading import Lock
 
 from mlserver.settings import Settings
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
@@ -35,21 +37,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlserver_torch_stream.engine.api import EngineStats
+from mlserver_torch_stream.engine.api import COUNTERS, EngineStats
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.server.host import ServerHost, export_metrics
-from mlserver_torch_stream.server.observability.request_metrics import (
-    EngineMetrics,
+from mlserver_torch_stream.server.observability.request_observer import (
     Labels,
     ModelRequests,
     RequestMetrics,
-)
-from mlserver_torch_stream.server.observability.request_observer import (
-    RequestLog,
     RequestSinks,
-    join_mlservers_log,
-    tracer_of,
 )
+from mlserver_torch_stream.server.observability.request_reports import TextLog, join_mlservers_log, span_starter
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.types import FinishReason
 
@@ -176,6 +173,55 @@ def torchserve_families(requests: list[tuple[Labels, ModelRequests]]) -> Iterato
 
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
+_GAUGE_NAMES = tuple(each.name for each in fields(EngineStats) if each.name not in COUNTERS)
+
+
+class EngineMetrics:
+    """The counts of each model's engines, added up, because a model has two engines during a reload."""
+
+    def __init__(self) -> None:
+        self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
+        self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
+        self._lock = Lock()  # scrapes run in a thread
+
+    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+        """Adds a running engine, whose counts ``stats`` returns."""
+        with self._lock:
+            engines = self._engines.setdefault((model, version or ""), [])
+            if stats not in engines:  # a reload without changes keeps the engine
+                engines.append(stats)
+
+    def remove(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+        """Removes an engine that has stopped, and keeps its counts."""
+        labels = (model, version or "")
+        with self._lock:
+            engines = self._engines.get(labels, [])
+            if stats not in engines:
+                return
+            engines.remove(stats)
+            if not engines:
+                del self._engines[labels]
+            self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
+
+    def gauges(self) -> dict[Labels, EngineStats]:
+        """Returns the current values of the loaded models' engines."""
+        with self._lock:
+            return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+
+    def counters(self) -> dict[Labels, EngineStats]:
+        """Returns the counters of all models since the process began."""
+        with self._lock:
+            totals = dict(self._past)
+            for labels, engines in self._engines.items():
+                for stats in engines:
+                    totals[labels] = stats().counting_on(totals.get(labels, EngineStats()))
+            return totals
+
+
+def _added(parts: list[EngineStats]) -> EngineStats:
+    return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGE_NAMES})
+
+
 _ENGINE_GAUGES = {
     "running_sequences": "Sequences that decode, or wait to be computed again after a preemption",
     "waiting_requests": "Prompts in the queue",
@@ -330,8 +376,8 @@ def install(
     host.add_routes(routes)
     join_mlservers_log()
     structured = settings.use_structured_logging
-    sinks.log = RequestLog(prompts=options.log_prompts, structured=structured) if options.log_requests else None
-    sinks.tracer = tracer_of(settings)
+    sinks.log = TextLog(prompts=options.log_prompts, structured=structured) if options.log_requests else None
+    sinks.start_span = span_starter(settings)
 
 
 def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorRegistry:

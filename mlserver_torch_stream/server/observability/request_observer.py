@@ -1,48 +1,39 @@
-"""Observes every request, and reports it once, at its end: in counts, one line of the log and one OpenTelemetry span.
+"""Observes every request: counts it by model and version, and reports it once, at its end, to the log and the trace.
 
-All of it runs on the event loop's thread.
-
-In the log a client's text is quoted as JSON, so that it cannot forge a line or control a terminal. Prompts, answers and
-error messages, which may quote them, are left out unless the operator asks for them.
-
-The attributes of a span follow the GenAI semantic conventions (repository open-telemetry/semantic-conventions-genai, in
-development). The conventions have no attribute for the time in the queue, so vLLM's name is used,
-``gen_ai.latency.time_in_queue``. A span contains neither prompts nor answers.
+All of it runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another thread may
+see one request in some counts and not yet in others. prometheus_client's histogram takes a lock and visits all buckets
+for each observation, and writes a file if MLServer has inference workers; ``Histogram`` needs none of that, because it
+has one writer.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
-import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from math import inf
+from typing import Protocol
 from urllib.parse import quote
 
 from mlserver.errors import MLServerError, ModelNotReady
-from mlserver.settings import Settings
-from mlserver.tracing import get_tracer_provider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
-from opentelemetry.util.types import AttributeValue
 
-from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError
+from mlserver_torch_stream.errors import GenerationFailed, NotServing, RequestError
 from mlserver_torch_stream.generation import RequestObserver, RequestObservers
 from mlserver_torch_stream.protocol.values import unknown_parameters
-from mlserver_torch_stream.server.observability.request_metrics import (
-    CANCELLED,
-    REFUSED,
-    ClientLoad,
-    ModelRequests,
-    RequestMetrics,
-)
 from mlserver_torch_stream.server.options import ServerOptions
-from mlserver_torch_stream.types import ChatPrompt, FinishReason, GenerationRequest, Prompt, TextPrompt, TokenEvent
-from mlserver_torch_stream.version import __version__
+from mlserver_torch_stream.types import FinishReason, GenerationRequest, Prompt, TokenEvent
+
+logger = logging.getLogger("mlserver_torch_stream.requests")
+
+Labels = tuple[str, str]
+"""A model's name and its version, which may be empty."""
 
 OK = 200
 CLIENT_CLOSED_REQUEST = 499  # nginx's status in its log for a client that disconnected
@@ -93,174 +84,198 @@ class RequestRecord:
         return self.status == CLIENT_CLOSED_REQUEST
 
 
-_PACKAGE = "mlserver_torch_stream"
-_PLAIN = re.compile(r"[-_.:/+@0-9A-Za-z]+")
-# Every line has these fields.
-_LINE = (
-    "request_id=%s model=%s version=%s endpoint=%s status=%s client=%s finish_reason=%s sequences=%s prompt_tokens=%s "
-    "completion_tokens=%s queue_time_ms=%s ttft_ms=%s e2e_latency_ms=%s"
-)
-_MAX_CHARS = 128  # characters of a text that a client chooses
+class Histogram:
+    """Counts values in buckets with the ascending upper ``bounds``, which are inclusive."""
 
-logger = logging.getLogger(f"{_PACKAGE}.requests")
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value ``times`` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Returns the cumulative counts, each with its upper bound as Prometheus writes it."""
+        total, cumulative = 0, []
+        for bound, count in zip((*self._bounds, inf), self._counts, strict=True):
+            total += count
+            cumulative.append(("+Inf" if bound == inf else str(float(bound)), float(total)))
+        return cumulative
 
 
-def join_mlservers_log() -> None:
-    """Gives our loggers MLServer's level and handlers, unless the operator configures them. Idempotent.
+CANCELLED = "cancelled"  # the outcome of a request whose client disconnected
+REFUSED = "refused"  # the outcome of a request that did not reach the engine
+SEQUENCE_REASONS = tuple(reason.value for reason in FinishReason)
+REQUEST_REASONS = (*SEQUENCE_REASONS, CANCELLED, REFUSED)
+_SUCCESSES = frozenset({FinishReason.STOP.value, FinishReason.LENGTH.value, FinishReason.TOOL_CALLS.value})
+OTHER_ERROR = "other"
+ERRORS = ("413", "415", "422", "429", "500", "503", "504", OTHER_ERROR)
 
-    Without that only warnings would be shown, because our loggers are not below the logger ``mlserver``.
-    """
-    logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
+# Bounds in seconds, for models that take from half a millisecond to seconds for a token.
+_FIRST_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
+_INTER_TOKEN = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_QUEUE = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
 
 
-class RequestLog:
-    """Writes one line for each request. With ``prompts`` it adds prompts, answers and error messages.
+class Duration:
+    """A count of occurrences, and their total duration in seconds."""
 
-    ``structured`` says that MLServer puts the lines into JSON strings.
-    """
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
 
-    def __init__(self, *, prompts: bool = False, structured: bool = False) -> None:
-        self.prompts = prompts
-        self._structured = structured
+    def add(self, seconds: float) -> None:
+        """Adds one occurrence of this duration."""
+        self.count += 1
+        self.seconds += seconds
 
-    def write(self, record: RequestRecord) -> None:
-        """Writes the line of a request that has ended."""
-        if not logger.isEnabledFor(logging.INFO):
+
+class ModelRequests:
+    """The requests to one model. Every label value starts at 0, so that a rate includes its first request."""
+
+    def __init__(self) -> None:
+        self.requests = dict.fromkeys(REQUEST_REASONS, 0)
+        self.sequences = dict.fromkeys(SEQUENCE_REASONS, 0)
+        self.errors = dict.fromkeys(ERRORS, 0)
+        self.first_token = Histogram(_FIRST_TOKEN)
+        self.inter_token = Histogram(_INTER_TOKEN)
+        self.queue = Histogram(_QUEUE)
+        self.request = Histogram(_REQUEST)
+        self.success = Duration()
+        self.fail = Duration()
+        self.queued = Duration()  # the time in the queue of successful requests
+        self.computed = Duration()  # the remaining time of successful requests
+        self.inferences = 0  # the number of sequences of successful requests
+        self.last_request = 0.0  # the end of the last request, in seconds since the epoch
+
+    def ended(self, outcome: str, seconds: float, queued: float = 0.0, sequences: int = 1) -> None:
+        """Counts a request that has ended with an ``outcome`` of ``REQUEST_REASONS`` after ``seconds``."""
+        self.requests[outcome] += 1
+        self.last_request = time.time()
+        if outcome not in _SUCCESSES:
+            self.fail.add(seconds)
             return
-        line = _LINE % self._values(record)
-        line += "".join(f" {key}={value}" for key, value in self._further(record))
-        # MLServer's structured format does not escape the text of `"message"`.
-        logger.info("%s", json.dumps(line)[1:-1] if self._structured else line)
+        self.success.add(seconds)
+        self.queued.add(queued)
+        self.computed.add(max(0.0, seconds - queued))
+        self.inferences += sequences
 
-    def _values(self, record: RequestRecord) -> tuple[str | int, ...]:
-        return (
-            _quoted(record.request_id),
-            _quoted(record.model),
-            _quoted(record.version),
-            record.endpoint.value,
-            record.status,
-            "disconnected" if record.client_disconnected else "connected",
-            ",".join(reason.value for reason in record.reasons) or "-",
-            record.sequences,
-            record.prompt_tokens,
-            record.completion_tokens,
-            _milliseconds(record.queue_s),
-            _milliseconds(record.ttft_s),
-            _milliseconds(record.e2e_s),
-        )
-
-    def _further(self, record: RequestRecord) -> Iterator[tuple[str, str]]:
-        if record.error is not None:
-            yield "error", type(record.error).__name__
-        if isinstance(record.error, InvalidInput):
-            yield "field", _quoted(record.error.field)
-        if self.prompts:
-            yield from _contents(record)
+    def count_error(self, status: int) -> None:
+        """Counts an error by its REST status."""
+        error = str(status)
+        self.errors[error if error in self.errors else OTHER_ERROR] += 1
 
 
-def _contents(record: RequestRecord) -> Iterator[tuple[str, str]]:
-    if record.prompts:
-        yield "prompts", _json([_prompt(prompt) for prompt in record.prompts])
-    if record.texts:
-        yield "outputs", _json(["".join(record.texts[index]) for index in sorted(record.texts)])
-    if record.error is not None:
-        yield "error_message", _json(str(record.error))
+class RequestMetrics:
+    """The counts of requests by model and version. Only loaded models are counted, so a client cannot add a label."""
+
+    def __init__(self) -> None:
+        self._models: dict[Labels, ModelRequests] = {}
+
+    def of(self, model: str, version: str | None) -> ModelRequests:
+        """Returns the counts of one version of a model; they are created at the first call."""
+        labels = (model, version or "")
+        found = self._models.get(labels)
+        if found is None:
+            found = self._models[labels] = ModelRequests()
+        return found
+
+    def items(self) -> list[tuple[Labels, ModelRequests]]:
+        """Returns the counts of all models."""
+        return list(self._models.items())
 
 
-def _prompt(prompt: Prompt) -> Any:
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
-    if isinstance(prompt, ChatPrompt):
-        return prompt.messages
-    return prompt.token_ids
+_QUIET_S = 10.0
 
 
-def _quoted(text: str) -> str:
-    """Returns the text if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
-    if len(text) > _MAX_CHARS:
-        text = f"{text[:_MAX_CHARS]}..."
-    return text if _PLAIN.fullmatch(text) else _json(text)
+class ClientLoad:
+    """The load that clients make, to which batches give way.
+
+    ``waiting_prompts`` is the number of complete prompts, of all models, that wait or are prefilled. ``active`` is true
+    if a request is in flight, or if the last one ended less than ``quiet_s`` seconds ago, so that another one is
+    likely.
+    """
+
+    def __init__(self, quiet_s: float = _QUIET_S) -> None:
+        self.waiting_prompts = 0
+        self.active = False
+        self._quiet_s = quiet_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._sequences: Counter[str] = Counter()
+        self._listeners: list[Callable[[], None]] = []
+
+    def sequences(self, model: str) -> int:
+        """The number of sequences that clients' requests to this model have in flight."""
+        return self._sequences[model]
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has ``listener`` called whenever the load decreases."""
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Ends the calls of ``listener``."""
+        self._listeners.remove(listener)
+
+    def prompted(self, model: str, sequences: int) -> None:
+        """Called when a request with this number of sequences is submitted."""
+        self.waiting_prompts += 1
+        self._sequences[model] += sequences
+        self.active = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def first_token(self) -> None:
+        """Called when a request has got its first token."""
+        self.waiting_prompts -= 1
+        self._tell()
+
+    def ended(self, model: str, sequences: int, *, answered: bool) -> None:
+        """Called when a request has ended. ``answered`` says whether it had its first token."""
+        self.waiting_prompts -= not answered
+        self._sequences[model] -= sequences
+        if not any(self._sequences.values()):
+            self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._quiet)
+        self._tell()
+
+    def _quiet(self) -> None:
+        self.active = False
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            listener()
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, default=str)
+class RequestLog(Protocol):
+    """Gets the record of each request that has ended. If ``prompts`` is true, the record keeps the answers' texts."""
+
+    prompts: bool
+
+    def write(self, record: RequestRecord) -> None: ...
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+class RequestSpan(Protocol):
+    """The trace of one request."""
 
+    def first_token(self) -> None:
+        """Called when the request has got its first token."""
 
-_NAME = "mlserver_torch_stream"
-FIRST_TOKEN = "gen_ai.first_token"
-
-
-def tracer_of(settings: Settings) -> Tracer | None:
-    """Returns the tracer; None if MLServer's tracing is off."""
-    if not settings.tracing_server:
-        return None
-    tracer: Tracer = get_tracer_provider(settings).get_tracer(_NAME, __version__)
-    return tracer
-
-
-def start_span(tracer: Tracer, record: RequestRecord) -> Span:
-    """Starts a span whose parent is the span of the calling task's context."""
-    request = record.request
-    chat = request is not None and isinstance(request.prompts[0], ChatPrompt)
-    operation = "chat" if chat else "text_completion"
-    attributes: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": _NAME,
-        "gen_ai.request.model": record.model,
-        "gen_ai.response.model": record.model,
-        "gen_ai.response.id": record.request_id,
-        "mlserver_torch_stream.model.version": record.version,
-        "mlserver_torch_stream.endpoint": record.endpoint.value,
-    }
-    if request is not None:
-        attributes.update(_request_attributes(request))
-    return tracer.start_span(f"{operation} {record.model}", kind=SpanKind.INTERNAL, attributes=attributes)
-
-
-def _request_attributes(request: GenerationRequest) -> dict[str, AttributeValue]:
-    sampling = request.sampling
-    attributes: dict[str, AttributeValue] = {
-        "gen_ai.request.choice.count": sampling.n,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-    }
-    if sampling.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
-    if sampling.seed is not None:
-        attributes["gen_ai.request.seed"] = sampling.seed
-    return attributes
-
-
-def end_span(span: Span, record: RequestRecord) -> None:
-    """Writes a request's tokens, times in seconds and error into its span, and ends the span."""
-    span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
-    span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
-    span.set_attribute("gen_ai.response.finish_reasons", [reason.value for reason in record.reasons])
-    if record.ttft_s is not None:
-        span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
-    if record.queue_s is not None:
-        span.set_attribute("gen_ai.latency.time_in_queue", record.queue_s)
-    if record.error is not None:
-        span.set_attribute("error.type", type(record.error).__name__)
-        # The message of a client's error may quote its prompt.
-        span.set_status(Status(StatusCode.ERROR, str(record.error) if record.status >= 500 else None))
-    elif record.client_disconnected:
-        span.set_attribute("error.type", "client_disconnected")
-        span.set_status(Status(StatusCode.ERROR, "the client disconnected"))
-    span.end()
+    def end(self, record: RequestRecord) -> None:
+        """Called when the request has ended."""
 
 
 @dataclass
 class RequestSinks:
-    """The log and the tracer to which requests are reported; one that is None is switched off."""
+    """The log, and the function that starts a span, to which requests are reported; None: switched off."""
 
     log: RequestLog | None = None
-    tracer: Tracer | None = None
+    start_span: Callable[[RequestRecord], RequestSpan] | None = None
 
 
 # If the sequences of a request ended differently, its outcome is the first of these.
@@ -364,9 +379,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         self._last: dict[int, float] = {}  # sequence -> the time of its last tokens
         sinks = reports.sinks
         self._keeps_text = sinks.log is not None and sinks.log.prompts
-        self._span: Span | None = None
-        if sinks.tracer is not None:
-            self._span = start_span(sinks.tracer, record)
+        self._span = None if sinks.start_span is None else sinks.start_span(record)
 
     def accepted(self) -> None:
         self._accepted = True
@@ -399,7 +412,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         super().first_event(now)
         self.reports.clients.first_token()
         if self._span is not None:
-            self._span.add_event(FIRST_TOKEN)
+            self._span.first_token()
 
     def _finished(self, event: TokenEvent, reason: FinishReason) -> None:
         record = self.record
@@ -418,7 +431,7 @@ class ServerRequestObserver(TimedRequest, RequestObserver):
         if self._prompted:
             self.reports.clients.ended(record.model, record.sequences, answered=record.ttft_s is not None)
         if self._span is not None:
-            end_span(self._span, record)
+            self._span.end(record)
         metrics.ended(self._outcome(), record.e2e_s, record.queue_s or 0.0, record.sequences)
         if not self._accepted:
             return
