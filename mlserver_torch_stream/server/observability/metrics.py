@@ -176,6 +176,10 @@ def torchserve_families(requests: list[tuple[Labels, ModelRequests]]) -> Iterato
 
 _PREFIX = "torch_stream_"
 _LABELS = ("model", "version")
+_INFO = (
+    "1 for each loaded model. `attention` names what computes its attention: `kernels` (this package's), `varlen` "
+    "(torch's, for GPUs), `torch` (its operators, over gathered keys), `transformers` (the model's own) or `vllm`"
+)
 _ENGINE_GAUGES = {
     "running_sequences": "Sequences that decode, or wait to be computed again after a preemption",
     "waiting_requests": "Prompts in the queue",
@@ -239,11 +243,11 @@ class TokenMetrics(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Yields our names, so that the registry refuses another collector with the same names."""
-        return self._own({}, {}, [])
+        return self._own({}, {}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
         gauges, counters, requests = self._engines.gauges(), self._engines.counters(), self._requests.items()
-        yield from self._own(gauges, counters, requests)
+        yield from self._own(self._engines.attentions(), gauges, counters, requests)
         if self.vllm_names:
             yield from vllm_families(gauges, counters, requests)
         if self.torchserve_names:
@@ -251,11 +255,16 @@ class TokenMetrics(Collector):
 
     def _own(
         self,
+        attentions: dict[Labels, str],
         gauges: dict[Labels, EngineStats],
         counters: dict[Labels, EngineStats],
         requests: list[tuple[Labels, ModelRequests]],
     ) -> Iterator[Metric]:
         yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models that are loaded", value=len(gauges))
+        info = GaugeMetricFamily(_PREFIX + "model_info", _INFO, labels=(*_LABELS, "attention"))
+        for labels, attention in attentions.items():
+            info.add_metric((*labels, attention), 1)
+        yield info
         for name, text in _ENGINE_GAUGES.items():
             read = _COMPUTED.get(name, attrgetter(name))
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)

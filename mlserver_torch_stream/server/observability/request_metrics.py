@@ -31,12 +31,14 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
+        self._attentions: dict[Labels, str] = {}
         self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
         self._lock = Lock()  # scrapes run in a thread
 
-    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats], attention: str) -> None:
         """Adds a running engine, whose counts ``stats`` returns."""
         with self._lock:
+            self._attentions[model, version or ""] = attention
             engines = self._engines.setdefault((model, version or ""), [])
             if stats not in engines:  # a reload without changes keeps the engine
                 engines.append(stats)
@@ -50,13 +52,18 @@ class EngineMetrics:
                 return
             engines.remove(stats)
             if not engines:
-                del self._engines[labels]
+                del self._engines[labels], self._attentions[labels]
             self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
 
     def gauges(self) -> dict[Labels, EngineStats]:
         """Returns the current values of the loaded models' engines."""
         with self._lock:
             return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+
+    def attentions(self) -> dict[Labels, str]:
+        """Returns the name of each loaded model's attention, that of its newest engine."""
+        with self._lock:
+            return dict(self._attentions)
 
     def counters(self) -> dict[Labels, EngineStats]:
         """Returns the counters of all models since the process began."""
