@@ -124,8 +124,10 @@ def test_the_logits_of_no_token_are_none() -> None:
 
 
 def test_the_rows_of_a_tied_head_are_chosen_on_the_device_of_the_last_norm() -> None:
-    """On a map over two GPUs a tied head is on the embedding's, here a device without memory."""
-    model = tiny_model("llama")
+    """On a map over two GPUs a tied head is on the embedding's, here a device without memory. GPUs refuse an index on
+    another GPU."""
+    model, seen = tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["logits_to_keep"].device), with_kwargs=True)
     head, meta = model.get_output_embeddings(), torch.device("meta")
     head.weight = torch.nn.Parameter(head.weight.to(meta))
     head._hf_hook = AlignDevicesHook(meta)
@@ -135,3 +137,4 @@ def test_the_rows_of_a_tied_head_are_chosen_on_the_device_of_the_last_norm() -> 
     for _ in range(2):  # the device is not known before the first step
         logits = driver.step([(each, 1) for each in sequences])
         assert (logits.device, logits.shape) == (meta, (len(PROMPTS), 259))
+    assert seen == [torch.device("cpu")] * 2
