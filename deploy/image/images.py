@@ -58,7 +58,8 @@ class Builder:
         mounts[_PIP_CONFIGURATION] = self._pip.write(self._work / "pip")
         options += [f"--volume={source}:{place}:ro" for place, source in mounts.items()]
         options += ["--isolation=chroot", "--pull=never", "--format=docker", "--layers=false", f"--target={target}"]
-        self._call("build", *options, "--file", str(dockerfile), "--tag", target, str(context))
+        self._call("rm", "--all")  # an earlier build's
+        self._call("build", *options, "--file", str(dockerfile), "--tag", target, str(context), shown=True)
         return self._unpack(target)
 
     def _import(self, base: str) -> None:
@@ -66,14 +67,14 @@ class Builder:
         found = _DEBIAN.fullmatch(base)
         if found is None:
             raise StepFailed(f"FROM {base}: only debian:…-slim can be made here")
-        if base in self._call("images", "--format", "{{.Name}}:{{.Tag}}").replace("localhost/", "").split():
+        if any(name.endswith(f"/{base}") for name in self._call("images", "--format", "{{.Name}}:{{.Tag}}").split()):
             return
         root = self._work / "debian"
         shutil.rmtree(root, ignore_errors=True)
-        call("debootstrap", "--variant=minbase", found[1], str(root))
+        call("debootstrap", "--variant=minbase", found[1], str(root), shown=True)
         container = self._call("from", "scratch").strip()
         self._call("add", "--quiet", container, str(root), "/")
-        self._call("commit", "--rm", container, base)
+        self._call("commit", "--quiet", "--rm", container, base)
         shutil.rmtree(root)
 
     def _unpack(self, name: str) -> Image:
@@ -90,13 +91,14 @@ class Builder:
             found["Cmd"],
         )
 
-    def _call(self, *words: str) -> str:
-        return call(*self._buildah, *words)
+    def _call(self, *words: str, shown: bool = False) -> str:
+        return call(*self._buildah, *words, shown=shown)
 
 
-def call(*command: str) -> str:
-    """Runs a command, whose errors and progress are shown, and returns its output. Raises StepFailed."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_STEP_S)
+def call(*command: str, shown: bool = False) -> str:
+    """Runs a command, and returns its output; empty if the output is shown. Raises StepFailed."""
+    output = None if shown else subprocess.PIPE
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, text=True, timeout=_STEP_S)
     if done.returncode:
-        raise StepFailed(f"status {done.returncode}: {shlex.join(command)}\n{done.stdout[-5000:]}")
-    return done.stdout
+        raise StepFailed(f"status {done.returncode}: {shlex.join(command)}")
+    return done.stdout or ""
