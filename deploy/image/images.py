@@ -42,13 +42,15 @@ class Image:
 
 
 class Builder:
-    """Keeps all images below the folder ``work``. ``pip``: the settings for every RUN."""
+    """Keeps all images below the folder ``work``; a build uses an earlier one's layers again.
+
+    ``pip``: the settings for every RUN.
+    """
 
     def __init__(self, work: Path, pip: HostPip) -> None:
         self._work = work
         self._pip = pip
-        storage = ("--root", str(work / "storage"), "--runroot", str(work / "run"), "--storage-driver", "vfs")
-        self._buildah = ("buildah", *storage)
+        self._buildah = ("buildah", "--root", str(work / "storage"), "--runroot", str(work / "run"))
 
     def build(self, dockerfile: Path, context: Path, target: str, base: str, arguments: Mapping[str, str]) -> Image:
         """Returns the image of the stage ``target``. ``arguments``: those of the build. Raises StepFailed."""
@@ -57,7 +59,7 @@ class Builder:
         mounts = {place: source for place, source in self._pip.binds.items() if source.exists()}
         mounts[_PIP_CONFIGURATION] = self._pip.write(self._work / "pip")
         options += [f"--volume={source}:{place}:ro" for place, source in mounts.items()]
-        options += ["--isolation=chroot", "--pull=never", "--format=docker", "--layers=false", f"--target={target}"]
+        options += ["--isolation=chroot", "--pull=never", "--format=docker", "--layers", f"--target={target}"]
         self._call("rm", "--all")  # an earlier build's
         self._call("build", *options, "--file", str(dockerfile), "--tag", target, str(context), shown=True)
         return self._unpack(target)
