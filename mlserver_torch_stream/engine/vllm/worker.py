@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import os
 import socket
@@ -92,6 +93,8 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
         return
     # Killed processes leave shared memory behind. The parent process removes the segments that are named here.
     (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
+    gc.collect()
+    gc.freeze()  # as `vllm serve`: later collections do not visit all objects of torch, while tokens wait
     connection.sendall(encode_frame({"t": "ready", **ready}))
     frames: asyncio.Queue[Any] = asyncio.Queue()
     threading.Thread(target=_read, args=(reader, asyncio.get_running_loop(), frames), daemon=True).start()
