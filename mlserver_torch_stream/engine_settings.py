@@ -99,6 +99,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "tokenizer": "tokenizer",
 }
 MAX_ADAPTERS = 128
+_GPU_DEFAULTS = {"max_num_seqs": 256, "chunked_prefill_size": 2048}
 _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # of vLLM's ``load_format``
 
 
@@ -156,7 +157,7 @@ class EngineSettings(BaseModel):
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its answer together; default: the model's own limit."""
     max_num_seqs: int = Field(default=32, gt=0)
-    """Most sequences that are decoded together."""
+    """Most sequences that are decoded together; default where the KV cache is on GPUs alone: 256."""
     max_queued_requests: int = Field(default=256, gt=0)
     """Most prompts that may wait; further ones are refused."""
     max_queued_tokens: int | None = Field(default=None, gt=0)
@@ -168,7 +169,8 @@ class EngineSettings(BaseModel):
     step_timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a step with a chunk of prompts ends the process ([why](operations.md#a-step-that-hangs))."""
     chunked_prefill_size: int = Field(default=512, gt=0)
-    """Most tokens of prompts that one step computes, of all prompts together."""
+    """Most tokens of prompts that one step computes, of all prompts together; default where the KV cache is on GPUs
+    alone: 2048."""
     step_target: float = Field(default=500.0, gt=0)
     """Milliseconds that a step should take in which sequences decode beside prompts
     ([scaling.md](scaling.md#pauses-between-tokens))."""
@@ -204,6 +206,11 @@ class EngineSettings(BaseModel):
     lora_modules: dict[str, str] | None = None
     """The folders or hub ids, by name, of LoRA adapters that are loaded with the model
     ([engines.md](engines.md#adapters))."""
+
+    def on_gpus(self) -> EngineSettings:
+        """Returns the settings with the defaults of GPUs, whose steps need more tokens to be worth their time."""
+        defaults = {key: value for key, value in _GPU_DEFAULTS.items() if key not in self.model_fields_set}
+        return self.model_copy(update=defaults)
 
     @property
     def fits_cpu_kernels(self) -> bool:

@@ -5,6 +5,7 @@ MLServer may reload this module at any time, so it holds no state.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from mlserver import ModelSettings
 from mlserver.logging import logger
 from mlserver.types import MetadataModelResponse, Parameters
 
-from mlserver_torch_stream.errors import SettingsError
+from mlserver_torch_stream.errors import NotServing, SettingsError
 from mlserver_torch_stream.loading import build, resolve
 from mlserver_torch_stream.protocol.seldon_spelling import warning_of_name
 from mlserver_torch_stream.protocol.v2_reply import input_metadata, output_metadata
@@ -40,9 +41,12 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
 
     async def metadata(self) -> MetadataModelResponse:
         metadata: MetadataModelResponse = await super().metadata()
+        given = {} if metadata.parameters is None else metadata.parameters.model_dump()
         if self.adapters is not None:
-            given = {} if metadata.parameters is None else metadata.parameters.model_dump()
-            metadata.parameters = Parameters(**given, lora_adapters=",".join(sorted(self.adapter_names)))
+            given["lora_adapters"] = ",".join(sorted(self.adapter_names))
+        with suppress(NotServing):  # while there is no engine, only what the settings say is known
+            given["attention"] = self._slot.built.engine.info.attention
+        metadata.parameters = Parameters(**given) if given else None
         return metadata
 
     async def load(self) -> bool:
@@ -54,7 +58,7 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")
             return False
-        self._state.engine_metrics.add(self.name, self.version, built.engine.stats)
+        self._state.engine_metrics.add(self.name, self.version, built.engine.stats, built.engine.info.attention)
         # Every metric of the model is exported from now on, at 0.
         self._state.request_metrics.of(self.name, self.version)
         logger.info(f"Model '{self.name}': {built.summary}{resolved.summary}")

@@ -342,6 +342,7 @@ class ModelInfo:
     tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
     reasons: bool = False  # whether its answers may begin with a reasoning
     template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads
+    attention: str = ""  # in a word: `kernels`, `varlen`, `torch`, `transformers` (the model's own) or `vllm`
     adapters: frozenset[str] | None = None  # the names of its LoRA adapters; None: its engine takes none
 
 

@@ -15,10 +15,17 @@ _SECTIONS = (":env:", "install", "global")  # the first that has a key counts
 
 @dataclass(frozen=True)
 class HostPip:
-    """``binds``: files and folders of this machine that the variables name, by their places there."""
+    """``binds``: files and folders of this machine that the settings name, by their places there."""
 
-    variables: dict[str, str]
+    settings: dict[str, str]  # by pip's names
     binds: dict[str, Path]
+
+    def write(self, folder: Path) -> Path:
+        """Writes the settings as a configuration file of pip into a folder, and returns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{key} = {value}" for key, value in self.settings.items()]
+        (folder / "pip.conf").write_text("\n".join(["[global]", *lines, ""]), encoding="utf-8")
+        return folder
 
 
 def read_host_pip() -> HostPip:
@@ -38,4 +45,4 @@ def read_host_pip() -> HostPip:
         if path.is_absolute():
             place = path.parent if word.startswith("file://") else path  # an index's pages lead to files beside it
             binds[str(place)] = place
-    return HostPip({f"PIP_{key.replace('-', '_').upper()}": value for key, value in values.items()}, binds)
+    return HostPip(values, binds)

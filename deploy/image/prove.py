@@ -1,9 +1,9 @@
-"""Runs the Dockerfile beside this file without a container engine, starts the image, and asks it for a stream.
+"""Builds the Dockerfile beside this file with buildah, starts the image of its target for CPUs, and asks for a stream.
 
-As root: ``python -m deploy.image.prove --work FOLDER``. The build steps run in order in a fresh Debian (rootfs.py), in
-which pip has this machine's settings. The image is then started twice, without a network but for its own, on a
-file system that is read-only but for its volumes: by its entry point as its user, and by KServe's manifest as a user
-without a name and without HOME.
+As root: ``python -m deploy.image.prove --work FOLDER``. The base is a fresh Debian, in which pip has this machine's
+settings (images.py). The image is then started twice, without a network but for its own, on a file system that is
+read-only but for its volumes: by its entry point as its user, and by KServe's manifest as a user without a name and
+without HOME.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import yaml
 
 from deploy.image.dockerfile import read_dockerfile
 from deploy.image.host_pip import read_host_pip
-from deploy.image.rootfs import Builder, Image, StepFailed
+from deploy.image.images import Builder, Image, StepFailed
 from mlserver_torch_stream.engine.loading.embedded import EMBEDDED, find_embedded
 
 CONTEXT = Path(__file__).parents[2]
 DOCKERFILE = Path(__file__).parent / "Dockerfile"
-TOOLS = ("debootstrap", "chroot", "ip", "mount", "nsenter", "setpriv", "unshare")
+TARGET = "cpu"
+TOOLS = ("buildah", "debootstrap", "chroot", "ip", "mount", "nsenter", "setpriv", "unshare")
 _MANIFEST = CONTEXT / "deploy/kserve/cluster-serving-runtime.yaml"
 _READY_S = 600.0
 _END_S = 120.0
@@ -73,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: this needs root and {', '.join(missing or TOOLS)}")
     work = Path(arguments.work).resolve()
     given = dict(word.split("=", 1) for word in arguments.build_arg)
-    results = {} if arguments.wheel is None else {"wheel": _wheel_stage(work, Path(arguments.wheel))}
+    base = given.get("BASE", read_dockerfile(DOCKERFILE).arguments["BASE"])
     try:
-        image = Builder(CONTEXT, work, given, read_host_pip()).build(read_dockerfile(DOCKERFILE), print, results)
+        image = Builder(work, read_host_pip()).build(DOCKERFILE, CONTEXT, TARGET, base, given)
         _check_no_compiler(image.root)
         model = _readable(arguments.model or find_embedded(next(iter(EMBEDDED))), work / "model")
         for start in (_by_entry_point(image), _by_manifest(image)):
@@ -84,14 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"error: {error}")
     print("The image streams.")
     return 0
-
-
-def _wheel_stage(work: Path, wheel: Path) -> Path:
-    folder = work / "given-wheel"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "wheel").mkdir(parents=True)
-    shutil.copy(wheel, folder / "wheel")
-    return folder
 
 
 def _readable(model: Path, folder: Path) -> Path:
@@ -190,7 +183,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.image.prove", description=__doc__)
     parser.add_argument("--work", required=True, help="a folder of some gigabytes; a Debian in it is used again")
     parser.add_argument("--model", type=Path, help="a folder with a model, or a .gguf file; default: the embedded one")
-    parser.add_argument("--wheel", help="a wheel to install, instead of running the stage that builds one")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     return parser
 

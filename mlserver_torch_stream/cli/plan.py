@@ -105,7 +105,7 @@ def _advice(plans: Sequence[CapacityPlan], size: ModelSize) -> list[str]:
     least = next((plan.ranks for plan in plans if plan.fits), None)
     limits = (
         "Speeds are limits: memory read once per step, or arithmetic, whichever is slower. Streams are what the cache "
-        "has room for;\nset max_num_seqs to as many (it is 32 unless set)."
+        "has room for;\nset max_num_seqs to as many (unless it is set, it is 256 on GPUs and 32 elsewhere)."
     )
     if least is None:
         most = plans[-1].ranks

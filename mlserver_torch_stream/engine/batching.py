@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.cache.pages import CacheSpec
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice
 from mlserver_torch_stream.engine.config_fields import steady_positions
 from mlserver_torch_stream.engine.fault_injection import VARIABLE, InjectedFault, read_faults
-from mlserver_torch_stream.engine.forward.interface import LoadedForward
+from mlserver_torch_stream.engine.forward.interface import MODELS_OWN, LoadedForward
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.engine.loading.placement import describe_placement, no_room
 from mlserver_torch_stream.engine.machine import Host, read_host
@@ -56,6 +56,7 @@ class BatcherChoice:
     batcher: Batcher
     context: int  # tokens that a sequence may hold
     description: str
+    attention: str  # in a word, for metadata and metrics
 
 
 def choose_batcher(
@@ -119,7 +120,7 @@ def choose_batcher(
         f"up to {settings.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
         f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
     )
-    return BatcherChoice(make, batcher, context, description)
+    return BatcherChoice(make, batcher, context, description, choice.forward.attention_name)
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
@@ -145,7 +146,7 @@ def _batch_serially(
         check_devices=prepared.check_devices,
         pipeline=prepared.pipeline,
     )
-    return BatcherChoice(make, make(), loaded.max_model_len, f"one request at a time ({problem})")
+    return BatcherChoice(make, make(), loaded.max_model_len, f"one request at a time ({problem})", MODELS_OWN)
 
 
 def _limits(

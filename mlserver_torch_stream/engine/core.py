@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import threading
@@ -13,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.failures import in_short
+from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
 from mlserver_torch_stream.engine.mailbox import Inbox, Mailbox, call_on
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import Admission, QueueLimits
@@ -277,36 +278,65 @@ class EngineCore:
         self._end(self._all_requests(), reason, error)
 
     def _run(self) -> None:
-        while True:
-            try:
-                with self._context():
-                    self._loop()
-                self._batcher.close()
-                return
-            except BaseException as error:
-                if self._dead is not None:
-                    return  # the watchdog has abandoned this thread
-                logger.exception("the engine's thread failed; every stream ends with an error")
-                if not self._revive(error):
-                    return
+        while (error := self._run_until_death()) is not None and self._revive(error):
+            pass
+
+    def _run_until_death(self) -> BaseException | None:
+        """Returns the error of which the thread died; None after a shutdown, or if the watchdog abandoned the thread.
+
+        The error has no traceback: the frames would hold the dead batcher and its cache.
+        """
+        try:
+            with self._context():
+                self._loop()
+            self._batcher.close()
+            return None
+        except BaseException as error:
+            if self._dead is not None:
+                return None
+            logger.exception("the engine's thread failed; every stream ends with an error")
+            drop_tracebacks(error)
+            return error
 
     def _revive(self, error: BaseException) -> bool:
-        """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead."""
-        self._batcher.progress.at("the engine's fresh start")
-        batcher = self._replacement.make(time.monotonic())
-        dead = self._batcher
-        if batcher is None:
-            if self._mark_dead(error):
-                self._replace_batcher(DeadBatcher(dead.stats), error, last=True)
-                self._report_death(error)
-        else:
-            logger.error("the engine was started again")
-            self._stats_before = dead.stats.counting_on(self._stats_before)
-            self._replace_batcher(batcher, error)
+        """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead.
+
+        The new batcher takes memory only when the dead one has freed its own: a GPU has no room for two caches.
+        """
+        again = self._replacement.permits(time.monotonic())
+        dead, self._batcher = self._batcher, DeadBatcher(self._batcher.stats)
+        if not again:
+            self._stay_dead(error)
         self._batcher.progress.at("the last forward of the engine that died")
         dead.close()
+        del dead
+        gc.collect()  # what holds the cache in reference cycles
         self._batcher.progress.rest()
-        return batcher is not None
+        return again and self._start_again(error)
+
+    def _start_again(self, error: BaseException) -> bool:
+        self._batcher.progress.at("the engine's fresh start")
+        batcher = self._replacement.make()
+        self._batcher.progress.rest()
+        if batcher is None:
+            self._stay_dead(error)
+            return False
+        logger.error("the engine was started again")
+        self._stats_before = self._batcher.stats.counting_on(self._stats_before)
+        self._batcher = batcher
+        batcher.attach(self._wake)
+        self._end_of_death(error)
+        return True
+
+    def _stay_dead(self, error: BaseException) -> None:
+        if self._mark_dead(error):
+            self._end_of_death(error, last=True)
+            self._report_death(error)
+
+    def _end_of_death(self, error: BaseException, *, last: bool = False) -> None:
+        """Ends every stream with the error. ``last``: the inbox is closed, and nothing is taken in later."""
+        self._inbox.take_in(last=last)
+        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _mark_dead(self, error: BaseException) -> bool:
         """Marks the engine dead. Returns True to the first caller, the engine's thread or its watchdog."""
@@ -321,12 +351,6 @@ class EngineCore:
         self._watchdog.stop()
         if self._on_death is not None:
             self._on_death(error)
-
-    def _replace_batcher(self, batcher: Batcher, error: BaseException, *, last: bool = False) -> None:
-        self._batcher = batcher
-        batcher.attach(self._wake)
-        self._inbox.take_in(last=last)
-        self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _loop(self) -> None:
         busy = False

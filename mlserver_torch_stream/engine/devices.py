@@ -22,6 +22,12 @@ def check_devices(devices: Iterable[torch.device]) -> None:
             torch.accelerator.synchronize(device)
 
 
+def free_memory(device: torch.device) -> int:
+    """Returns the free bytes of a GPU, without the blocks that torch's allocator keeps after the checks of a load."""
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor of these numbers, however nested. Does not wait for the device's queued work.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,6 +115,13 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
     return done.result()
 
 
+def with_device_defaults(load: ModelLoad, devices: Iterable[torch.device]) -> ModelLoad:
+    """Returns the load with the defaults of GPUs if all ``devices``, which hold the KV cache, are GPUs."""
+    if {device.type for device in devices} != {"cuda"}:
+        return load
+    return replace(load, resolved=replace(load.resolved, settings=load.resolved.settings.on_gpus()))
+
+
 def _start(
     load: ModelLoad,
     lease: Lease[PreparedModel],
@@ -122,13 +129,16 @@ def _start(
     codec: TextCodec,
     on_death: OnDeath | None,
 ) -> RunningEngine:
-    resolved, settings = load.resolved, load.resolved.settings
     prepared, host = lease.value, read_host()
+    load = with_device_defaults(load, prepared.findings.specs)
+    resolved, settings = load.resolved, load.resolved.settings
     vocab_size = min(loaded.vocab_size, codec.vocab_size)
     samplers = SamplerFactory(codec, vocab_size, loaded.rules)
     choice = choose_batcher(load, prepared, loaded, samplers, codec)
     codec.limit_prompts(choice.context)
-    info = model_info(codec, vocab_size, choice.context, settings.max_num_seqs, loaded.default_sampling)
+    info = model_info(
+        codec, vocab_size, choice.context, settings.max_num_seqs, loaded.default_sampling, choice.attention
+    )
     engine = EngineCore(
         choice.batcher,
         codec,

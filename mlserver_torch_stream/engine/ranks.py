@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.checks.forward_choice import with_attention
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.config_fields import read_config
-from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
+from mlserver_torch_stream.engine.devices import check_devices, device_types, free_memory, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, set_threads
 from mlserver_torch_stream.engine.loading.locate import locate
@@ -131,7 +131,7 @@ def _has_kernels(findings: SelfCheckResult, cache_dir: Path) -> bool:
 
 def _room(device: torch.device, size: int) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return free_memory(device)
     return read_host().available_bytes // ranks_here(size, os.environ)
 
 

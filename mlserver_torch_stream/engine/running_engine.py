@@ -51,7 +51,12 @@ def give_back_weights(lease: Lease[PreparedModel]) -> None:
 
 
 def model_info(
-    codec: TextCodec, vocab_size: int, context: int, max_num_seqs: int, default_sampling: Mapping[str, Any]
+    codec: TextCodec,
+    vocab_size: int,
+    context: int,
+    max_num_seqs: int,
+    default_sampling: Mapping[str, Any],
+    attention: str,
 ) -> ModelInfo:
     """Returns what requests are checked against. ``vocab_size``: the rows of the logits; ``context``: in tokens."""
     return ModelInfo(
@@ -63,6 +68,7 @@ def model_info(
         tool_parser=codec.chat_format.tools,
         reasons=codec.chat_format.reasons,
         template_arguments=codec.chat_format.arguments,
+        attention=attention,
     )
 
 

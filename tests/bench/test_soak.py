@@ -3,6 +3,7 @@ by name where there is none, and explained by their page."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,10 +74,22 @@ def test_the_page_explains_every_check() -> None:
 
 
 @pytest.mark.long
-def test_what_needs_no_gpu_runs_without_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--dry"]) == 0
+def test_what_needs_no_gpu_runs_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu.main(["--dry", "--json", str(tmp_path / "lines")]) == 0
     said = capsys.readouterr().out
     assert "1 streams: " in said and "3 streams: " in said
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["streams"] for line in lines if line.get("tokens_per_s", 0) > 0] == [1, 3]
+    assert lines[0]["check"] == "machine" and torch.__version__ in lines[0]["line"]
+
+
+def test_no_check_of_a_gpu_begins_after_the_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[gpu.Bench] = []
+    monkeypatch.setitem(gpu.CHECKS, "tokens", ran.append)
+    assert gpu.run(gpu.Bench(Path(), layers=2, seconds=0.0, gpus=1), ["tokens"], limit=-1.0) == 0
+    assert not ran and "--checks tokens" in capsys.readouterr().out
 
 
 def test_a_check_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from deploy.image.dockerfile import Ignore, Instruction, pairs, read_dockerfile
 from deploy.image.host_pip import HostPip, read_host_pip
-from deploy.image.prove import CONTEXT, DOCKERFILE, TOOLS
-from deploy.image.rootfs import Builder, StepFailed
+from deploy.image.images import Builder, StepFailed
+from deploy.image.prove import CONTEXT, DOCKERFILE, TARGET, TOOLS
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from mlserver_torch_stream.version import __version__
 from tests import markdown
@@ -27,15 +27,45 @@ from tests.clients.environments import make_environment
 from tests.deploy import manifests
 
 _STEPS = read_dockerfile(DOCKERFILE)
-_FINAL = _STEPS.stages[-1].instructions
+_STAGES = {stage.name: stage for stage in _STEPS.stages}
 _HEALTHCHECK = DOCKERFILE.with_name("healthcheck.py")
 _IMAGE = f"mlserver-torch-stream:{__version__}"
 _PROVED_S = 7200.0
 _LACKING = [tool for tool in TOOLS if shutil.which(tool) is None]
 
 
-def _variables(name: str) -> dict[str, str]:
-    return {key: value for each in _FINAL if each.name == name for key, value in pairs(each, {}).items()}
+def _instructions(name: str) -> list[Instruction]:
+    """All instructions of a stage and of the stages that it is built on."""
+    stage = _STAGES[name]
+    return [*(_instructions(stage.base) if stage.base in _STAGES else []), *stage.instructions]
+
+
+_FINAL = _instructions(TARGET)
+
+
+def _variables(name: str, target: str = TARGET) -> dict[str, str]:
+    found = (pairs(each, {}) for each in _instructions(target) if each.name == name)
+    return {key: value for each in found for key, value in each.items()}
+
+
+def test_the_image_without_a_target_is_that_for_cpus() -> None:
+    assert _STEPS.stages[-1].name == TARGET
+
+
+def test_the_image_for_gpus_has_both_environments_and_a_compiler_and_is_set_as_the_manifests_set_it() -> None:
+    steps = _instructions("cuda")
+    copied = [each.words({})[-1] for each in steps if each.name == "COPY"]
+    assert {"/opt/venv", "/opt/vllm"} <= set(copied)
+    assert any("gcc" in each.rest and "python3-dev" in each.rest for each in steps if each.name == "RUN")
+    own, environment = (
+        _variables("ENV", "cuda"),
+        manifests.environment(manifests.kserve_container("kserve/cluster-serving-runtime-gpu.yaml")),
+    )
+    assert own["MLSERVER_TORCH_STREAM_VLLM_PYTHON"] == "/opt/vllm/bin/python"
+    assert {key: environment[key] for key in own.keys() & environment.keys()} == {
+        key: value for key, value in own.items() if key in environment
+    }
+    assert [each.rest for each in steps if each.name == "USER"] == [each.rest for each in _FINAL if each.name == "USER"]
 
 
 def test_the_manifests_name_the_image_of_this_version() -> None:
@@ -99,13 +129,10 @@ def test_a_dockerfile_is_read_as_docker_reads_it(tmp_path: Path) -> None:
     assert read.stages[1].instructions[0].words({"X": "1"}) == ["a b", "$X"]
 
 
-@pytest.mark.parametrize("line", ["ADD x /x", "COPY nowhere /x", "COPY tests /x"])
-def test_a_step_that_cannot_be_done_is_refused_by_name(tmp_path: Path, line: str) -> None:
-    (tmp_path / "Dockerfile").write_text(f"FROM debian:none-slim\n{line}\n")
-    (tmp_path / "work" / "debian-none-slim").mkdir(parents=True)
-    builder = Builder(CONTEXT, tmp_path / "work", {}, HostPip({}, {}))
-    with pytest.raises(StepFailed, match="^" + line.replace(" /x", "").replace("ADD x", "ADD")):
-        builder.build(read_dockerfile(tmp_path / "Dockerfile"), lambda said: None, {})
+def test_a_base_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    builder = Builder(tmp_path, HostPip({}, {}))
+    with pytest.raises(StepFailed, match=r"^FROM fedora: only debian:…-slim"):
+        builder.build(DOCKERFILE, CONTEXT, TARGET, "fedora", {})
 
 
 def test_pip_in_the_steps_has_this_machine_s_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +145,13 @@ def test_pip_in_the_steps_has_this_machine_s_settings(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_CERT", "/etc/own.pem")
     pip = read_host_pip()
-    assert pip.variables["PIP_EXTRA_INDEX_URL"] == "file:///index/simple https://x/simple"
-    assert pip.variables["PIP_FIND_LINKS"] == "/wheels" and "PIP_NO_INPUT" not in pip.variables
-    assert pip.binds.pop(pip.variables["PIP_CERT"]) == Path("/etc/own.pem")
+    assert pip.settings["extra-index-url"] == "file:///index/simple https://x/simple"
+    assert pip.settings["find-links"] == "/wheels" and "no-input" not in pip.settings
+    assert pip.binds.pop(pip.settings["cert"]) == Path("/etc/own.pem")
     assert pip.binds == {"/index": Path("/index"), "/wheels": Path("/wheels")}
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(pip.write(tmp_path / "written") / "pip.conf"))
+    monkeypatch.delenv("PIP_CERT")
+    assert read_host_pip().settings == pip.settings
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -181,7 +211,7 @@ def test_the_dockerfile_lints_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system and enter it")
 @pytest.mark.skipif(bool(_LACKING), reason=f"not installed: {', '.join(_LACKING)}")
-def test_the_steps_of_the_dockerfile_make_a_server_that_streams(tiny_model: Path, tmp_path: Path) -> None:
+def test_buildah_makes_an_image_of_the_dockerfile_that_streams(tiny_model: Path, tmp_path: Path) -> None:
     """Minutes: a Debian, the kernels, and torch from where ``make install`` takes it."""
     options = ["--build-arg", f"TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"]
     prove = [sys.executable, "-m", "deploy.image.prove", "--work", str(tmp_path), "--model", str(tiny_model)]

@@ -12,6 +12,8 @@ from mlserver_torch_stream.engine.cache.pages import BatchSequence
 class ReferenceAttention(PagedAttention):
     """Scores and sums are in float32."""
 
+    name = "reference"
+
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions
     ) -> torch.Tensor:

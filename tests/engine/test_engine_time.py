@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from functools import partial
 
 import pytest
 import torch
 
+from mlserver_torch_stream.engine import core
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.own_engine import torch_inference
@@ -194,5 +196,28 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
             run(killed())  # the fourth within ten minutes: it stays dead
         engine._thread.join(10)
         assert not engine.alive and len(deaths) == 1
+    finally:
+        engine.shutdown()
+
+
+def test_the_cache_of_a_dead_batcher_is_free_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no room for two of them."""
+    monkeypatch.setattr(core.logger, "disabled", True)  # a log record that pytest keeps holds the frames
+    model, left = tiny_model(), []
+    killer, batcher = Killer(model), batcher_of("batched", model)
+    cache = weakref.ref(batcher._cache)  # type: ignore[attr-defined]
+
+    def rebuild() -> Batcher:
+        left.append(cache())
+        return batcher_of("batched", model)
+
+    engine = engine_of(batcher, rebuild=rebuild)
+    del batcher
+    try:
+        killer.forwards = 5
+        last = run(collect(engine, [EngineRequest(tuple(PROMPT), greedy(200))]))[0]
+        assert isinstance(last.error, GenerationFailed)
+        assert left == [None]
+        assert run(tokens_of(engine, PROMPT, greedy(5))) == reference(model, PROMPT, 5)
     finally:
         engine.shutdown()

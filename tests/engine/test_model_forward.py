@@ -121,3 +121,20 @@ def test_the_logits_of_no_token_are_none() -> None:
     a, b = driver.join(PROMPTS[0]), driver.join(PROMPTS[1])
     assert driver.step([(a, 2), (b, 3)], wanted={0: 0, 1: 0}).shape == (0, 259)
     assert driver.step([(a, 3), (b, 3)], wanted={1: 0}).shape == (1, 259)
+
+
+def test_the_rows_of_a_tied_head_are_chosen_on_the_device_of_the_last_norm() -> None:
+    """On a map over two GPUs a tied head is on the embedding's, here a device without memory. GPUs refuse an index on
+    another GPU."""
+    model, seen = tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["logits_to_keep"].device), with_kwargs=True)
+    head, meta = model.get_output_embeddings(), torch.device("meta")
+    head.weight = torch.nn.Parameter(head.weight.to(meta))
+    head._hf_hook = AlignDevicesHook(meta)
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(meta),))
+    driver = PageDriver(model, Way.PACKED, 16)
+    sequences = [driver.join(prompt) for prompt in PROMPTS]
+    for _ in range(2):  # the device is not known before the first step
+        logits = driver.step([(each, 1) for each in sequences])
+        assert (logits.device, logits.shape) == (meta, (len(PROMPTS), 259))
+    assert seen == [torch.device("cpu")] * 2

@@ -13,6 +13,8 @@ from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.budget import cache_budget
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.machine import read_host
+from mlserver_torch_stream.engine.model import ModelLoad
+from mlserver_torch_stream.engine.own_engine import with_device_defaults
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
@@ -59,6 +61,23 @@ def test_a_setting_gives_a_gpu_the_same_cache_as_a_host() -> None:
         for name in ("cpu", "cuda:0")
     )
     assert on_host == on_gpu <= 40 * page
+
+
+def test_memory_that_torch_keeps_for_itself_is_free_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [GIB]  # of torch's allocator, after the checks of a load
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB - sum(kept), 2 * GIB))
+    spec = CacheSpec(256, (LayerGroup((0,), token_bytes=1024),))
+    limits = {"sequences": 4096, "tokens": 4096, "step": 64}
+    size = cache_budget({torch.device("cuda:0"): spec}, None, ProcessResources(), "", read_host(), **limits)
+    assert 1.5 * GIB < size.bytes_of(spec) <= 1.6 * GIB
+
+
+@pytest.mark.parametrize(("devices", "sequences"), [(["cuda:0", "cuda:1"], 256), (["cuda:0", "cpu"], 32), ([], 32)])
+def test_a_cache_on_gpus_alone_has_the_defaults_of_gpus(devices: list[str], sequences: int) -> None:
+    load = ModelLoad(parse_settings("embedded://smollm2-135m-instruct", {}, environ={}), 1, ProcessResources())
+    found = with_device_defaults(load, map(torch.device, devices)).resolved.settings
+    assert found.max_num_seqs == sequences
 
 
 def test_turns_are_taken_in_the_order_of_asking() -> None:

@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
-from mlserver_torch_stream.engine.vllm import vllm_engine, worker
+from mlserver_torch_stream.engine.vllm import vllm_batcher, vllm_engine, worker
 from mlserver_torch_stream.engine.vllm.messages import StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
@@ -382,8 +382,21 @@ def test_a_worker_that_dies_again_and_again_stays_dead(start: Start) -> None:
     run(die())
 
 
-def test_a_worker_that_hangs_is_killed_and_started_again(start: Start) -> None:
-    built = start({"step_timeout": 0.6}, hang_after=2)
+def test_a_worker_that_is_never_ready_again_ends_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_batcher, "_RESTART_S", 0.1)
+    deaths: list[BaseException] = []
+    built = start(on_death=deaths.append, die_after=0, start_s=0.5)
+
+    async def die() -> None:
+        await collect(built.engine, [EngineRequest(PROMPT, greedy(9))])  # type: ignore[arg-type]
+        await until(lambda: bool(deaths), "the death")
+        assert str(deaths[0]) == "vLLM was started again, and was not ready within 0.1 s"
+
+    run(die())
+
+
+def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_takes(start: Start) -> None:
+    built = start({"step_timeout": 0.6}, hang_after=2, start_s=1.0)
 
     async def hang() -> None:
         event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(9))]))[0]  # type: ignore[arg-type]

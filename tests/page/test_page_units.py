@@ -47,8 +47,10 @@ def _node(folder: Path, *arguments: str, given: str = "") -> str:
 def test_the_modules_do_what_their_properties_say(folder: Path) -> None:
     metrics, registry = EngineMetrics(), CollectorRegistry()
     registry.register(TokenMetrics(metrics, RequestMetrics()))
-    metrics.add("a", None, lambda: EngineStats(running_sequences=4, waiting_requests=3, generation_tokens=50))
-    metrics.add('b"}', "v1", lambda: EngineStats(running_sequences=1, generation_tokens=20))
+    metrics.add(
+        "a", None, lambda: EngineStats(running_sequences=4, waiting_requests=3, generation_tokens=50), "kernels"
+    )
+    metrics.add('b"}', "v1", lambda: EngineStats(running_sequences=1, generation_tokens=20), "torch")
     (folder / "metrics.txt").write_bytes(generate_latest(registry))
     assert "# pass 13\n" in _node(folder, "--test-reporter=tap", "units.mjs")
 

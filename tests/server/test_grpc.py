@@ -223,3 +223,4 @@ def test_metadata_is_rests(server: Server, stub: Stub) -> None:
     for side in ("inputs", "outputs"):
         described = [(each.name, each.datatype, list(each.shape)) for each in getattr(grpc_side, side)]
         assert described == [(each["name"], each["datatype"], each["shape"]) for each in rest_side[side]]
+    assert grpc_side.parameters["attention"].string_param == rest_side["parameters"]["attention"] != ""

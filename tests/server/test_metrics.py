@@ -173,6 +173,7 @@ def test_nothing_that_a_client_writes_becomes_a_label(observed: Server) -> None:
         "version": {"v1", ""},
         "finish_reason": set(REQUEST_REASONS),
         "status_code": set(ERRORS),
+        "attention": {"kernels", "varlen", "torch", "transformers", "vllm"},
         "reason": {"new", "weights", "code", "chip", "damaged", "foreign"},
     }
     for label, value in on_rest_port(observed).label_values("torch_stream_"):
@@ -186,6 +187,12 @@ def test_both_ports_show_ours_and_mlservers(observed: Server) -> None:
     for prefix in ("torch_stream_", "vllm:", "model_infer_request_", "rest_server_"):
         assert rest.names(prefix) == own.names(prefix) != set()
     assert rest.value("torch_stream_loaded_models") == 2
+
+
+def test_the_attention_of_a_model_is_a_label_and_in_its_metadata(observed: Server) -> None:
+    metadata = plain_http.get(f"{observed.url}/v2/models/tiny/versions/v1", timeout=10).json()
+    labels = {"version": "v1", "attention": metadata["parameters"]["attention"]}
+    assert on_rest_port(observed).value("torch_stream_model_info", model="tiny", **labels) == 1
 
 
 def test_the_endpoint_picker_finds_vllms_names_where_they_are_asked_for(observed: Server, server: Server) -> None:

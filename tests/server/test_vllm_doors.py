@@ -106,7 +106,7 @@ def test_adapters_are_listed_loaded_and_unloaded(doors: Server) -> None:
     assert (one["id"], one["root"], one["parent"]) == ("later", "later", "tiny")
     openai.whole(doors, openai.TEXT, {**openai.prompt(max_tokens=2), "model": "later"})
     metadata = plain_http.get(f"{doors.url}/v2/models/tiny", timeout=10).json()
-    assert metadata["parameters"]["lora_adapters"] == "early,later"
+    assert metadata["parameters"] == {"lora_adapters": "early,later", "attention": "vllm"}
     for body, field in (
         ({"lora_name": "later", "lora_path": "late"}, "lora_name"),
         ({"lora_name": "tiny", "lora_path": "late"}, "lora_name"),

@@ -10,8 +10,10 @@ from mlserver.settings import ModelParameters, ModelSettings
 from pydantic import ValidationError
 
 from mlserver_torch_stream.byte_size import format_bytes, parse_bytes
+from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.settings import KNOWN_KEYS, ResolvedSettings, parse_settings
+from tests import markdown
 
 EMBEDDED = "embedded://smollm2-135m-instruct"
 
@@ -242,3 +244,15 @@ def test_the_default_time_of_a_step_is_for_the_slowest_that_is_not_broken() -> N
 def test_bytes_in_words(count: int, words: str) -> None:
     assert format_bytes(count) == words
     assert parse_bytes(words.removesuffix(" bytes")) == count
+
+
+def test_on_gpus_a_step_is_larger_unless_the_settings_say_otherwise() -> None:
+    ours = parse_settings(EMBEDDED, {"chunked_prefill_size": 64}, environ={}).settings
+    assert (ours.max_num_seqs, ours.chunked_prefill_size) == (32, 64)
+    assert (ours.on_gpus().max_num_seqs, ours.on_gpus().chunked_prefill_size) == (256, 64)
+    assert EngineSettings().on_gpus().chunked_prefill_size == 2048
+
+
+def test_the_page_on_engines_says_what_each_key_means_to_vllm() -> None:
+    named = " ".join(row[0] for row in markdown.table("docs/engines.md", "Settings"))
+    assert [key for key in KNOWN_KEYS if f"`{key}`" not in named] == []

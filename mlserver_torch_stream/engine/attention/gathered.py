@@ -28,6 +28,8 @@ class GatheredAttention(PagedAttention):
     ``reason`` says why no faster attention is used.
     """
 
+    name = "torch"
+
     def __init__(self, reason: str = "") -> None:
         self._reason = reason
 

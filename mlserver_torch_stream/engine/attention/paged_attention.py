@@ -140,6 +140,7 @@ class PagedAttention(Protocol):
     call it at once.
     """
 
+    name: ClassVar[str]  # in a word, for metadata and metrics
     page_multiple: ClassVar[int] = 1  # the page size must be a multiple of this many tokens
 
     def __call__(
@@ -156,5 +157,5 @@ class PagedAttention(Protocol):
         return None
 
     def describe(self) -> str:
-        """Returns its name, and remarks, for the summary of a load."""
+        """Returns a longer name, and remarks, for the summary of a load."""
         ...

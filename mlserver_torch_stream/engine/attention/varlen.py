@@ -38,6 +38,7 @@ class VarlenAttention(PagedAttention):
     Layers that it refuses are computed by torch's operators.
     """
 
+    name = "varlen"
     page_multiple = 256  # of FlashAttention 2
 
     def __init__(self, function: Callable[..., Any] | None) -> None:

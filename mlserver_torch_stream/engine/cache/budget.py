@@ -9,6 +9,7 @@ import torch
 
 from mlserver_torch_stream.engine.cache.page_counts import CacheSize, size_cache
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, in_all
+from mlserver_torch_stream.engine.devices import free_memory
 from mlserver_torch_stream.engine.machine import Host
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
@@ -45,7 +46,7 @@ def cache_budget(
                 spec,
                 resources.promise(owner, None, min(host.available_bytes, most), engines)
                 if device == HOST
-                else int(min(torch.cuda.mem_get_info(device)[0], most) * GPU_CACHE_SHARE),
+                else int(min(free_memory(device), most) * GPU_CACHE_SHARE),
             )
             for device, spec in specs.items()
         ]
@@ -59,10 +60,7 @@ def cache_budget(
 
 def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device, int]:
     """Returns the free bytes of each device now."""
-    return {
-        device: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host.available_bytes
-        for device in devices
-    }
+    return {device: free_memory(device) if device.type == "cuda" else host.available_bytes for device in devices}
 
 
 def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:

@@ -12,6 +12,8 @@ from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.sampling.candidates import RowDraw
 
+MODELS_OWN = "transformers"  # the name of a model's own attention
+
 
 @dataclass(frozen=True, slots=True)
 class Logits:
@@ -47,6 +49,11 @@ class LoadedForward(Forward, Protocol):
 
     # Whether it has its own threads, which torch's threads would slow. It then calls no module of the model.
     has_threads: bool = False
+
+    @property
+    def attention_name(self) -> str:
+        """The attention that it computes, in a word for metadata and metrics."""
+        ...
 
     @property
     def packs(self) -> bool:

@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.attention.registered import give_attention_bac
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.devices import from_host, input_device, plain_forward, weight_device
-from mlserver_torch_stream.engine.forward.interface import LoadedForward, Logits
+from mlserver_torch_stream.engine.forward.interface import MODELS_OWN, LoadedForward, Logits
 from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCache, Way
 
 
@@ -60,10 +60,22 @@ class ModelForward(LoadedForward):
         self._takes_rows = keep is not None and "Tensor" in str(keep.annotation)
         self.device = input_device(model)
         self._output_device = weight_device(model.get_output_embeddings(), self.device)
+        self._states_device: torch.device | None = None  # of the last hidden states; None until a call has shown it
+        self._watched = None if (base := model.base_model) is model else base.register_forward_hook(self._see_states)
+
+    def _see_states(self, base: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Keeps the device of the last hidden states: a tied head can be on another device than the last norm."""
+        self._states_device = output[0].device
+        if self._watched is not None:
+            self._watched.remove()
 
     @property
     def packs(self) -> bool:
         return self.way is Way.PACKED
+
+    @property
+    def attention_name(self) -> str:
+        return MODELS_OWN if self.way is Way.MASKED_ROWS else self.attention.name
 
     def describe(self) -> str:
         attention = "" if self.way is Way.MASKED_ROWS else f" with {self.attention.describe()}"
@@ -91,10 +103,11 @@ class ModelForward(LoadedForward):
         batch = step.batch
         ids = packed_ids(batch, self.device)
         if self.way is Way.PACKED:
-            wanted = from_host(batch.wanted_rows, self._output_device, torch.long)
             if self._takes_rows:
-                return self._call(ids[None], step, logits_to_keep=wanted)[0]
-            return self._call(ids[None], step)[0, wanted]
+                # An index on the CPU fits every device, and is waited for.
+                device = self._states_device or torch.device("cpu")
+                return self._call(ids[None], step, logits_to_keep=from_host(batch.wanted_rows, device, torch.long))[0]
+            return self._call(ids[None], step)[0, from_host(batch.wanted_rows, self._output_device, torch.long)]
         more: dict[str, Any] = {}
         if self._takes_keep:
             more["logits_to_keep"] = max(1, *(each.wanted for each in batch.sequences))

@@ -22,6 +22,8 @@ class NativeAttention(PagedAttention):
     Torch's operators serve other devices and types.
     """
 
+    name = "kernels"
+
     def __init__(self, cache_dir: Path) -> None:
         """Opens the kernels. Raises NoKernels or LoadFailed."""
         library, self.variant = open_kernels(cache_dir, open_library)

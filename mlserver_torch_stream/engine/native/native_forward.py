@@ -221,6 +221,10 @@ class NativeForward(LoadedForward):
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 
+    @property
+    def attention_name(self) -> str:
+        return "kernels"
+
     def describe(self) -> str:
         return f"our own kernels ({self.variant})"
 

@@ -114,13 +114,15 @@ class BatcherReplacement:
         self._rebuild = rebuild
         self._deaths: list[float] = []
 
-    def make(self, now: float) -> Batcher | None:
-        """Records a death. Returns None after too many deaths, or if the new batcher cannot be made."""
+    def permits(self, now: float) -> bool:
+        """Records a death. Returns False after too many deaths, or if there is nothing that makes a new batcher."""
         self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
-        if self._rebuild is None or len(self._deaths) > _MAX_DEATHS:
-            return None
+        return self._rebuild is not None and len(self._deaths) <= _MAX_DEATHS
+
+    def make(self) -> Batcher | None:
+        """Returns a new batcher; None if it cannot be made."""
         try:
-            return self._rebuild()
+            return None if self._rebuild is None else self._rebuild()
         except Exception:
             logger.exception("the engine could not be started anew")
             return None

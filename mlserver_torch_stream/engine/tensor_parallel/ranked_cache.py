@@ -36,6 +36,10 @@ class RankedForward(LoadedForward):
     def packs(self) -> bool:
         return self.own.packs
 
+    @property
+    def attention_name(self) -> str:
+        return self.own.attention_name
+
     def describe(self) -> str:
         return f"{self._leader.size} ranks, {self.own.describe()}"
 

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 _STEP = "vllm"  # the key of the worker's step among the work that the watchdog sees
 _STARTING = "vLLM is being started again"
+_RESTART_S = 3600.0  # a start is no step: it may take far longer than ``step_timeout``
 _IDS_PER_MESSAGE = MAX_MESSAGE // 8
 _COUNTERS = {"steps": "decode_steps"}  # the worker's name of a counter, and ours
 
@@ -82,21 +83,21 @@ class VllmBatcher(Batcher):
         self._adapters = adapters
         self._unloads: queue.SimpleQueue[_Unload] = queue.SimpleQueue()  # posted by the event loop
         self._leaving: list[_Unload] = []  # adapters that streams may still use
-        self.progress.launched(_STEP, "the start of vLLM")
 
     def begin(self) -> None:
-        """Starts a worker. Blocks until it is ready; raises LoadFailed."""
+        """Starts a worker. Blocks until it is ready, at most an hour. Raises LoadFailed."""
         if self._closing.is_set():  # while it waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:
             if self._closing.is_set():
                 process.kill()
+            if not wait({process.ready}, _RESTART_S).done:
+                raise LoadFailed(f"vLLM was started again, and was not ready within {_RESTART_S:g} s")
             process.ready.result()
         except BaseException:
             process.wait()
             raise
-        self.progress.completed(_STEP)
         self._worker, self.trouble = process, None
         process.listen(self._wake)
 

@@ -47,6 +47,7 @@ _CONVERT = (
     "transformers: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(other_folder), and the "
     "same for AutoTokenizer"
 )
+_VLLM = "vllm"  # the name of the attention, which vLLM chooses itself
 _GUIDANCE = "guidance"  # vLLM's backend of structured output that reads the grammars of this package
 _DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
 
@@ -88,6 +89,7 @@ def run_vllm(
         ready.max_model_len,
         ready.max_num_seqs,
         {**generation_defaults(generation_config), **settings.default_sampling},
+        _VLLM,
     )
     engine = EngineCore(
         batcher,

@@ -181,12 +181,14 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
+        self._attentions: dict[Labels, str] = {}
         self._past: dict[Labels, EngineStats] = {}  # the counts of engines that were removed
         self._lock = Lock()  # scrapes run in a thread
 
-    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats]) -> None:
+    def add(self, model: str, version: str | None, stats: Callable[[], EngineStats], attention: str) -> None:
         """Adds a running engine, whose counts ``stats`` returns."""
         with self._lock:
+            self._attentions[model, version or ""] = attention
             engines = self._engines.setdefault((model, version or ""), [])
             if stats not in engines:  # a reload without changes keeps the engine
                 engines.append(stats)
@@ -200,13 +202,18 @@ class EngineMetrics:
                 return
             engines.remove(stats)
             if not engines:
-                del self._engines[labels]
+                del self._engines[labels], self._attentions[labels]
             self._past[labels] = stats().counting_on(self._past.get(labels, EngineStats()))
 
     def gauges(self) -> dict[Labels, EngineStats]:
         """Returns the current values of the loaded models' engines."""
         with self._lock:
             return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+
+    def attentions(self) -> dict[Labels, str]:
+        """Returns the name of each loaded model's attention, that of its newest engine."""
+        with self._lock:
+            return dict(self._attentions)
 
     def counters(self) -> dict[Labels, EngineStats]:
         """Returns the counters of all models since the process began."""
@@ -222,6 +229,10 @@ def _added(parts: list[EngineStats]) -> EngineStats:
     return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGE_NAMES})
 
 
+_INFO = (
+    "1 for each loaded model. `attention` names what computes its attention: `kernels` (this package's), `varlen` "
+    "(torch's, for GPUs), `torch` (its operators, over gathered keys), `transformers` (the model's own) or `vllm`"
+)
 _ENGINE_GAUGES = {
     "running_sequences": "Sequences that decode, or wait to be computed again after a preemption",
     "waiting_requests": "Prompts in the queue",
@@ -285,11 +296,11 @@ class TokenMetrics(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Yields our names, so that the registry refuses another collector with the same names."""
-        return self._own({}, {}, [])
+        return self._own({}, {}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
         gauges, counters, requests = self._engines.gauges(), self._engines.counters(), self._requests.items()
-        yield from self._own(gauges, counters, requests)
+        yield from self._own(self._engines.attentions(), gauges, counters, requests)
         if self.vllm_names:
             yield from vllm_families(gauges, counters, requests)
         if self.torchserve_names:
@@ -297,11 +308,16 @@ class TokenMetrics(Collector):
 
     def _own(
         self,
+        attentions: dict[Labels, str],
         gauges: dict[Labels, EngineStats],
         counters: dict[Labels, EngineStats],
         requests: list[tuple[Labels, ModelRequests]],
     ) -> Iterator[Metric]:
         yield GaugeMetricFamily(_PREFIX + "loaded_models", "Models that are loaded", value=len(gauges))
+        info = GaugeMetricFamily(_PREFIX + "model_info", _INFO, labels=(*_LABELS, "attention"))
+        for labels, attention in attentions.items():
+            info.add_metric((*labels, attention), 1)
+        yield info
         for name, text in _ENGINE_GAUGES.items():
             read = _COMPUTED.get(name, attrgetter(name))
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
