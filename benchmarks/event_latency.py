@@ -1,8 +1,8 @@
 """How long it takes from an event over HTTP to a readable result, beyond the inference: ``cloud watch --listen``.
 
 ``python -m benchmarks.event_latency`` starts a watcher for each way in which a storage tells of a new object: S3's and
-MinIO's webhooks, CloudEvents in both modes, SNS. The objects and the results are in a bucket on SeaweedFS, whose program
-``weed`` must be on the PATH, or on moto. One event is sent at a time. A figure is the time from the moment in which the
+MinIO's webhooks, CloudEvents in both modes, SNS. The objects and the results are in a bucket: on SeaweedFS if its
+program ``weed`` is on the PATH, else on moto. One event is sent at a time. A figure is the time from the moment in which the
 client begins to send the event to the moment in which the bucket has given it the whole result, less the time that the
 handler took. The watcher of SNS infers in its own process, at once, as its certificates come from this machine.
 """

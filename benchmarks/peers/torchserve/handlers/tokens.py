@@ -34,7 +34,7 @@ class Generate(BaseHandler):
             ids = out.logits[:, -1].argmax(-1, keepdim=True)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             pieces = [f"{token} " for token in ids[:, 0].tolist()]
-            answers = [answer + piece for answer, piece in zip(answers, pieces)]
+            answers = [answer + piece for answer, piece in zip(answers, pieces, strict=True)]
             if requests[0]["stream"] and step < wanted - 1:
                 send_intermediate_predict_response(pieces, context.request_ids, "ok", 200, context)
         return pieces if requests[0]["stream"] else answers
