@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.event_latency`` starts a watcher for each way in which a storage tells of a new object: S3's and
 MinIO's webhooks, CloudEvents in both modes, SNS. The objects and the results are in a bucket: on SeaweedFS if its
-program ``weed`` is on the PATH, else on moto. One event is sent at a time. A figure is the time from the moment in which the
-client begins to send the event to the moment in which the bucket has given it the whole result, less the time that the
-handler took. The watcher of SNS infers in its own process, at once, as its certificates come from this machine.
+program ``weed`` is on the PATH, else on moto. One event is sent at a time. A figure is the time from the begin of the
+event's request to the end of the request that reads the whole result from the bucket, less the handler's time. The
+watcher of SNS infers in its own process, at once, as its certificates come from this machine.
 """
 
 from __future__ import annotations
