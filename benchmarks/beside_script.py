@@ -115,7 +115,7 @@ def _client(url: str) -> Any:
 
 def _work(name: str, weights: Path) -> Work:
     if name == "wide":
-        config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 16, "maxBatchDelay": 100, "jobQueueSize": 2000}
+        config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 16, "maxBatchDelay": 100}
         return Work("checksum", 2, "", config, write_wide_archive, _seaweedfs)
     config = {"minWorkers": 2, "maxWorkers": 2, "batchSize": 2000, "maxBatchDelay": 5000, "responseTimeout": 1200}
     values = {"model_path": str(weights)} if name == "example" else {}
@@ -126,7 +126,7 @@ def _script(
     server: PredictionServer, python: Path, work: Work, folder: Path, endpoint: str, rows: int
 ) -> tuple[float, list[str]]:
     """Seconds, and the answers."""
-    with serving(server, folder, work.handler, work.config, work.values) as (url, _):
+    with serving(server, folder, work.handler, work.config, work.values, job_queue_size=2000) as (url, _):
         out = folder / "answers"
         given = (endpoint, f"{_BUCKET}/rows.tar.gz", url, work.column, work.field, _AT_ONCE, rows, out)
         began = time.monotonic()

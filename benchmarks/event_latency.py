@@ -40,8 +40,9 @@ def handle(data, context):
         return None
     began = time.monotonic()
     time.sleep({seconds})
-    with (Path(__file__).parent / "took").open("w") as took:
-        took.write(str(time.monotonic() - began))
+    took = Path(__file__).parent / "took.new"
+    took.write_text(str(time.monotonic() - began))
+    took.rename(took.with_suffix(""))
     return ["ok"] * len(data)
 """
 _START_S, _RESULT_S = 60.0, 30.0
@@ -70,8 +71,12 @@ class Bucket:
         return [each.text or "" for each in listed.iter() if each.tag.endswith("}Key") or each.tag == "Key"]
 
 
-def _latency(bucket: Bucket, folder: str, port: int, event: tuple[Any, Mapping[str, str]], took: Path) -> float:
-    """Seconds for one event. Its result is deleted, so that a listing has one result."""
+def _latency(bucket: Bucket, folder: str, port: int, event: tuple[Any, Mapping[str, str]], note: Path) -> float:
+    """Seconds for one event. Its result is deleted, so that a listing has one result.
+
+    The bucket is first asked for the result when the model has written ``note``, so that the questions do not slow the
+    watcher down.
+    """
     body, headers = event
     began = time.monotonic()
     sender = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -79,7 +84,7 @@ def _latency(bucket: Bucket, folder: str, port: int, event: tuple[Any, Mapping[s
     answer = sender.getresponse()
     if answer.status != 202:
         raise RuntimeError(f"the event was answered {answer.status}: {answer.read()[:300]!r}")
-    while not (found := bucket.results(folder)):
+    while not (note.exists() and (found := bucket.results(folder))):
         if time.monotonic() - began > _RESULT_S:
             raise RuntimeError("there is no result")
         time.sleep(_POLL_S)
@@ -89,7 +94,9 @@ def _latency(bucket: Bucket, folder: str, port: int, event: tuple[Any, Mapping[s
     if result["error"] is not None:
         raise RuntimeError(f"the result is {result}")
     bucket.ask("DELETE", f"/{found[0]}")
-    return ended - began - (float(took.read_text()) if took.exists() else 0.0)
+    took = 0.0 if note.name == _SNS else float(note.read_text())
+    note.unlink()
+    return ended - began - took
 
 
 @contextmanager
@@ -118,33 +125,32 @@ def _listens(port: int) -> bool:
         connection.close()
 
 
-def _command(way: str, port: int, storage: Mapping[str, str], sns: Sns, handler: Path) -> list[str]:
+def _command(way: str, port: int, storage: Mapping[str, str], sns: Sns, folder: Path) -> list[str]:
     if way == _SNS:
-        given = ("bucket", json.dumps(storage), str(port), sns.url, str(sns.authority.certificate), "/dev/null")
+        authority, note = sns.authority.certificate, folder / _SNS
+        given = ("bucket", json.dumps(storage), str(port), sns.url, str(authority), str(note))
         return [sys.executable, "-m", "tests.cloud.sns_watcher", *given]
     options = [word for name, value in storage.items() for word in ("--storage", f"{name}={value}")]
     where = ["--input", "s3://bucket/in", "--output", f"s3://bucket/{way}", "--listen", str(port), *options]
-    model = ["--handler", str(handler), "--extra", '{"ts": "shim"}']
+    model = ["--handler", str(folder / "handler.py"), "--extra", '{"ts": "shim"}']
     return [sys.executable, "-m", "mlserver_torch_stream.cli", "cloud", "watch", *where, *model]
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
     """Milliseconds by way. Raises RuntimeError."""
     (folder / "s3").mkdir()
-    handler = folder / "handler.py"
-    handler.write_text(_HANDLER.format(seconds=arguments.model_ms / 1000))
+    (folder / "handler.py").write_text(_HANDLER.format(seconds=arguments.model_ms / 1000))
     figures = {}
     with s3_server(folder / "s3", "bucket") as storage, sns_host(folder) as sns:
         bucket = Bucket(storage["endpoint"])
         for way in arguments.ways.split(","):
             (port,) = free_ports(1)
-            (folder / "took").unlink(missing_ok=True)
-            with _watching(_command(way, port, storage, sns, handler), port):
-                found = []
+            with _watching(_command(way, port, storage, sns, folder), port):
+                note, found = folder / (_SNS if way == _SNS else "took"), []
                 for number in range(_WARM + arguments.events):
                     key = f"{way}-{number}.txt"
                     bucket.ask("PUT", f"/in/{key}", key.encode())
-                    found.append(_latency(bucket, way, port, _event(way, key, sns), folder / "took"))
+                    found.append(_latency(bucket, way, port, _event(way, key, sns), note))
             found = sorted(found[_WARM:])
             shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
             figures[way] = {name: round(percentile(found, share) * 1000, 1) for name, share in shares.items()}

@@ -1,10 +1,15 @@
-"""Answers a batch at once, with the checksum of each body."""
+"""Answers a batch at once, with the checksum of each text: a body, or the field ``text`` of a JSON object."""
 
+import json
 import zlib
 
 
 def handle(data, context):
-    if data is None:
-        return None
-    bodies = [row["body"] for row in data]
-    return [str(zlib.crc32(body.encode() if isinstance(body, str) else body)) for body in bodies]
+    return None if data is None else [str(zlib.crc32(text_of(row["body"]))) for row in data]
+
+
+def text_of(body):
+    if not isinstance(body, (str, dict)) and body.startswith(b"{"):
+        body = json.loads(bytes(body))
+    body = body["text"] if isinstance(body, dict) else body
+    return body.encode() if isinstance(body, str) else bytes(body)
