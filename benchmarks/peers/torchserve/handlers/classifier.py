@@ -1,6 +1,6 @@
 """Classifies texts with a model of DistilBERT's shape and random weights, which a folder holds. Takes ``{"text": …}``.
 
-A batch is padded to 48 tokens. An answer is the probability of the second class, to four digits.
+A batch is padded to 32 tokens. An answer is the probability of the second class, to four digits.
 """
 
 import json
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ts.torch_handler.base_handler import BaseHandler
 
-_MAX_TOKENS = 48
+_MAX_TOKENS = 32
 _ROWS = 50  # of a forward
 
 
