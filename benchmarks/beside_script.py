@@ -71,7 +71,7 @@ class Work:
 
     handler: str
     column: int
-    field: str  # of the body; empty: the cell is the body
+    name: str  # of the field of the body that the cell is; empty: the cell is the body
     config: Mapping[str, int]
     write: Callable[[Path, int], object]
     store: Callable[[Path], Any]
@@ -128,7 +128,7 @@ def _script(
     """Seconds, and the answers."""
     with serving(server, folder, work.handler, work.config, work.values, job_queue_size=2000) as (url, _):
         out = folder / "answers"
-        given = (endpoint, f"{_BUCKET}/rows.tar.gz", url, work.column, work.field, _AT_ONCE, rows, out)
+        given = (endpoint, f"{_BUCKET}/rows.tar.gz", url, work.column, work.name, _AT_ONCE, rows, out)
         began = time.monotonic()
         subprocess.run([str(python), str(_SCRIPT), *map(str, given)], check=True)
         return time.monotonic() - began, out.read_text().split()
@@ -140,7 +140,7 @@ def _line(work: Work, folder: Path, endpoint: str, rows: int) -> tuple[float, li
     shutil.copy(HANDLERS / f"{work.handler}.py", handler)
     yaml = {**work.config, "handler": dict(work.values)}
     (handler.parent / "model-config.yaml").write_text(json.dumps(yaml))
-    column = f"{work.column}={work.field}" if work.field else str(work.column)
+    column = f"{work.column}={work.name}" if work.name else str(work.column)
     storage = (f"endpoint={endpoint}", "access_key_id=test", "secret_access_key=test", "region=us-east-1")
     options = [word for each in storage for word in ("--storage", each)]
     what = ["--input", f"s3://{_BUCKET}/rows.tar.gz", "--output", str(folder / "out"), "--column", column, *options]

@@ -84,7 +84,9 @@ async def _cells(
 
 
 def _generate(server: PredictionServer, model: Path, options: argparse.Namespace) -> tuple[dict[str, Figures], Any]:
-    prompts, cells, alone = Prompts(model, 1), {}, {}
+    cells: dict[str, Figures] = {}
+    alone: dict[str, list[str]] = {}
+    prompts = Prompts(model, 1)
     for batch_size in _BATCH_SIZES:
         config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": batch_size, "maxBatchDelay": _BATCH_DELAY_MS}
         config |= {"responseTimeout": 600}

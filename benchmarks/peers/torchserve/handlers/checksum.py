@@ -9,7 +9,7 @@ def handle(data, context):
 
 
 def text_of(body):
-    if not isinstance(body, (str, dict)) and body.startswith(b"{"):
-        body = json.loads(bytes(body))
+    if not isinstance(body, dict) and body[:1] in ("{", b"{"):
+        body = json.loads(body)
     body = body["text"] if isinstance(body, dict) else body
     return body.encode() if isinstance(body, str) else bytes(body)

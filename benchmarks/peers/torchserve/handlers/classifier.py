@@ -1,6 +1,6 @@
 """Classifies texts with a model of DistilBERT's shape and random weights, which a folder holds. Takes ``{"text": …}``.
 
-A batch is padded to 32 tokens. An answer is the probability of the second class, to four digits.
+A batch is padded to 32 tokens. An answer is `p=` and the probability of the second class, to four digits.
 """
 
 import json
@@ -22,7 +22,7 @@ class Classify(BaseHandler):
 
     def handle(self, data, context):
         bodies = [row.get("body") or row.get("data") for row in data]
-        texts = [(body if isinstance(body, dict) else json.loads(bytes(body)))["text"] for body in bodies]
+        texts = [(body if isinstance(body, dict) else json.loads(body))["text"] for body in bodies]
         found = []
         for begin in range(0, len(texts), _ROWS):
             encoded = self.tokenizer(
@@ -35,4 +35,4 @@ class Classify(BaseHandler):
             with torch.inference_mode():
                 logits = self.model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits
             found += logits.softmax(-1)[:, 1].tolist()
-        return [f"{each:.4f}" for each in found]
+        return [f"p={each:.4f}" for each in found]
