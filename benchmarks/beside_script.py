@@ -189,6 +189,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("work", choices=("wide", "example", "instant"))
     parser.add_argument("--rows", type=int, default=2_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--servers", default="torchserve,ours", help="that the script asks (%(default)s)")
     parser.add_argument("--uri", default="embedded://smollm2-135m-instruct", help="of the tokenizer")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "mlserver-torch-stream" / "peers")
@@ -198,8 +199,9 @@ def main(given: list[str] | None = None) -> int:
     s3fs.install()
     torchserve.install()
     described = machine.describe()
-    servers: tuple[PredictionServer, ...] = (torchserve, OurTorchServe())
-    ways = {f"the script to {each.name}": partial(_script, each, s3fs.python) for each in servers}
+    servers: dict[str, PredictionServer] = {"torchserve": torchserve, "ours": OurTorchServe()}
+    asked = [servers[name] for name in options.servers.split(",")]
+    ways = {f"the script to {each.name}": partial(_script, each, s3fs.python) for each in asked}
     options.than = next(iter(ways))
     with tempfile.TemporaryDirectory() as name:
         weights = Path(name) / "weights"
