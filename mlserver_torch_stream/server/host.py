@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -300,12 +301,25 @@ def source_of(settings: ModelSettings) -> str | None:
 @contextmanager
 def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[None]:
     """Counts and times the block in MLServer's metrics of requests."""
-    labels = {"model": name, "version": version}
-    seconds = data_plane._ModelInferRequestDuration.labels(**labels).time()
-    failures = data_plane._ModelInferRequestFailure.labels(**labels).count_exceptions()
-    with seconds, failures:
+    seconds, failures, successes = _request_metrics(data_plane, name, version)
+    began = time.perf_counter()
+    try:
         yield
-        data_plane._ModelInferRequestSuccess.labels(**labels).inc()
+        successes.inc()
+    except Exception:
+        failures.inc()
+        raise
+    finally:
+        seconds.observe(time.perf_counter() - began)
+
+
+@functools.lru_cache(maxsize=256)
+def _request_metrics(data_plane: DataPlane, name: str, version: str | None) -> tuple[Any, Any, Any]:
+    """Returns MLServer's metrics of a model; finding them by their labels takes as long as counting."""
+    labels = {"model": name, "version": version}
+    metrics = data_plane._ModelInferRequestDuration, data_plane._ModelInferRequestFailure
+    seconds, failures = (each.labels(**labels) for each in metrics)
+    return seconds, failures, data_plane._ModelInferRequestSuccess.labels(**labels)
 
 
 def export_metrics(registry: Callable[[Settings], CollectorRegistry]) -> None:

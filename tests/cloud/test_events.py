@@ -61,7 +61,7 @@ def _binary_mode(bucket: str, key: str) -> _Event:
     return {}, _binary({**_GOOGLE, "source": source, "subject": f"objects/in/{key}"})
 
 
-_WAYS = {"s3": _webhook, "minio": _minio, "structured": _structured, "binary": _binary_mode}
+WAYS = {"s3": _webhook, "minio": _minio, "structured": _structured, "binary": _binary_mode}
 
 
 class Place:
@@ -216,8 +216,8 @@ def _completion(body: Any) -> str:
 @pytest.mark.slow
 def test_events_of_four_senders_over_http_have_one_result_for_each_object(place: Place, server: ModelServer) -> None:
     draw, (port,) = random.Random(3), free_ports(1)
-    events = _shuffled([make("bucket", key) for way, make in _WAYS.items() for key in _keys(way)], draw)
-    keys = [key for way in _WAYS for key in _keys(way)]
+    events = _shuffled([make("bucket", key) for way, make in WAYS.items() for key in _keys(way)], draw)
+    keys = [key for way in WAYS for key in _keys(way)]
     place.put(keys)
     watch = ("watch", "--input", "s3://bucket/in", "--output", "s3://bucket/out", "--listen", port, *place.options)
     watched = _Watched(lambda: start(*watch, "--url", server.url), [len(events) // 4, len(events) // 2])

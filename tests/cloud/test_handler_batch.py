@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
-from mlserver_torch_stream.cloud.backend import open_backend
+from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
 from mlserver_torch_stream.cloud.rows import AccessDenied, Chunk, Row, SequenceLost
@@ -34,6 +34,45 @@ def handle(data, context):
 def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(tmp_path: Path) -> None:
     """Else the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
     asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
+
+
+_NAPS = """
+import pathlib, time
+
+def handle(data, context):
+    if data is None:
+        return None
+    with (pathlib.Path(__file__).parent / "notes").open("a") as notes:
+        notes.write("+".join(bytes(row["body"]).decode() for row in data) + " ")
+    time.sleep(0.3)
+    return ["done"] * len(data)
+"""
+
+
+def test_while_a_worker_runs_a_batch_the_next_one_waits_in_its_queue_and_no_batch_is_split_or_joined(
+    tmp_path: Path,
+) -> None:
+    handler = write(tmp_path / "h", _NAPS)
+    assert asyncio.run(_waiting(handler, ["0", "1"], ["2"], ["3", "4"], ["5"])) == {1, 2}
+    assert (tmp_path / "h" / "notes").read_text().split() == ["0+1", "2", "3+4", "5"]
+
+
+async def _waiting(handler: Path, *batches: list[str]) -> set[int]:
+    """Sends the batches at once. Returns how many of their rows waited in the queue, each time that some did."""
+    extra = {"ts": "shim", "batchSize": 2, "maxBatchDelay": 0, "jobQueueSize": 1000}
+    async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
+        endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
+        backend = await open_backend(endpoint)
+        assert isinstance(backend, BatchBackend)
+        rows = [[Row(int(text), text, None, "", data=text.encode()) for text in batch] for batch in batches]
+        answers = asyncio.gather(*(backend(batch) for batch in rows))
+        found = set()
+        while not answers.done():
+            found.add((await backend._describe())["jobQueueStatus"]["pendingRequests"])
+            await asyncio.sleep(0.01)
+        assert all(each.failure is None for batch in await answers for each in batch)
+        await backend.aclose()
+    return found - {0}
 
 
 async def _cancelled(handler: Path) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -344,9 +344,10 @@ class Sns:
         return {**message, "Signature": base64.b64encode(signature).decode()}
 
 
-@pytest.fixture
-def sns(tmp_path: Path) -> Iterator[Sns]:
-    found = Sns(tmp_path)
+@contextmanager
+def sns_host(folder: Path) -> Iterator[Sns]:
+    """Serves the certificate. ``folder`` has the authority's files."""
+    found = Sns(folder)
     pair = found.authority.sign("sns")
 
     class Host(Handler):
@@ -361,6 +362,12 @@ def sns(tmp_path: Path) -> Iterator[Sns]:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(pair.certificate, pair.key)
     with serving(Host, tls) as found.url:
+        yield found
+
+
+@pytest.fixture
+def sns(tmp_path: Path) -> Iterator[Sns]:
+    with sns_host(tmp_path) as found:
         yield found
 
 

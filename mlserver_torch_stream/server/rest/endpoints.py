@@ -324,11 +324,14 @@ class SelectiveRoute(Route):
         self._prefix = path.partition("{")[0]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["path"].startswith(self._prefix) or scope.get("root_path"):
-            match, child = super().matches(scope)
-            if match is Match.FULL and self.takes(scope, child["path_params"]):
-                return match, child
-        return Match.NONE, {}
+        match, child = self.matches_path(scope)
+        taken = match is Match.FULL and self.takes(scope, child["path_params"])
+        return (match, child) if taken else (Match.NONE, {})
+
+    def matches_path(self, scope: Scope) -> tuple[Match, Scope]:
+        """Matches the path and the method, whatever ``takes`` says."""
+        begins = scope["path"].startswith(self._prefix) or scope.get("root_path")
+        return super().matches(scope) if begins else (Match.NONE, {})
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         """Whether the route accepts the request, given the parameters in its path."""
@@ -351,7 +354,7 @@ class _OurRoute(SelectiveRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Matches the path. If it has no model's name, no other route has it, so other methods get 405 here."""
-        return super().matches(scope) if "model_name" in self.param_convertors else Route.matches(self, scope)
+        return super().matches(scope) if "model_name" in self.param_convertors else self.matches_path(scope)
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         model = find_model(self._registry, path["model_name"], path.get("model_version"))

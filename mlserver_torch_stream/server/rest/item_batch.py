@@ -104,12 +104,13 @@ class _BatchEndpoint:
         batches = _batches(receive, self._max_body_bytes)
         first = await anext(batches, None)
         await send({"type": "http.response.start", "status": 200, "headers": _FRAMES})
-        # Batches wait here until a worker is free, so that a batch of the run becomes one batch of the handler. A batch
-        # of one item cannot be split, so it may wait in the handler's queue. The items of sequences come one by one,
-        # and the handler's queue gathers those of several sequences.
+        # While all workers are busy, one batch waits in the handler's queue, so that a worker begins it as soon as it
+        # has ended its own. Further batches wait here, because in the queue they would be split and joined: a batch of
+        # the run is to become one batch of the handler. A batch of one item cannot be split. The items of sequences
+        # come one by one, and the handler's queue gathers those of several sequences.
         gathered = described["stateful"] if isinstance(found, HandlerModel) else True
         waits = not gathered and described["batchSize"] > 1
-        turns = asyncio.Semaphore(max(1, described["maxWorkers"]) if waits else _UNBOUNDED)
+        turns = asyncio.Semaphore(max(1, described["maxWorkers"]) + 1 if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
 
         def take(number: int, items: list[Item] | None) -> None:

@@ -1,0 +1,44 @@
+"""Generates greedily with a model of transformers, as a user would write it: a batch in step, a piece for each token.
+
+A request is ``{"prompt": …, "max_new_tokens": …, "stream": …}``. A token is its id and a space. Without ``stream`` the
+answer comes as a whole.
+"""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from ts.handler_utils.utils import send_intermediate_predict_response
+from ts.torch_handler.base_handler import BaseHandler
+
+
+class Generate(BaseHandler):
+    def initialize(self, context):
+        path = context.model_yaml_config["handler"]["model_path"]
+        self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.initialized = True
+
+    def handle(self, data, context):
+        requests = [self.decoded(row.get("body") or row.get("data")) for row in data]
+        wanted = max(request["max_new_tokens"] for request in requests)
+        encoded = self.tokenizer([request["prompt"] for request in requests], padding=True, return_tensors="pt")
+        ids, mask, cache = encoded["input_ids"], encoded["attention_mask"], None
+        answers = [""] * len(requests)
+        for step in range(wanted):
+            with torch.inference_mode():
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                out = self.model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            cache = out.past_key_values
+            ids = out.logits[:, -1].argmax(-1, keepdim=True)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            pieces = [f"{token} " for token in ids[:, 0].tolist()]
+            answers = [answer + piece for answer, piece in zip(answers, pieces, strict=True)]
+            if requests[0]["stream"] and step < wanted - 1:
+                send_intermediate_predict_response(pieces, context.request_ids, "ok", 200, context)
+        return pieces if requests[0]["stream"] else answers
+
+    @staticmethod
+    def decoded(body):
+        return json.loads(body) if isinstance(body, (bytes, bytearray, str)) else body

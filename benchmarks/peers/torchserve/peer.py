@@ -1,0 +1,132 @@
+"""TorchServe 0.12 in an environment of its own, and this package's server, over one model store and configuration.
+
+Knows nothing of measuring. Java is the machine's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from benchmarks.peers.peer import Installed, PeerUnavailable
+from benchmarks.process import free_ports, running
+from benchmarks.servers import OURS, StartFailed, clean_environment
+
+MODEL = "my_tc"
+HANDLERS = Path(__file__).parent / "handlers"
+_HOST = "http://127.0.0.1"
+_READY_S = 300.0
+
+
+class PredictionServer(Protocol):
+    """A server of TorchServe's paths."""
+
+    @property
+    def name(self) -> str: ...
+
+    def command(self, options: Sequence[str]) -> Sequence[str]:
+        """``options`` are those of the ``torchserve`` command."""
+
+    def environment(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class TorchServe(Installed):
+    name: str = "TorchServe 0.12"
+    distributions: Sequence[str] = ("torchserve", "torch", "transformers")
+
+    def make(self) -> None:
+        if shutil.which("java") is None:
+            raise PeerUnavailable("there is no java, of version 17")
+        self.make_venv()
+        self.install_torch()
+        versions = ("torchserve==0.12.0", "transformers==5.23.0", "pyyaml", "setuptools<81")
+        self.pip("install", "--progress-bar", "off", *versions)
+
+    def command(self, options: Sequence[str]) -> Sequence[str]:
+        return [str(self.python), "-m", "ts.model_server", *options]
+
+    def environment(self) -> Mapping[str, str]:
+        return {"PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"}  # its workers are `python`
+
+
+@dataclass(frozen=True)
+class OurTorchServe:
+    """``mlserver-torch-stream torchserve``."""
+
+    name: str = OURS
+
+    def command(self, options: Sequence[str]) -> Sequence[str]:
+        return [sys.executable, "-m", "mlserver_torch_stream.cli", "torchserve", *options]
+
+    def environment(self) -> Mapping[str, str]:
+        return {"MLSERVER_MODEL_EXTRA": json.dumps({"ts": "shim"})}
+
+
+def write_mar(path: Path, handler: str, values: Mapping[str, Any]) -> Path:
+    """The archive of a file of ``handlers``; ``values`` are the key ``handler`` of its model-config.yaml."""
+    model = {"modelName": MODEL, "modelVersion": "1.0", "handler": "handler.py", "configFile": "model-config.yaml"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(HANDLERS / f"{handler}.py", "handler.py")
+        archive.writestr("model-config.yaml", json.dumps({"handler": dict(values)}))  # JSON is YAML
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+    return path
+
+
+@contextmanager
+def serving(
+    server: PredictionServer,
+    folder: Path,
+    handler: str,
+    config: Mapping[str, Any],
+    values: Mapping[str, Any] = {},
+    **properties: object,
+) -> Iterator[tuple[str, int]]:
+    """Yields the URL of the model's predictions and the server's pid, once all ``minWorkers`` workers are ready.
+
+    ``config``: of the model in config.properties. ``folder`` must be empty. Raises StartFailed.
+    """
+    port, management, metrics, *grpc = free_ports(5)
+    write_mar(folder / "store" / f"{MODEL}.mar", handler, values)
+    described = {MODEL: {"1.0": {"defaultVersion": True, "marName": f"{MODEL}.mar", **config}}}
+    lines: dict[str, object] = {
+        "inference_address": f"{_HOST}:{port}",
+        "management_address": f"{_HOST}:{management}",
+        "metrics_address": f"{_HOST}:{metrics}",
+        "grpc_inference_port": grpc[0],
+        "grpc_management_port": grpc[1],
+        "load_models": f"{MODEL}.mar",
+        "models": json.dumps(described),
+        **properties,
+    }
+    configuration = folder / "config.properties"
+    configuration.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+    options = ["--start", "--foreground", "--ncs", "--disable-token-auth", "--model-store", str(folder / "store")]
+    command = server.command([*options, "--ts-config", str(configuration)])
+    environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", "LOG_LOCATION": str(folder), **server.environment()}
+    log = folder / "server.log"
+    with running(command, environment, log, folder) as process:
+        end = time.monotonic() + _READY_S
+        while not _ready(f"{_HOST}:{management}/models/{MODEL}", config["minWorkers"]):
+            if process.poll() is not None or time.monotonic() > end:
+                raise StartFailed(f"{server.name} is not ready: {log.read_text(errors='replace')[-1500:]}")
+            time.sleep(0.1)
+        yield f"{_HOST}:{port}/predictions/{MODEL}", process.pid
+
+
+def _ready(url: str, workers: int) -> bool:
+    with suppress(httpx.TransportError, ValueError, LookupError):  # not listening yet
+        return [each["status"] for each in httpx.get(url, timeout=10).json()[0]["workers"]] == ["READY"] * workers
+    return False
