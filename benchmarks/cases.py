@@ -5,6 +5,7 @@ p2000        one prompt of 2,000 tokens on an idle server
 p2000-again  the same, when another prompt with the same beginning was answered just before
 c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
 c2+32p16     one running stream, then 32 prompts of 16 tokens at once
+c2+16p128-2000  one running stream, then 16 prompts of 128 to 2,000 tokens at once: what ``step_target`` bounds
 mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
 loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
 copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
@@ -42,7 +43,7 @@ _DRAWN = 0.8  # the temperature of prose that is drawn
 _LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
 _SERIAL_STREAMS = 4  # enough to see a queue
 _NAME = re.compile(
-    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+))?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
+    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+)(-(?P<longest>\d+))?)?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
     r"|(?P<copy>copy)|(?P<prose>prose)(?P<drawn>-drawn)?|c(?P<kept>\d+)-(?P<form>list|free)|turns(?P<turns>\d+)"
     r"|batch(?P<batch>\d+)"
 )
@@ -57,6 +58,7 @@ class Scale:
     wave_streams: int = 8  # waves until so many streams have run, at least one
     late_new_tokens: int = 16  # of the prompt that comes late
     running_new_tokens: int = 256  # of the streams that it finds running
+    outlasting_new_tokens: int = 48  # of these for each prompt, where prompts have several lengths
     mix_requests: int = 48
     mix_per_s: float = 2.0
     mix_prompts: tuple[int, int] = (32, 1500)
@@ -68,7 +70,7 @@ class Scale:
 
 
 QUICK = Scale(
-    new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48,
+    new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48, outlasting_new_tokens=16,
     mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16), batch_rows=60,
     loop_requests=6, loop_prompts=(32, 200), loop_answers=(4, 16),
 )  # fmt: skip
@@ -120,7 +122,13 @@ class Case:
             return await self._loop(endpoint, pid, sweep, int(match["loop"]))
         if match["late"]:
             many = int(match["many"] or 1)
-            return await self._late(endpoint, pid, sweep, int(match["streams"]), many, int(match["late"]))
+            if match["longest"]:
+                dice = random.Random(13)  # the same lengths in every sweep and for every server
+                sizes = [_log_uniform(dice, int(match["late"]), int(match["longest"])) for _ in range(many)]
+                outlasting = max(self.scale.running_new_tokens, many * self.scale.outlasting_new_tokens)
+                return await self._late(endpoint, pid, sweep, int(match["streams"]), sizes, outlasting)
+            sizes = [int(match["late"])] * many
+            return await self._late(endpoint, pid, sweep, int(match["streams"]), sizes, self.scale.running_new_tokens)
         if match["again"]:
             return await self._again(endpoint, pid, sweep, int(match["prompt"]))
         if match["prompt"]:
@@ -138,12 +146,13 @@ class Case:
         return {**summarize(waves), **usage.figures}
 
     async def _late(
-        self, endpoint: Endpoint, pid: int, sweep: object, streams: int, many: int, late_tokens: int
+        self, endpoint: Endpoint, pid: int, sweep: object, streams: int, late_sizes: Sequence[int], running_new: int
     ) -> Figures:
+        """``late_sizes``: tokens of the late prompts. ``running_new``: new tokens of each running stream."""
         size = self.scale.prompt_tokens
-        asks = [self._ask(size, sweep, index, new=self.scale.running_new_tokens) for index in range(streams - 1)]
-        new_tokens = self.scale.late_new_tokens
-        late = [self._ask(late_tokens, sweep, "late", index, new=new_tokens) for index in range(many)]
+        asks = [self._ask(size, sweep, index, new=running_new) for index in range(streams - 1)]
+        new = self.scale.late_new_tokens
+        late = [self._ask(tokens, sweep, "late", index, new=new) for index, tokens in enumerate(late_sizes)]
         async with Usage(pid) as usage:
             recordings, intruders = await load.intrusion(endpoint, asks, late)
         answers, late_answers = _read(endpoint, asks, recordings), _read(endpoint, late, intruders)
@@ -246,7 +255,8 @@ def describe(name: str) -> str:
         return f"{match['loop']} always in flight, a mix of lengths"
     if match["late"]:
         arrives = f"{match['many']} prompts" if match["many"] else "a prompt"
-        return f"{int(match['streams']) - 1} running, then {arrives} of {int(match['late']):,} tokens"
+        sizes = f"{int(match['late']):,}" + (f" to {int(match['longest']):,}" if match["longest"] else "")
+        return f"{int(match['streams']) - 1} running, then {arrives} of {sizes} tokens"
     if match["prompt"]:
         return f"a prompt of {int(match['prompt']):,} tokens" + (", its beginning known" if match["again"] else "")
     return f"{match['streams']} at once" if match["streams"] != "1" else "alone"

@@ -12,7 +12,7 @@ from benchmarks.answers import Answer
 
 Figures = dict[str, float]
 
-_MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s"})
+_MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s", "burst_tokens_per_s"})
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -80,10 +80,12 @@ def disturbance(answers: Sequence[Answer], intruders: Sequence[Answer]) -> Figur
     end = max(each.arrivals[0] for each in intruders)
     running = [answer for answer in answers if answer.arrivals[0] < begin < answer.arrivals[-1]]
     gaps = [gap for answer in running for gap in answer.gaps_within(begin, end)]
+    tokens = sum(each.prompt_tokens for each in intruders) + len(gaps)
     return {
         "requests": len(answers) + len(intruders),
         "new_tokens": sum(answer.new_tokens for answer in (*answers, *intruders)),
         "running_at_arrival": len(running),
+        "burst_tokens_per_s": tokens / (end - begin),  # of the prompts and of the running streams
         **spread("ttft", [each.ttft for each in intruders]),
         **spread("itl", gaps),
     }

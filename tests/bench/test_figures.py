@@ -65,6 +65,7 @@ def test_a_disturbance_is_seen_by_those_that_were_running() -> None:
     assert figures["running_at_arrival"] == 1
     assert figures["ttft_p50_ms"] == pytest.approx(750.0)
     assert figures["itl_max_ms"] == pytest.approx(800.0)
+    assert figures["burst_tokens_per_s"] == pytest.approx((128 + 2) / 0.75)
 
 
 def test_best_is_most_tokens_and_least_waiting() -> None:

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, Cache
 from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart
-from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
@@ -168,7 +168,7 @@ class ModelledEngine:
         self.limits, self.spec, self.overlap = limits, spec, overlap
         self.scheduler = Scheduler(limits, spec, drafts)
         self.forward = ModelledForward(spec)
-        self.prompt_budget: Callable[[], int | None] = lambda: None  # of the next step
+        self.prompt_budget: Callable[[], PromptBudget | None] = lambda: None  # of the next step
         self.in_flight: deque[_InFlight] = deque()
         self.requests: list[RequestState] = []
         self.prefilled = 0
@@ -224,7 +224,7 @@ class ModelledEngine:
             self.check()
         return first
 
-    def check_plan(self, plan: StepPlan, prompt_budget: int | None) -> None:
+    def check_plan(self, plan: StepPlan, prompt_budget: PromptBudget | None) -> None:
         assert [each.count for each in plan.parts] == [each.count for each in plan.batch.sequences]
         sequences = [each.sequence for each in plan.parts]
         assert len(set(sequences)) == len(sequences)
@@ -239,7 +239,9 @@ class ModelledEngine:
             if self.limits.beside_budget is not None and len(prompts) < len(plan.parts):
                 assert tokens <= self.limits.beside_budget
         if prompt_budget is not None and not self.limits.whole_prompts:
-            assert plan.prompt_tokens <= prompt_budget
+            cost = sum(prompt_budget.cost_of(part.start, part.count) for part in prompts)
+            single = len(prompts) * prompt_budget.cost_of(CONTEXT, 1)  # each prompt gets a token at least
+            assert cost <= prompt_budget.cost + single or prompts[0].count <= prompt_budget.least
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.request_state import SequenceState
-from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits, fits_alone, longest_sequence
+from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits, fits_alone, longest_sequence
 from tests.engine.schedule_model import CONTEXT, ModelledEngine, choice, expected, key_after, request_of
 
 FULL = LayerGroup((0,), token_bytes=4)
@@ -77,7 +77,8 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
     )
     engine = ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
     if dice.random() < 0.5:
-        engine.prompt_budget = lambda: dice.choice([None, dice.randint(1, 40)])
+        budgets = [PromptBudget(dice.randint(1, 40), per_key, least) for per_key in (0.0, 0.1) for least in (1, 4)]
+        engine.prompt_budget = lambda: dice.choice([None, *budgets])
     return engine
 
 
@@ -228,13 +229,13 @@ def test_prompts_take_less_of_a_step_in_which_sequences_decode() -> None:
 
 def test_the_prompts_of_a_step_keep_to_the_budget_that_it_is_given_and_drafts_do_not() -> None:
     engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: [1, 2, 3])
-    engine.prompt_budget = lambda: 4
+    engine.prompt_budget = lambda: PromptBudget(4)
     engine.add(request_of(prompt_of(10, 1), 30))
     assert [computed(engine) for _ in range(3)] == [4, 4, 2]
     engine.add(request_of(prompt_of(10, 2), 30))
     plan = engine.step()
     assert plan.prompt_tokens == 4 and [len(part.drafts) for part in plan.parts] == [3, 0]
-    engine.prompt_budget = lambda: 1000
+    engine.prompt_budget = lambda: PromptBudget(1000)
     assert computed(engine) == 6
 
 

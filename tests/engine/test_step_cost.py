@@ -11,13 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
-from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
 from mlserver_torch_stream.engine.step.step_cost import StepCost
 from tests.engine.schedule_model import request_of
 
 SECONDS = st.floats(0, 1e6)
 STEPS = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 256), SECONDS), max_size=60)
+
+
+def fitting(cost: StepCost, target: float, rows: int) -> float:
+    return cost.budget(target, rows).cost
 
 
 def learn(cost: StepCost, base: float, per_prompt: float, per_row: float, noise: float = 0.0, seed: int = 1) -> None:
@@ -52,11 +56,11 @@ def test_noisy_linear_times_are_fitted(base: float, per_prompt: float, per_row: 
     learn(cost, base, per_prompt, per_row, 0.05, seed)
     for tokens in (16, 64, 128, 200):
         target = base + 4 * per_row + per_prompt * tokens
-        fitting = cost.fitting(target, 4)
-        seconds = base + 4 * per_row + per_prompt * fitting
+        tokens = fitting(cost, target, 4)
+        seconds = base + 4 * per_row + per_prompt * tokens
         aim = max(target, 1.25 * (base + 4 * per_row))
         assert seconds < 1.2 * aim
-        assert seconds > aim / 1.2 or fitting > 200  # twice what was measured
+        assert seconds > aim / 1.2 or tokens > 200  # twice what was measured
 
 
 @given(st.integers(1, 40))
@@ -66,10 +70,10 @@ def test_a_paused_machine_does_not_ruin_what_fits(steps: int) -> None:
     learn(cost, 0.05, 0.005, 0.002)
     for step in range(steps):
         cost.note((0, 64)[step % 2], 4, 0.058 + (0, 0.32)[step % 2])
-    before = cost.fitting(0.4, 4)
+    before = fitting(cost, 0.4, 4)
     cost.note(64, 4, 60.0)
     cost.note(0, 4, 60.0)
-    assert before / 1.5 < cost.fitting(0.4, 4) <= before
+    assert before / 1.5 < fitting(cost, 0.4, 4) <= before
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
@@ -83,10 +87,10 @@ def test_old_speeds_are_forgotten(factor: float) -> None:
 def test_an_hour_of_decoding_does_not_forget_the_cost_of_prompts() -> None:
     cost = StepCost()
     learn(cost, 0.05, 0.005, 0.002)
-    before = cost.fitting(0.4, 4)
+    before = fitting(cost, 0.4, 4)
     for _ in range(10_000):
         cost.note(0, 4, 0.058)
-    assert cost.fitting(0.4, 4) == pytest.approx(before, rel=0.05)
+    assert fitting(cost, 0.4, 4) == pytest.approx(before, rel=0.05)
 
 
 @given(STEPS, st.integers(0, 256), st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6))
@@ -97,17 +101,17 @@ def test_any_times_give_a_number_that_grows_with_the_target(
     for prompt, decoding, seconds in steps:
         if prompt or decoding:
             cost.note(prompt, decoding, seconds)
-    fitting = [cost.fitting(target, rows) for target in sorted(targets)]
-    assert fitting == sorted(fitting) and fitting[0] >= 0
+    found = [fitting(cost, target, rows) for target in sorted(targets)]
+    assert found == sorted(found) and found[0] >= 1
     largest = max((prompt for prompt, _, _ in steps), default=0)
-    assert fitting[-1] <= 2 * largest
+    assert found[-1] <= max(1, 2 * largest + 1e-6)
     assert math.isfinite(cost.of(rows, 64)) and cost.of(rows, 64) >= 0 and cost.per_row >= 0
 
 
 def test_what_fits_beside_decoding_that_takes_all_the_time_is_a_quarter_of_it() -> None:
     cost = StepCost()
     learn(cost, 0.05, 0.001, 0.002)
-    assert cost.fitting(0.01, 4) == pytest.approx(0.058 / 4 / 0.001, rel=0.2)
+    assert fitting(cost, 0.01, 4) == pytest.approx(0.058 / 4 / 0.001, rel=0.2)
 
 
 def test_sizes_grow_step_by_step_to_the_target() -> None:
@@ -116,18 +120,54 @@ def test_sizes_grow_step_by_step_to_the_target() -> None:
     while len(sizes) < 40:
         cost.note(0, 4, 0.100)
         cost.note(sizes[-1], 4, max(0.100, 0.005 * sizes[-1]) + 0.02)
-        sizes.append(max(16, cost.fitting(0.5, 4)))
+        sizes.append(int(cost.budget(0.5, 4, least=16).cost))
     assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
     assert max(sizes) * 0.005 + 0.02 <= 1.25 * 0.5
     assert sizes[-1] == pytest.approx(0.48 / 0.005, rel=0.1)
 
 
-# Seconds of a step, of a prompt token, of a row, and of a prompt token for each 1,000 keys before it: about what two
-# cores need for 135 million and for 1.1 billion parameters.
-SHAPES = {"135M": (0.012, 0.00045, 0.0015, 0.00014), "1.1B": (0.09, 0.0042, 0.009, 0.0008)}
+def test_the_share_of_keys_in_the_time_of_a_prompt_token_is_learnt() -> None:
+    """A token with 1,000 keys before it takes twice as long, on a machine whose speed changes."""
+    cost, dice = StepCost(), random.Random(1)
+    for step in range(300):
+        tokens, context = dice.choice([16, 64, 128]), dice.uniform(0, 2000)
+        speed = dice.uniform(0.9, 1.1) * (3 if 100 < step < 200 else 1)
+        cost.note(tokens, 4, speed * tokens * (0.001 + 1e-6 * context), tokens * context)
+    budget = cost.budget(0.2, 4)
+    assert budget.per_key == pytest.approx(0.001, rel=0.3)
+    assert budget.fitting(budget.cost, 0) == pytest.approx(190, rel=0.2)
+    assert budget.fitting(budget.cost, 2000) == pytest.approx(65, rel=0.2)
 
 
-@pytest.mark.parametrize(("shape", "target"), [("135M", 0.1), ("1.1B", 0.25), ("1.1B", 0.5), ("1.1B", 1.0)])
+@given(st.floats(0.5, 1e4), st.floats(0, 0.1), st.integers(0, 10_000))
+def test_the_tokens_that_fit_a_budget_are_the_most_that_cost_no_more(cost: float, per_key: float, start: int) -> None:
+    budget = PromptBudget(cost, per_key)
+    tokens = budget.fitting(cost, start)
+    assert budget.cost_of(start, tokens) <= cost * (1 + 1e-9) < budget.cost_of(start, tokens + 1) * (1 + 1e-6)
+
+
+def test_steps_that_are_hard_to_predict_get_fewer_prompt_tokens() -> None:
+    budgets = []
+    for noise in (0.0, 0.05, 0.5):
+        cost = StepCost()
+        learn(cost, 0.05, 0.005, 0.002, noise)
+        budgets.append(fitting(cost, 0.4, 4))
+    assert budgets[0] == pytest.approx(budgets[1], rel=0.1) and budgets[2] < 0.8 * budgets[0]
+
+
+# Seconds of a step, of a prompt token, of a row, and of a prompt token for each 1,000 keys before it: what two cores
+# need for 135 million parameters (Zen 4; Zen 3, which has AVX2 alone) and for 1.1 billion.
+SHAPES = {
+    "135M": (0.012, 0.00045, 0.0015, 0.00014),
+    "135M on AVX2": (0.012, 0.0013, 0.0015, 0.00115),
+    "1.1B": (0.09, 0.0042, 0.009, 0.0008),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [("135M", 0.1), ("135M on AVX2", 0.1), ("135M on AVX2", 0.25), ("1.1B", 0.25), ("1.1B", 0.5), ("1.1B", 1.0)],
+)
 def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, target: float) -> None:
     """Sixteen prompts arrive beside a stream. The real scheduler plans the steps, whose time is computed."""
     base, per_prompt, per_row, per_key = SHAPES[shape]
@@ -135,23 +175,26 @@ def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, t
     scheduler = Scheduler(SchedulerLimits(32, 512, (2000,), 10**12), CacheSpec(16, (LayerGroup((0,), token_bytes=4),)))
     requests = [request_of(range(64), 10**6, context=10**7)]
     scheduler.add(requests[0])
-    longest = 0.0
-    for step in range(400):
+    times = []
+    for step in range(800):
         if step == 20:
             sizes = [round(math.exp(dice.uniform(math.log(128), math.log(2000)))) for _ in range(16)]
             requests += [request_of(range(size, 2 * size), 10**6, context=10**7) for size in sizes]
             for request in requests[1:]:
                 scheduler.add(request)
         rows = scheduler.running_sequences
-        plan = scheduler.schedule((), max(16, cost.fitting(target, rows)) if rows else None)
+        plan = scheduler.schedule((), cost.budget(target, rows, 16) if rows else None)
         prompts = [part for part in plan.parts if part.prefills]
         decoding = len(plan.parts) - len(prompts)
-        seconds = base + per_row * decoding
-        seconds += sum(part.count * (per_prompt + per_key * part.start / 1000) for part in prompts)
+        keys = sum(part.count * (part.start + part.count / 2) for part in prompts)
+        seconds = base + per_row * decoding + per_prompt * plan.prompt_tokens + per_key / 1000 * keys
         seconds *= dice.uniform(0.95, 1.05)
-        cost.note(plan.prompt_tokens, decoding, seconds)
-        longest = max(longest, seconds if step > 20 else 0.0)
+        cost.note(plan.prompt_tokens, decoding, seconds, keys)
+        if prompts and step > 20:
+            times.append(seconds)
         for part in plan.parts:
             scheduler.advance(part, part.count)
             part.sequence.tokens += [1] * len(part.samples)
-    assert target / 2 < longest <= 1.25 * target + 0.02
+    assert all(request.sequences[0].tokens for request in requests)
+    assert max(times) <= 1.25 * target + 0.02
+    assert sum(times) / len(times) > 0.8 * target

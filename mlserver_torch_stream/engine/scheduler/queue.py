@@ -54,6 +54,28 @@ class SchedulerLimits:
         return tokens if self.whole_prompts or self.token_budget is None else min(self.token_budget, tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptBudget:
+    """Bounds the prompt tokens of one step by their cost.
+
+    A prompt token with ``k`` keys before it costs ``1 + per_key * k``, and all prompt tokens of the step cost at most
+    ``cost`` together. The first prompt gets ``least`` tokens whatever they cost.
+    """
+
+    cost: float
+    per_key: float = 0.0
+    least: int = 1
+
+    def cost_of(self, start: int, tokens: int) -> float:
+        """Returns the cost of the ``tokens`` of a prompt from position ``start`` on."""
+        return tokens * (1 + self.per_key * (start + tokens / 2))
+
+    def fitting(self, cost: float, start: int) -> int:
+        """Returns how many tokens of a prompt from position ``start`` on cost at most ``cost``."""
+        linear, square = 1 + self.per_key * start, self.per_key / 2
+        return int(2 * cost / (linear + math.sqrt(linear * linear + 4 * square * cost)))
+
+
 def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
     """Returns whether a request with ``sequences`` sequences of ``final`` tokens could run on an idle engine to its
     end.

@@ -15,7 +15,7 @@ from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import Order, PageLedger, ScheduledSequence, StepPart
-from mlserver_torch_stream.engine.scheduler.queue import FairQueue, SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.scheduler.queue import FairQueue, PromptBudget, SchedulerLimits, fits_alone
 from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
@@ -56,7 +56,7 @@ class StepDraft:
     """A step while it is planned: ``left`` tokens of the budget, the parts in order, and the sequences that decode."""
 
     def __init__(
-        self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: int | None = None
+        self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
     ) -> None:
         """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of prompts."""
         self._limits = limits
@@ -65,7 +65,8 @@ class StepDraft:
         self._prompt_tokens = 0
         self.left = limits.budget(decodes=decodes)
         self._rows_left = _MAX_SCORED_ROWS
-        self._prompts_left: float = math.inf if prompt_budget is None else prompt_budget
+        self._prompt_budget = PromptBudget(math.inf) if prompt_budget is None else prompt_budget
+        self._cost_left = self._prompt_budget.cost
         self.decoding: list[ScheduledSequence] = []
         self.copies: list[tuple[int, int, int]] = []
 
@@ -76,7 +77,7 @@ class StepDraft:
     def takes_prompts(self) -> bool:
         if self._limits.whole_prompts:
             return not self._prompt_tokens
-        return min(self.left, self._prompts_left, self._rows_left) > 0
+        return min(self.left, self._cost_left, self._rows_left) > 0
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
         """Returns how many of a prompt's next tokens the step takes. If possible a chunk ends at the end of a page.
@@ -85,13 +86,20 @@ class StepDraft:
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
-        left = min(self.left, self._prompts_left)
+        left = min(self.left, self._affordable(start))
         most = min(left, tokens - unscored + self._rows_left) if unscored else left
         if self._limits.whole_prompts or tokens <= most:
             return tokens
         end = start + int(most)
         whole = end // self._page_size * self._page_size
         return (whole if whole > start else end) - start
+
+    def _affordable(self, start: int) -> float:
+        """Returns how many tokens of a prompt from position ``start`` on the prompt budget has room for."""
+        if self._cost_left == math.inf:
+            return math.inf
+        least = 1 if self._prompt_tokens else self._prompt_budget.least
+        return max(least, self._prompt_budget.fitting(self._cost_left, start))
 
     def add(self, scheduled: ScheduledSequence, count: int, *, decodes: bool) -> None:
         """Adds the next ``count`` tokens of a sequence, which has pages and a slot for them."""
@@ -110,7 +118,7 @@ class StepDraft:
             self._rows_left -= scored
             weight = max(count, self._limits.prefill_floor)
             self.left -= weight
-            self._prompts_left -= weight
+            self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
     def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
         """Adds drafts to the part of a sequence that decodes in this step."""
@@ -207,7 +215,7 @@ class Scheduler:
 
     # --- the plan of a step ---
 
-    def schedule(self, busy: Busy = (), prompt_budget: int | None = None) -> StepPlan:
+    def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
         """Plans the next step. Sequences of ``busy``, which are in flight, are left out and keep their pages.
 
         ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None: only the limits bound

@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.pipeline.stages import Pipeline, StagedForward
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.sampling.sampler import SamplerFactory
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart
-from mlserver_torch_stream.engine.scheduler.queue import SchedulerLimits
+from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.step.batcher import PROMPT_LOGPROBS, Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.step.choose import StepResult, TokenChoice, in_halves, no_result, whole_result
@@ -220,11 +220,11 @@ class ContinuousBatcher(Batcher):
         rows = -(-running // self._flights.most)  # decode rows of one of the steps in flight
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
-    def _prompt_budget(self, rows: int) -> int | None:
-        """Returns the most prompt tokens of a step beside ``rows`` decode rows, which wait for it; None: no bound."""
+    def _prompt_budget(self, rows: int) -> PromptBudget | None:
+        """Returns the bound of the prompt tokens of a step beside ``rows`` decode rows, which wait for it."""
         if self._step_target is None or not rows:
             return None
-        return max(self._min_prompt_tokens, self._cost.fitting(self._step_target, rows))
+        return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])
@@ -302,9 +302,11 @@ class ContinuousBatcher(Batcher):
             return  # the time includes another engine's work
         seconds = time.monotonic() - step.began
         floor = self._scheduler.limits.prefill_floor
-        prompts = [part.count for part in step.plan.parts if part.prefills]
-        rows = step.plan.batch.tokens - sum(prompts)
-        self._cost.note(sum(max(count, floor) for count in prompts), rows, seconds)
+        prompts = [part for part in step.plan.parts if part.prefills]
+        rows = step.plan.batch.tokens - sum(part.count for part in prompts)
+        tokens = [max(part.count, floor) for part in prompts]
+        keys = sum(count * (part.start + count / 2) for part, count in zip(prompts, tokens, strict=True))
+        self._cost.note(sum(tokens), rows, seconds, keys)
         if prompts and rows:
             self.count(mixed_steps=1, mixed_step_seconds=seconds)
 

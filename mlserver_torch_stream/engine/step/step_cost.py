@@ -1,10 +1,12 @@
 """Learns the time of a step: a constant, plus a time for each row that decodes and for each token of a prompt.
 
-It reads no clock: the batcher measures the steps. Prompt lookup asks how much time a further row adds; the batcher asks
-how many prompt tokens fit into a step.
+The time of a prompt token grows with the number of keys before it. It reads no clock: the batcher measures the steps.
+Prompt lookup asks how much time a further row adds; the batcher asks which prompt tokens fit into a step.
 """
 
 from __future__ import annotations
+
+from mlserver_torch_stream.engine.scheduler.queue import PromptBudget
 
 # What one more row is expected to add: a share of the step's time, and at most a share of the time per row. On two
 # cores a row adds 0.14 beside one row, and 0.5 of a row's time beside eight.
@@ -13,6 +15,13 @@ _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
 _KEPT_ROWS = 0.98  # of the weight of earlier steps: about the last fifty count
 _KEPT_PROMPTS = 0.9  # likewise of steps with prompts: about the last ten count
+_KEPT_KEYS = 0.99  # likewise of the share of keys in the time of a prompt token, which the machine's speed leaves alone
+_KEY_SPREAD = 1e4  # sum of squared distances of the prompts' mean numbers of keys from their mean
+_KEPT_ERRORS = 0.95  # of the relative errors of earlier predictions: about the last twenty count
+
+# A step that takes longer than predicted by three mean errors should still end within 1.25 times the target.
+_LATE = 1.25
+_ERRORS = 3.0
 
 _OUTLIER = 2.0  # a step slower than so many times the expected time counts as just that slow, unless the next is too
 _MIN_STEPS = 3  # before these no step is an outlier
@@ -64,23 +73,35 @@ class StepCost:
 
     The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from the time that a
     step with prompts takes beyond its rows. Each kind of step forgets only its own past, so that an hour of decoding
-    does not forget the cost of prompts.
+    does not forget the cost of prompts. A prompt token counts as ``1 + per_key * k`` tokens if ``k`` keys are before
+    it, as in a ``PromptBudget``.
     """
 
     def __init__(self) -> None:
         self._rows = _Line(_KEPT_ROWS)
         self._prompts = _Line(_KEPT_PROMPTS)
+        self._keys = _Line(_KEPT_KEYS)  # the mean number of keys before a prompt token, and the seconds of the token
+        self._errors = _Line(_KEPT_ERRORS)  # relative errors of the predictions of steps with prompts
         self._largest = 0.0  # prompt tokens of a step, which later, smaller steps lower
         self._was_outlier = {False: False, True: False}  # of steps without and with prompts: whether the last one was
 
-    def note(self, prompt_tokens: int, rows: int, seconds: float) -> None:
-        """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included."""
+    def note(self, prompt_tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
+        """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included.
+
+        ``keys``: how many keys are before each of the prompt tokens, summed over these.
+        """
         line = self._prompts if prompt_tokens else self._rows
         if line.weight:
-            seconds = self._bounded(line, self.of(rows, prompt_tokens), seconds)
+            expected = self.of(rows, prompt_tokens, keys)
+            seconds = self._bounded(line, expected, seconds)
+            if prompt_tokens and expected:
+                self._errors.note(0.0, min(1.0, abs(seconds / expected - 1)))
         if prompt_tokens:
-            line.note(prompt_tokens, seconds - self.of(rows))
-            self._largest = max(float(prompt_tokens), _KEPT_PROMPTS * self._largest)
+            beyond = seconds - self.of(rows)
+            self._keys.note(keys / prompt_tokens, beyond / prompt_tokens)
+            counted = prompt_tokens + self.per_key * keys
+            line.note(counted, beyond)
+            self._largest = max(counted, _KEPT_PROMPTS * self._largest)
         else:
             line.note(rows, seconds)
 
@@ -101,28 +122,45 @@ class StepCost:
         return line.slope(expected, _ROW_SPREAD)
 
     @property
+    def per_key(self) -> float:
+        """The time that one more key before a prompt token adds, as a share of the time of a token without keys."""
+        line = self._keys
+        if not line.weight:
+            return 0.0
+        added = line.slope(0.0, _KEY_SPREAD)
+        return added / max(line.seconds - added * line.size, line.seconds / 4, _MIN_SLOPE)
+
+    @property
     def _per_prompt_token(self) -> float:
         line = self._prompts
         return line.slope(max(0.0, line.seconds / line.size), line.size**2)
 
-    def of(self, rows: int, prompt_tokens: int = 0) -> float:
+    def of(self, rows: int, prompt_tokens: int = 0, keys: float = 0.0) -> float:
         """Returns the seconds of a step; a part of it that has not been measured yet counts as 0."""
         seconds = 0.0
         if (line := self._rows).weight:
             seconds += max(0.0, line.seconds + self.per_row * (rows - line.size))
         if prompt_tokens and (line := self._prompts).weight:
-            seconds += max(0.0, line.seconds + self._per_prompt_token * (prompt_tokens - line.size))
+            counted = prompt_tokens + self.per_key * keys
+            seconds += max(0.0, line.seconds + self._per_prompt_token * (counted - line.size))
         return seconds
 
-    def fitting(self, target: float, rows: int) -> int:
-        """Returns the prompt tokens that a step of ``target`` seconds can compute beside ``rows``; 0 if unknown.
+    def budget(self, target: float, rows: int, least: int = 1) -> PromptBudget:
+        """Returns the prompt tokens that a step of ``target`` seconds can compute beside ``rows``.
 
         If the rows leave less than a quarter of their own time, the prompts get a quarter of it beyond the target, so
-        that no prompt starves. The result is at most twice the tokens that a recent step computed.
+        that no prompt starves. A step gets at least ``least`` tokens, and at most twice the tokens that a recent step
+        computed. The worse the predictions of recent steps, the smaller the budget.
         """
         line, decoding = self._prompts, self.of(rows)
         if not line.weight:
-            return 0
-        seconds = max(target - decoding, _FLOOR_SHARE * decoding)
+            return PromptBudget(least, 0.0, least)
+        seconds = max(target * self._caution - decoding, _FLOOR_SHARE * decoding)
         tokens = line.size + (seconds - line.seconds) / self._per_prompt_token
-        return int(max(0.0, min(tokens, _MAX_GROWTH * self._largest)))
+        return PromptBudget(max(least, min(tokens, _MAX_GROWTH * self._largest)), self.per_key, least)
+
+    @property
+    def _caution(self) -> float:
+        """The share of the target that a step should take."""
+        error = self._errors.seconds if self._errors.weight else 0.0
+        return min(1.0, _LATE / (1 + _ERRORS * error))
