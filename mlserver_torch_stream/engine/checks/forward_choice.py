@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
@@ -116,7 +117,7 @@ def take_kernels(
         return forward
 
     check = SameLogits[NativeForward](
-        expected if rounding is None else ExpectedLogits(model),
+        expected if rounding is None else ExpectedLogits(model, torch.int8),  # so activations are rounded
         findings.page_size,
         chunked=findings.chunked,
         rounding=weights,
