@@ -1,7 +1,7 @@
-"""Virtual environments in which clients run that have dependencies of their own.
+"""Environments in which clients run that have dependencies of their own: virtual ones of Python, and folders of Node.
 
-Knows nothing of what a client does. The packages are pinned here and come from PyPI. If CLIENT_ENVIRONMENTS names a
-folder, the environments are kept there for later runs, as `make test-clients` does.
+Knows nothing of what a client does. The packages are pinned here and come from PyPI and from npm. If
+CLIENT_ENVIRONMENTS names a folder, the environments are kept there for later runs, as `make test-clients` does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "litellm-proxy": ("litellm[proxy]==1.108.7", "openai==3.57.0"),
     "aiperf": ("aiperf==0.13.0",),
     "guidellm": ("guidellm==0.8.1",),
+    "openai-agents": ("openai-agents==0.24.0",),
     "instructor": ("instructor==1.17.0",),
     "lm-eval": ("lm-eval[api]==0.4.13",),
     "llama-index": ("llama-index-llms-openai-like==0.8.1",),
@@ -37,15 +38,28 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "playwright": ("playwright==1.65.2", "axe-playwright-python==0.1.8"),
     "schemathesis": ("schemathesis==4.32.5", "openapi-spec-validator==0.9.0"),
 }
+NODE_PACKAGES: dict[str, tuple[str, ...]] = {
+    "node": (
+        "openai@6.49.0",
+        "@anthropic-ai/sdk@1.13.0",
+        "ai@6.0.326",
+        "@ai-sdk/openai@3.0.141",
+        "@ai-sdk/openai-compatible@2.0.92",
+        "@ai-sdk/anthropic@3.0.140",
+        "zod@4.6.7",
+    ),
+    "claude": ("@anthropic-ai/claude-code@2.1.197",),
+    "codex": ("@openai/codex@0.169.0",),
+}
 _BESIDE_OURS = ("lm-eval", "guidellm")  # these environments have the packages of this one too: torch is large
 _INSTALL_S = 900
+_INSTALLED = "installed"  # the file of an environment that names its packages
 
 
 def make_environment(folder: Path, name: str) -> Path:
     """The interpreter of a new environment below ``folder``, or of the kept one with the same packages."""
-    environment = Path(os.environ.get("CLIENT_ENVIRONMENTS", folder)).resolve() / name
-    installed, packages = environment / "installed", " ".join(PACKAGES[name])
-    if installed.is_file() and installed.read_text() == packages:
+    environment, packages = _kept(folder, name), " ".join(PACKAGES[name])
+    if _has(environment, packages):
         return environment / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True, timeout=_INSTALL_S)
     python = environment / "bin" / "python"
@@ -55,5 +69,25 @@ def make_environment(folder: Path, name: str) -> Path:
         (libraries / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--progress-bar", "off"]
     subprocess.run([*pip, *PACKAGES[name]], check=True, timeout=_INSTALL_S)
-    installed.write_text(packages)
+    (environment / _INSTALLED).write_text(packages)
     return python
+
+
+def make_node_environment(folder: Path, name: str) -> Path:
+    """The folder of a new environment of Node's below ``folder``, or of the kept one with the same packages."""
+    environment, packages = _kept(folder, name), " ".join(NODE_PACKAGES[name])
+    if not _has(environment, packages):
+        environment.mkdir(parents=True, exist_ok=True)
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(environment)]
+        subprocess.run([*npm, *NODE_PACKAGES[name]], check=True, timeout=_INSTALL_S)
+        (environment / _INSTALLED).write_text(packages)
+    return environment
+
+
+def _kept(folder: Path, name: str) -> Path:
+    return Path(os.environ.get("CLIENT_ENVIRONMENTS", folder)).resolve() / name
+
+
+def _has(environment: Path, packages: str) -> bool:
+    file = environment / _INSTALLED
+    return file.is_file() and file.read_text() == packages

