@@ -197,6 +197,8 @@ def test_exactly_one_prompt_source(prompts: dict[str, object]) -> None:
         ({"url": "http://h\n"}, "url: is a scheme, a host, a port"),
         ({"url": "http://h?a=b"}, "url: is a scheme, a host, a port"),
         ({"url": "http://xn--ü"}, "url: "),
+        ({"url": "http://h", "api": "v3"}, "api: must be v2"),
+        ({"url": "http://h", "api": "openai"}, "for OpenAI's API use the openai package"),
         ({"url": "http://h", "headers": {"a b": "x"}}, "is not a valid name of a header"),
         ({"url": "http://h", "headers": {"a": "secret\n"}}, "the value of a has characters"),
         ({"url": "http://h", "headers": {"a": "secret "}}, "the value of a has characters"),
