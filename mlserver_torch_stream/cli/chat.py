@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     key = None
     try:
         key = key_in_file(arguments.api_key_file) if arguments.api_key_file else None
-        with client.Client(arguments.url, api_key=key, ca_file=arguments.ca_file) as server:
+        with client.Client(arguments.url, api=arguments.api, api_key=key, ca_file=arguments.ca_file) as server:
             model = arguments.model or _choose_model(server, arguments.url, sys.stdin, sys.stdout)
             chat = Chat(server, model, _parameters(arguments), arguments.system, key)
             return chat.run(sys.stdin, sys.stdout, log_text(f"{model} at {without_credentials(arguments.url)}"))
@@ -292,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="the server, http(s)://… or, for gRPC, grpc(s)://… (default: %(default)s)"
     )
+    parser.add_argument("--api", default="v2", help="the protocol of --url; only v2 is implemented (default: v2)")
     parser.add_argument("--api-key-file", metavar="FILE", help="a file whose first line is the API key to send")
     parser.add_argument("--ca-file", metavar="FILE", help="PEM certificates of the authorities to trust")
     parser.add_argument("--model", help="the model's name (default: the server's only model, or a choice)")

@@ -10,8 +10,10 @@ import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args
 from urllib.parse import SplitResult, urlsplit
 
+Api = Literal["v2"]
 _HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
 _TLS = ("https", "grpcs")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
@@ -22,8 +24,10 @@ _BINARY = "-bin"  # the end of the names whose values are bytes over gRPC
 _LONGEST_TIMEOUT_S = 1e9
 
 
-def is_grpc(url: str) -> bool:
+def is_grpc(url: str, api: Api) -> bool:
     """Whether the URL means gRPC; else it means HTTP."""
+    if api not in get_args(Api):
+        raise ValueError(f"api: must be v2, got {api!r}; for OpenAI's API use the openai package")
     parts = _parts(url)
     if parts.scheme not in (*_HTTP, *_GRPC) or not parts.hostname:
         schemes = ", ".join(f"{scheme}://" for scheme in (*_HTTP, *_GRPC))

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from mlserver_torch_stream.client.address import (
+    Api,
     checked_headers,
     checked_timeout,
     is_grpc,
@@ -49,22 +50,23 @@ class Client:
     """Streams generations from one server. Connections are kept for the next call.
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
-    TLS). ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
+    TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
     ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
     ``ca_file``: PEM certificates of the authorities that are trusted, instead of those that httpx and gRPC trust.
-    Raises ValueError for a URL, a header, a key, a timeout or a file that is not valid.
+    Raises ValueError for a URL, another ``api``, a header, a key, a timeout or a file that is not valid.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        api: Api = "v2",
         headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         api_key: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport: Transport = _open_transport(False, url, headers, timeout, api_key, ca_file)
+        self._transport: Transport = _open_transport(False, url, api, headers, timeout, api_key, ca_file)
 
     def stream(
         self,
@@ -103,12 +105,13 @@ class AsyncClient:
         self,
         url: str,
         *,
+        api: Api = "v2",
         headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         api_key: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._transport: AsyncTransport = _open_transport(True, url, headers, timeout, api_key, ca_file)
+        self._transport: AsyncTransport = _open_transport(True, url, api, headers, timeout, api_key, ca_file)
 
     def stream(
         self,
@@ -171,13 +174,14 @@ async def astream(
 def _open_transport(
     asynchronous: bool,
     url: str,
+    api: Api,
     headers: Mapping[str, str] | None,
     timeout: float,
     api_key: str | None,
     ca_file: str | os.PathLike[str] | None,
 ) -> Any:
     """A Transport, or an AsyncTransport. Raises ValueError."""
-    grpc = is_grpc(url)
+    grpc = is_grpc(url, api)
     given = checked_headers(headers, api_key, grpc=grpc), checked_timeout(timeout), read_authorities(ca_file, url)
     if grpc:
         from mlserver_torch_stream.client.grpc_transport import AsyncGrpcTransport, GrpcTransport

@@ -82,6 +82,12 @@ def test_a_mistyped_command_is_no_question_and_a_path_is_one() -> None:
     assert len(server.asked) == 1
 
 
+def test_another_protocol_is_refused_with_what_speaks_it() -> None:
+    with scripted_server() as server:
+        status, printed = _chat(server, "Hi\n", "--api", "openai")
+    assert (status, printed) == (1, "error: api: must be v2, got 'openai'; for OpenAI's API use the openai package\n")
+
+
 def test_the_key_of_the_environment_is_not_sent_and_that_of_a_file_is_never_printed(tmp_path: Path) -> None:
     with scripted_server(_answer("a")) as server:
         _chat(server, "Hi\n", key="sk-secret")
