@@ -64,15 +64,15 @@ class Contender:
         # With -m, this file's own checkout would come before the other one.
         code = f"import sys; sys.path[0] = {str(checkout)!r}; import runpy; runpy.run_path({__file__!r})['measure']()"
         command = [str(checkout / ".venv" / "bin" / "python"), "-c", code]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = stack.enter_context(subprocess.Popen(command, cwd=checkout, text=True, **pipes))  # type: ignore[call-overload]
-        stack.callback(self._process.stdin.close)
+        process = subprocess.Popen(command, cwd=checkout, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        stack.enter_context(process)  # at its end the process reads the end of its input
+        assert process.stdin is not None and process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
 
     def turn(self, index: int, streams: int) -> Turn:
         """Measures one cell once."""
-        self._process.stdin.write(f"{index} {streams}\n")
-        self._process.stdin.flush()
-        speed, cpu = map(float, self._process.stdout.readline().split())
+        print(index, streams, file=self._input, flush=True)
+        speed, cpu = map(float, self._output.readline().split())
         return speed, cpu
 
 
