@@ -177,7 +177,10 @@ _GAUGE_NAMES = tuple(each.name for each in fields(EngineStats) if each.name not 
 
 
 class EngineMetrics:
-    """The counts of each model's engines, added up, because a model has two engines during a reload."""
+    """The counts of each model's engines, added up, because a model has two engines during a reload.
+
+    The counters of an engine's ``stats()`` begin at 0 with every engine; a reload does not reset them here.
+    """
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
