@@ -209,7 +209,7 @@ class EngineMetrics:
     def gauges(self) -> dict[Labels, EngineStats]:
         """Returns the current values of the loaded models' engines."""
         with self._lock:
-            return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+            return {labels: _sum_of_gauges([stats() for stats in engines]) for labels, engines in self._engines.items()}
 
     def counters(self) -> dict[Labels, EngineStats]:
         """Returns the counters of all models since the process began."""
@@ -221,7 +221,7 @@ class EngineMetrics:
             return totals
 
 
-def _added(parts: list[EngineStats]) -> EngineStats:
+def _sum_of_gauges(parts: list[EngineStats]) -> EngineStats:
     return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGE_NAMES})
 
 
