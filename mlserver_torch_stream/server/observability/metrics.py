@@ -177,7 +177,10 @@ _GAUGE_NAMES = tuple(each.name for each in fields(EngineStats) if each.name not 
 
 
 class EngineMetrics:
-    """The counts of each model's engines, added up, because a model has two engines during a reload."""
+    """The counts of each model's engines, added up, because a model has two engines during a reload.
+
+    The counters of an engine's ``stats()`` begin at 0 with every engine; a reload does not reset them here.
+    """
 
     def __init__(self) -> None:
         self._engines: dict[Labels, list[Callable[[], EngineStats]]] = {}
@@ -208,7 +211,7 @@ class EngineMetrics:
     def gauges(self) -> dict[Labels, EngineStats]:
         """Returns the current values of the loaded models' engines."""
         with self._lock:
-            return {labels: _added([stats() for stats in engines]) for labels, engines in self._engines.items()}
+            return {labels: _sum_of_gauges([stats() for stats in engines]) for labels, engines in self._engines.items()}
 
     def attentions(self) -> dict[Labels, str]:
         """Returns the name of each loaded model's attention, that of its newest engine."""
@@ -225,7 +228,7 @@ class EngineMetrics:
             return totals
 
 
-def _added(parts: list[EngineStats]) -> EngineStats:
+def _sum_of_gauges(parts: list[EngineStats]) -> EngineStats:
     return EngineStats(**{name: sum(getattr(part, name) for part in parts) for name in _GAUGE_NAMES})
 
 
