@@ -33,6 +33,7 @@ _PARAMETERS = {
     "mlserver.rest.server.RESTServer.add_custom_handlers": ["self", "model"],
     "mlserver.rest.server.RESTServer.start": ["self"],
     "mlserver.server.MLServer.stop": ["self", "sig"],
+    "starlette_exporter.middleware.PrometheusMiddleware.__call__": ["self", "scope", "receive", "send"],
     "transformers.utils.chat_parsing.ResponseParser._accumulate": ["self", "events", "text"],
     "transformers.utils.chat_parsing.ResponseParser._close_current": ["self", "events"],
     "transformers.utils.chat_parsing.ResponseParser._open_explicit": ["self", "events", "field", "m"],

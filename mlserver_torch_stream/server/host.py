@@ -39,6 +39,7 @@ from mlserver.types import InferenceRequest, InferenceResponse
 from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Send
+from starlette_exporter import PrometheusMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Hook(Enum):
     METRICS_CONFIG = (MetricsServer, "_get_config")
     LIVE = (DataPlane, "live")
     READY = (DataPlane, "ready")
+    REST_METRICS = (PrometheusMiddleware, "__call__")
     ENTER = (DataPlane, "_infer_contextmanager")
     LOAD = (MultiModelRegistry, "load")
     UNLOAD = (MultiModelRegistry, "unload")

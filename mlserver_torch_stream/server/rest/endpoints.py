@@ -312,26 +312,34 @@ def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
 
 
+CHOSEN = "mlserver_torch_stream.route"  # in a scope: the route that was found for it, and its match
+
+
 class SelectiveRoute(Route):
-    """A route that may decline a path in ``takes``.
+    """A route that may decline a path in ``takes``. ``of_models``: its path names a model, or its requests do.
+
+    ``alone``: no other route has the path, so nothing is declined, and a request with another method gets 405.
 
     With ``methods`` None it accepts every method if the endpoint is an ASGI application, else GET. The fixed beginning
     of a path is compared before its pattern, because a server has dozens of patterns.
     """
+
+    of_models = False
+    alone = False
 
     def __init__(self, path: str, endpoint: Callable[..., Any], methods: list[str] | None = None) -> None:
         super().__init__(path, endpoint, methods=methods, name=f"torch_stream:{path}")
         self._prefix = path.partition("{")[0]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child = self.matches_path(scope)
-        taken = match is Match.FULL and self.takes(scope, child["path_params"])
+        chosen = scope.get(CHOSEN)
+        if chosen is not None:
+            return chosen[1] if chosen[0] is self else (Match.NONE, {})
+        if not scope["path"].startswith(self._prefix) and not scope.get("root_path"):
+            return Match.NONE, {}
+        match, child = super().matches(scope)
+        taken = self.alone or (match is Match.FULL and self.takes(scope, child["path_params"]))
         return (match, child) if taken else (Match.NONE, {})
-
-    def matches_path(self, scope: Scope) -> tuple[Match, Scope]:
-        """Matches the path and the method, whatever ``takes`` says."""
-        begins = scope["path"].startswith(self._prefix) or scope.get("root_path")
-        return super().matches(scope) if begins else (Match.NONE, {})
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         """Whether the route accepts the request, given the parameters in its path."""
@@ -348,13 +356,12 @@ def add_endpoints(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions
 class _OurRoute(SelectiveRoute):
     """Matches its path unless the path names a model of another runtime."""
 
+    of_models = True
+
     def __init__(self, path: str, endpoint: Endpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path, endpoint, ["POST"])
+        self.alone = "model_name" not in self.param_convertors
         self._registry = registry
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Matches the path. If it has no model's name, no other route has it, so other methods get 405 here."""
-        return super().matches(scope) if "model_name" in self.param_convertors else self.matches_path(scope)
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
         model = find_model(self._registry, path["model_name"], path.get("model_version"))

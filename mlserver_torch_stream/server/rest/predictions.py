@@ -230,6 +230,8 @@ def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -
 class _PredictionRoute(SelectiveRoute):
     """Accepts paths of our models, and of unknown names unless another route may have the path."""
 
+    of_models = True
+
     def __init__(self, path: _Path, endpoint: PredictionEndpoint, registry: MultiModelRegistry) -> None:
         super().__init__(path.path, endpoint, path.methods)
         self._unknown = not path.legacy

@@ -1,0 +1,114 @@
+"""MLServer's metrics of the REST port count the same with our shorter way as with its middleware's own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import REGISTRY
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from starlette_exporter import PrometheusMiddleware
+
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
+from mlserver_torch_stream.server.rest.rest_metrics import _counting
+
+_ORIGINAL = getattr(PrometheusMiddleware.__call__, "__wrapped__", PrometheusMiddleware.__call__)
+
+
+class _Counting(PrometheusMiddleware):
+    __call__ = _counting(_ORIGINAL)
+
+
+class _Original(PrometheusMiddleware):
+    __call__ = _ORIGINAL
+
+
+class _Answer:
+    """Answers with the status that the path names, raises at 500, and is silent at 499."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = int(scope["path_params"]["status"])
+        if status == 500:
+            raise ValueError("as asked")
+        if status != 499:
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b"x"})
+
+
+class _Models(SelectiveRoute):
+    of_models = True
+
+    def takes(self, scope: Scope, path: Any) -> bool:
+        return bool(path["name"] != "foreign")
+
+
+_PATHS = ("/models/a/200", "/models/b/200", "/models/a/404", "/models/a/500", "/models/a/499", "/models/foreign/200")
+_OTHERS = ("/plain/201", "/other/202", "/nothing", "/health/200")
+
+
+def _counted(kind: type[PrometheusMiddleware], prefix: str) -> dict[tuple[str, ...], float]:
+    answer = _Answer()
+    routes = [
+        _Models("/models/{name}/{status}", answer, ["POST"]),
+        SelectiveRoute("/other/{status}", answer),
+        Route("/{kind}/{status}", answer),
+        Route("/models/{name}/{status}", answer),
+    ]
+    app = Starlette(routes=routes)
+    app.add_middleware(kind, app_name="x", prefix=prefix, skip_paths=["/health/200"])
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def act() -> None:
+        for method in ("POST", "GET"):
+            for path in (*_PATHS, *_OTHERS):
+                scope = {"type": "http", "method": method, "path": path, "root_path": "", "scheme": "http"}
+                with suppress(ValueError):
+                    await app({**scope, "headers": [], "query_string": b"", "server": ("h", 80)}, receive, send)
+
+    asyncio.run(act())
+    return {
+        (sample.name.removeprefix(prefix), *map(str, sorted(sample.labels.items()))): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith(prefix) and not sample.name.endswith(("_sum", "_bucket", "_created"))
+    }
+
+
+def test_requests_are_counted_by_method_path_and_status_as_the_middleware_counts_them() -> None:
+    ours = _counted(_Counting, "counted")
+    assert ours == _counted(_Original, "original")
+    assert ours["_requests_total", "('app_name', 'x')", "('method', 'POST')", "('path', '/models/{name}/{status}')",
+                "('status_code', '200')"] == 3  # fmt: skip
+
+
+def test_the_route_of_a_model_is_found_once() -> None:
+    """The middleware's own way compares its path at least twice."""
+    asked = 0
+
+    class Found(_Models):
+        def takes(self, scope: Scope, path: Any) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+    app = Starlette(routes=[Found("/models/{name}/{status}", _Answer(), ["POST"])])
+    app.add_middleware(_Counting, app_name="x", prefix="once")
+    scope = {"type": "http", "method": "POST", "path": "/models/a/200", "root_path": "", "scheme": "http"}
+
+    async def act() -> None:
+        async def nothing(*_: Any) -> Any:
+            return {"type": "http.disconnect"}
+
+        await app({**scope, "headers": [], "query_string": b"", "server": ("h", 80)}, nothing, nothing)
+
+    asyncio.run(act())
+    assert asked == 1
