@@ -2,6 +2,7 @@
 // Knows nothing of files; ``packed_rows.py`` reads the same blocks in torch, as the reference.
 #pragma once
 #include <atomic>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 #include "grouped.h"
@@ -40,6 +41,8 @@ inline float half_at(const uint8_t* bytes) {
 
 using Bytes = uint8_t __attribute__((vector_size(16)));
 
+inline Bytes same(int64_t byte) { return (uint8_t)byte - Bytes{}; }
+
 inline Bytes bytes_at(const uint8_t* from) {
     Bytes bytes;
     memcpy(&bytes, from, sizeof bytes);
@@ -53,7 +56,7 @@ inline void put(Bytes first, Bytes second, uint8_t (&codes)[32]) {
 
 inline void nibbles(const uint8_t* packed, uint8_t (&codes)[32]) {
     const Bytes both = bytes_at(packed);
-    put(both & 15, both >> 4, codes);
+    put(both & same(15), both >> same(4), codes);
 }
 
 inline void fifth_bits(const uint8_t* packed, uint8_t (&codes)[32]) {
@@ -61,7 +64,7 @@ inline void fifth_bits(const uint8_t* packed, uint8_t (&codes)[32]) {
 }
 
 inline void add_to(uint8_t (&codes)[32], uint8_t more) {
-    put(bytes_at(codes) + more, bytes_at(codes + 16) + more, codes);
+    put(bytes_at(codes) + same(more), bytes_at(codes + 16) + same(more), codes);
 }
 
 // The scale and the minimum of group g of a block of eight groups, which have six bits each.
@@ -76,8 +79,8 @@ inline void k_scales(const uint8_t* block, int64_t g, UnpackedGroup& to) {
 
 inline void k_nibbles(const uint8_t* packed, int64_t g, uint8_t (&codes)[32]) {
     const uint8_t* bytes = packed + g / 2 * 32;
-    const int shift = (int)(g % 2 * 4);
-    put(bytes_at(bytes) >> shift & 15, bytes_at(bytes + 16) >> shift & 15, codes);
+    const Bytes shift = same(g % 2 * 4);
+    put(bytes_at(bytes) >> shift & same(15), bytes_at(bytes + 16) >> shift & same(15), codes);
 }
 
 constexpr int64_t kAhead = 512;  // bytes of a row that are fetched before they are read
@@ -116,7 +119,7 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
         }
         case kQ8_0: {
             const uint8_t* block = single(34) + 2;
-            put(bytes_at(block) ^ 128, bytes_at(block + 16) ^ 128, to.codes);
+            put(bytes_at(block) ^ same(128), bytes_at(block + 16) ^ same(128), to.codes);
             break;
         }
         case kQ4_K: {
@@ -132,7 +135,8 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             k_scales(block, g % 8, to);
             k_nibbles(block + 48, g % 8, to.codes);
             const auto code = [&](int i) {
-                return (bytes_at(to.codes + i) | (bytes_at(block + 16 + i) >> (int)(g % 8) & 1) << 4) + 128;
+                const Bytes bit = bytes_at(block + 16 + i) >> same(g % 8) & same(1);
+                return (bytes_at(to.codes + i) | bit << same(4)) + same(128);
             };
             put(code(0), code(16), to.codes);
             break;
@@ -144,8 +148,9 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             const uint8_t* low = block + half * 64 + quarter % 2 * 32;
             const uint8_t* high = block + 128 + half * 32;
             const auto code = [&](int i) {
-                const Bytes four = bytes_at(low + i) >> (int)(quarter / 2 * 4) & 15;
-                return (four | (bytes_at(high + i) >> (int)(2 * quarter) & 3) << 4) + (128 - 32);
+                const Bytes four = bytes_at(low + i) >> same(quarter / 2 * 4) & same(15);
+                const Bytes two = bytes_at(high + i) >> same(2 * quarter) & same(3);
+                return (four | two << same(4)) + same(128 - 32);
             };
             put(code(0), code(16), to.codes);
             for (int s = 0; s < 2; s++) to.scales[s] = half_at(block + 208) * (float)(int8_t)block[192 + 2 * at + s];
@@ -230,9 +235,10 @@ inline void pack(const PackCall& call, int threads) {
             if (!work(panel, panel + 1)) finite = false;
     };
     std::vector<std::thread> others;
+    others.reserve((size_t)threads);
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(serve);
-    } catch (const std::system_error&) {  // fewer threads do the work, too
+    } catch (const std::exception&) {  // fewer threads do the work, too
     }
     serve();
     for (std::thread& other : others) other.join();
