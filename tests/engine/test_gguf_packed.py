@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import packed_check
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import check_packed, verify_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
@@ -188,6 +188,27 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
         tokenizer.init_kwargs == usual.init_kwargs
         and tokenizer("the the\n")["input_ids"] == usual("the the\n")["input_ids"]
     )
+
+
+def test_a_deep_model_is_compared_in_its_first_layers_of_each_kind_and_its_weights_in_all(
+    tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer has seven matrices, so the formats of the first two layers differ, and the others are like these."""
+    kinds = ("Q8_0", "Q4_1")  # in turn
+    write_packed(write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6), tmp_path)
+    options = KernelOptions(2, kernel_cache)
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        forward, proved = check_packed(tmp_path, "deep", options)
+        model = load_packed(tmp_path).model
+        (got, _), (expected, _) = (
+            prefilled(each, model, PROMPT, chunk=4) for each in (forward, NativeForward(model, options))
+        )
+    assert torch.equal(got, expected)
+    assert "Checking the logits of our kernels over 2 layers" in caplog.text
+    assert proved.weights.model.config.num_hidden_layers == model.config.num_hidden_layers == 6
+    (spec,) = proved.findings.specs.values()
+    (group,) = spec.groups
+    assert group.layers == tuple(range(6)) and group.token_bytes == 6 * 2 * 256 * 2
 
 
 _PEAK = """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.record import NotRecordable, ProvedLoad, outline_of
@@ -21,7 +24,9 @@ from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.native.decoder_plan import build_decoder, plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
-from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
+from mlserver_torch_stream.engine.native.structure import Decoder, Projection, read_decoder
+
+_LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 
 
 def check_packed(
@@ -44,9 +49,48 @@ def check_packed(
         raise NotPacked(str(error)) from None
     # The check runs the decoder that a later start runs: built from the plan and the file.
     decoder = build_decoder(plan.structure, plan.own, packed.tensors.__getitem__)
-    forward, findings = verify_packed(model, decoder, kernels)
-    weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
+    generation_config, layout = model.generation_config, CacheLayout(model.config)
+    depth = _proving_depth(decoder, layout)
+    if depth == len(decoder.layers):
+        forward, findings = verify_packed(model, decoder, kernels)
+    else:
+        _shorten(model, depth)
+        findings = verify_packed(model, replace(decoder, layers=decoder.layers[:depth]), kernels)[1]
+        forward = NativeForward(decoder, kernels)
+        forward.reserve(cache := PagedCache(layout, findings.page_size, [1] * len(layout.spec(1).groups), 0))
+        findings = replace(findings, specs=cache.specs)
+    weights = LoadedWeights(outline, generation_config, vocab_size, description)
     return forward, ProvedLoad(plan, weights, findings, placement, None)
+
+
+def _proving_depth(decoder: Decoder, layout: CacheLayout) -> int:
+    """Returns how many of the first layers have every kind of layer among them, at least two.
+
+    Layers of a kind differ in their weights alone, which are compared in all layers as they are packed.
+    """
+    kinds = [
+        (
+            *(_kind(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")),
+            tuple(sorted(layer.norms)),
+            layer.rope,
+            window,
+        )
+        for layer, window in zip(decoder.layers, layout.windows, strict=True)
+    ]
+    return min(len(kinds), max(_LEAST_LAYERS, *(1 + kinds.index(kind) for kind in kinds)))
+
+
+def _kind(projection: Projection) -> object:
+    parts = zip(projection.weights, projection.biases, strict=True)
+    return [(getattr(weight, "kind", None), weight.shape, bias is None) for weight, bias in parts]
+
+
+def _shorten(model: Any, depth: int) -> None:
+    """Leaves a model its first ``depth`` layers."""
+    values, layers = vars(model.config), model.config.num_hidden_layers
+    values |= {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == layers}
+    values["num_hidden_layers"] = depth
+    model.model.layers = model.model.layers[:depth]
 
 
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
@@ -63,7 +107,7 @@ def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple
 
     # transformers computes in float32, so the difference is the rounding of activations to int8.
     check = SameLogits[NativeForward](ExpectedLogits(model, torch.int8))
-    verdict = accepted("the logits of our kernels", make, check)
+    verdict = accepted(f"the logits of our kernels over {len(decoder.layers)} layers", make, check)
     if verdict.candidate is None:
         raise NotPacked(verdict.reason)
     return verdict.candidate, check.result()
