@@ -54,9 +54,14 @@ class PackedRows:
         """Returns the weights of some inputs, ``[outputs, columns]`` in float32, and the largest magnitude of each
         output in the blocks of these inputs, ``[outputs, 1]``."""
         width = self._of.weights
-        blocks = self.data.view(len(self.data), -1, self._of.bytes)[:, columns // width]
-        dense = PackedRows(self.kind, blocks.flatten(1)).groups(slice(None)).dense()
-        return dense[:, torch.arange(len(columns)) * width + columns % width], dense.abs().amax(1, keepdim=True)
+        blocks = self.data.view(len(self.data), -1, self._of.bytes)
+        places = torch.arange(len(columns)) * width + columns % width
+        weights, largest = [], []
+        for some in blocks.split(max(1, _AT_ONCE // (len(columns) * width))):
+            dense = PackedRows(self.kind, some[:, columns // width].flatten(1)).groups(slice(None)).dense()
+            weights.append(dense[:, places])
+            largest.append(dense.abs().amax(1, keepdim=True))
+        return torch.cat(weights), torch.cat(largest)
 
     def __reduce__(self) -> tuple[type[PackedRows], tuple[str, Tensor]]:
         return PackedRows, (self.kind, self.data)
