@@ -83,7 +83,9 @@ class GroupedMatrix:
                 self._compare(dense[:, self._columns], dense.abs().amax(1, keepdim=True), panels, packer)
 
     def _pack_blocks(self, parts: Sequence[PackedRows], to: Tensor, packer: Packer) -> None:
-        """The kernels read the rows of the parts, which stay where they are, in a file that is mapped perhaps."""
+        """Lets the kernels read the blocks where they are, which may be in a mapped file."""
+        if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
+            raise UnsupportedLayout("parts of one matrix with different inputs")
         addresses = [part.data.data_ptr() + torch.arange(len(part.data)) * part.data.stride(0) for part in parts]
         kinds = [torch.full((len(part.data),), part.number) for part in parts]
         real = self.order >= 0
@@ -111,10 +113,10 @@ class GroupedMatrix:
         """Compares the weights of a few inputs, ``[outputs, inputs]``: multiplied with an input of ones and zeros, the
         kernels return the weights. ``largest``: the largest magnitude of each output, ``[outputs, 1]``."""
         ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
-        got = torch.empty(len(ones), -(-len(weights) // PANEL) * PANEL)
+        got = torch.empty(len(ones), len(weights))
         matrix = c.KernelMatrix(panels.data_ptr(), len(weights), self._inputs, None, self.format.number)
         packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
-        if ((got.t()[: len(weights)] - weights).abs() > _ROUNDING * largest).any():
+        if ((got.t() - weights).abs() > _ROUNDING * largest).any():
             raise UnsupportedLayout("the kernels read other weights than were packed")
 
     def _rows(self, order: Tensor) -> Groups:
