@@ -477,7 +477,7 @@ def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
 
 def test_a_dead_batcher_keeps_the_counters_and_holds_nothing() -> None:
     last = EngineStats(generation_tokens=3, kv_cache_budget=7, running_sequences=2, prefix_cache_bytes=5)
-    assert DeadBatcher(last).stats() == EngineStats(generation_tokens=3, kv_cache_budget=7)
+    assert DeadBatcher(last).stats == EngineStats(generation_tokens=3, kv_cache_budget=7)
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])

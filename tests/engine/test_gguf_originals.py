@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.loading.gguf import load_gguf

@@ -23,8 +23,8 @@ from mlserver_torch_stream.engine import build as build_module
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks import forward_choice
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
+from mlserver_torch_stream.engine.checks import packed_check
+from mlserver_torch_stream.engine.checks.packed_check import check_packed, verify_packed
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
@@ -125,7 +125,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward_choice, "NativeForward", forward_choice.NativeForward)  # the job below replaces it
+    monkeypatch.setattr(packed_check, "NativeForward", packed_check.NativeForward)  # the job below replaces it
     monkeypatch.setattr(model_module, "check_packed", check_with_wrong_kernels)
     kernel_cache = shutil.copytree(kernel_cache, tmp_path / "cache", ignore=shutil.ignore_patterns("records"))
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
@@ -192,11 +192,32 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     )
 
 
+def test_a_deep_model_is_compared_in_its_first_layers_of_each_kind_and_its_weights_in_all(
+    tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer has seven matrices, so the formats of the first two layers differ, and the others are like these."""
+    kinds = ("Q8_0", "Q4_1")  # in turn
+    write_packed(write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6), tmp_path)
+    options = KernelOptions(2, kernel_cache)
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        forward, proved = check_packed(tmp_path, "deep", options)
+        model = load_packed(tmp_path).model
+        (got, _), (expected, _) = (
+            prefilled(each, model, PROMPT, chunk=4) for each in (forward, NativeForward(model, options))
+        )
+    assert torch.equal(got, expected)
+    assert "Checking the logits of our kernels over 2 layers" in caplog.text
+    assert proved.weights.model.config.num_hidden_layers == model.config.num_hidden_layers == 6
+    (spec,) = proved.findings.specs.values()
+    (group,) = spec.groups
+    assert group.layers == tuple(range(6)) and group.token_bytes == 6 * 2 * 256 * 2
+
+
 _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.forward_choice import verify_packed
+from mlserver_torch_stream.engine.checks.packed_check import verify_packed
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_ke
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
-from mlserver_torch_stream.engine.native.weights import GroupedMatrix
+from mlserver_torch_stream.engine.native.weights import GroupedMatrix, Packer
 
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # else (0,)
 ROWS = [1, 2, 3, 5, 6, 7, 12, 17, 40]
@@ -51,7 +51,7 @@ def by_gguf(rows: PackedRows) -> torch.Tensor:
 def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threads: int = 2) -> torch.Tensor:
     outputs = len(matrix.order)
     panels = torch.zeros(matrix.bytes, dtype=torch.uint8)
-    matrix.pack(panels, kernels)
+    matrix.pack(panels, Packer(kernels, threads))
     given = c.KernelMatrix(panels.data_ptr(), outputs, a.shape[1], None, matrix.format.number)
     out = torch.full((len(a), outputs), float("nan"))
     assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), len(a), out.data_ptr(), threads) == 0
@@ -148,7 +148,39 @@ def test_a_wrong_scale_is_found_as_the_weights_are_packed(
 
     monkeypatch.setattr(weights, "pack_groups", wrong)
     with pytest.raises(UnsupportedLayout, match="read other weights"):
-        products(kernels, GroupedMatrix([random_blocks("Q4_K", 40)], INT8), torch.eye(512))
+        products(kernels, GroupedMatrix([torch.randn(40, 512)], INT8), torch.eye(512))
+
+
+def test_blocks_that_are_read_as_another_format_are_found_as_they_are_packed(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = PackedRows("Q4_1", random_blocks("Q4_1", 40).data & 0xBF)  # any two bytes are a finite float16
+    monkeypatch.setattr(PackedRows, "number", BLOCK_FORMATS["Q4_0"].number)
+    with pytest.raises(UnsupportedLayout, match="read other weights"):
+        products(kernels, GroupedMatrix([rows], INT8), torch.eye(512))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("other", ["Q4_0", "Q5_1", "Q6_K"])
+def test_the_kernels_lay_blocks_out_as_torch_does(
+    kind: str, other: str, interleaved: bool, kernels: ctypes.CDLL
+) -> None:
+    parts = [random_blocks(kind, 40), random_blocks(other, 40)]
+    matrix = GroupedMatrix(parts, INT8, interleaved)
+    panels = torch.zeros(matrix.bytes, dtype=torch.uint8)
+    matrix.pack(panels, Packer(kernels, 2, compares=False))
+    groups = [part.groups(slice(None)).as_format(matrix.format) for part in parts]
+    codes = torch.cat([*(each.codes for each in groups), torch.full((1, 512), matrix.format.offset, dtype=torch.uint8)])
+    scales = torch.cat([*(each.scales for each in groups), torch.zeros(1, groups[0].scales.shape[1])])
+    minima = None
+    if matrix.format.minimum:
+        minima = (
+            torch.cat([*(each.minima for each in groups), torch.zeros(1, 512 // GROUP)])[matrix.order] + 0.0
+        )  # no negative zero
+    expected = torch.zeros_like(panels)
+    pack_groups(Groups(matrix.format, codes[matrix.order], scales[matrix.order], minima), expected)
+    assert torch.equal(panels, expected)
 
 
 def test_weights_that_float16_scales_do_not_hold_are_refused(kernels: ctypes.CDLL) -> None:

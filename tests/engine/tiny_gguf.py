@@ -16,7 +16,12 @@ MERGES = ["Ġ t", "h e", "Ġt he"]
 
 
 def write_tiny_gguf(
-    path: Path, seed: int = 0, quantized: bool = True, kinds: Sequence[str] = ("Q8_0",), hidden: int = HIDDEN
+    path: Path,
+    seed: int = 0,
+    quantized: bool = True,
+    kinds: Sequence[str] = ("Q8_0",),
+    hidden: int = HIDDEN,
+    layers: int = LAYERS,
 ) -> Path:
     """``kinds``: the formats of the matrices, in turn. Those named *_K need a ``hidden`` of whole 256."""
     random = np.random.default_rng(seed)
@@ -24,7 +29,7 @@ def write_tiny_gguf(
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(2 * hidden)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)
@@ -33,7 +38,7 @@ def write_tiny_gguf(
     writer.add_vocab_size(len(TOKENS))
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if quantized else gguf.LlamaFileType.ALL_F32)
     add_tiny_tokenizer(writer)
-    for name, shape in _shapes(hidden).items():
+    for name, shape in _shapes(hidden, layers).items():
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
             continue
@@ -78,13 +83,13 @@ def add_tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}")
 
 
-def _shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+def _shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (len(TOKENS), hidden),
         "output.weight": (len(TOKENS), hidden),
         "output_norm.weight": (hidden,),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block = f"blk.{layer}"
         shapes |= {f"{block}.{name}.weight": (hidden, hidden) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
         shapes |= {f"{block}.{name}.weight": (2 * hidden, hidden) for name in ("ffn_gate", "ffn_up")}

@@ -1,7 +1,6 @@
 """Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
 
-A faster forward or attention must give the model's logits; otherwise the next one is taken. Packed weights are loaded
-into transformers' model for this check alone, and a load fails if our kernels do not give its logits.
+A faster forward or attention must give the model's logits; otherwise the next one is taken.
 """
 
 from __future__ import annotations
@@ -11,35 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from mlserver_torch_stream.engine.attention.gathered import GatheredAttention
 from mlserver_torch_stream.engine.checks.attention import choose_attention
 from mlserver_torch_stream.engine.checks.harness import Verdict, accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
-from mlserver_torch_stream.engine.checks.record import NotRecordable, ProvedLoad, outline_of
 from mlserver_torch_stream.engine.checks.selfcheck import SMALL_PAGE, SameLogits, SelfCheckResult
-from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.devices import input_device
-from mlserver_torch_stream.engine.failures import NotPacked, UnsupportedLayout
 from mlserver_torch_stream.engine.forward.interface import LoadedForward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
 from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.loading.loader import LoadedWeights, describe
-from mlserver_torch_stream.engine.loading.placement import read_placement
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
-from mlserver_torch_stream.engine.machine import trim_heap
-from mlserver_torch_stream.engine.native.decoder_plan import build_decoder, plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
-from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
+from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -162,48 +151,3 @@ def release_weights(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def check_packed(
-    folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
-) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name;
-    ``max_model_len``: the setting.
-
-    Raises NotPacked or LoadFailed.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    settle_positions(config, max_model_len)
-    packed = load_packed(folder, config)
-    model, placement = packed.model, read_placement(packed.model)
-    description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
-    try:
-        plan = plan_decoder(read_decoder(model), packed.tensors)
-        outline = outline_of(model)
-    except (UnsupportedLayout, NotRecordable) as error:
-        raise NotPacked(str(error)) from None
-    # The check runs the decoder that a later start runs: built from the plan and the file.
-    decoder = build_decoder(plan.structure, plan.own, packed.tensors.__getitem__)
-    forward, findings = verify_packed(model, decoder, kernels)
-    weights = LoadedWeights(outline, model.generation_config, vocab_size, description)
-    return forward, ProvedLoad(plan, weights, findings, placement, None)
-
-
-def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Makes the kernels' forward of ``decoder``, and compares its logits with those of ``model``.
-
-    Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
-    loads it. Raises NotPacked if the logits differ, and LoadFailed as ``NativeForward`` does.
-    """
-
-    def make() -> NativeForward:
-        forward = NativeForward(decoder, kernels)
-        trim_heap()  # packing frees 13 MB
-        return forward
-
-    # transformers computes in float32, so the difference is the rounding of activations to int8.
-    check = SameLogits[NativeForward](ExpectedLogits(model, torch.int8))
-    verdict = accepted("the logits of our kernels", make, check)
-    if verdict.candidate is None:
-        raise NotPacked(verdict.reason)
-    return verdict.candidate, check.result()

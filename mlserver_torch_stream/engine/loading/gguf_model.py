@@ -49,10 +49,16 @@ class GgufWeights:
         value = value - np.float32(self.offset) if self.offset else np.require(value, np.float32, "W")
         return torch.from_numpy(value).reshape(self.shape)
 
-    def blocks(self) -> Tensor | None:
-        """Returns the rows of a matrix as the file's bytes; None if the matrix does not come from a single tensor."""
+    @property
+    def blocks_shape(self) -> tuple[int, int] | None:
+        """The shape of ``blocks``; None if the weights are no matrix that comes from a single tensor."""
         if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
             return None
+        rows, size = self.parts[0].data.shape
+        return rows, size
+
+    def blocks(self) -> Tensor:
+        """Returns the rows of a matrix as the file's bytes."""
         data = self.parts[0].data
         return torch.from_numpy(np.array(data if self.order is None else data[self.order]))
 

@@ -7,15 +7,17 @@ transformers' order.
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -124,21 +126,51 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
     if loads_by_transformers(gguf_file):
         raise NotPacked("our kernels do not have the file's architecture")
     model = read_gguf_model(gguf_file)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, _Stored] = {}
     kinds: dict[str, str] = {}
     dequantised: dict[str, str] = {}
     for name, weights in model.weights.items():
         if len(weights.parts) > 1:
             raise NotPacked(f"our kernels do not have the experts {name}")
         kind = next(iter(weights.kinds), "F32")
-        if kind in BLOCK_FORMATS and (blocks := weights.blocks()) is not None:
-            tensors[name], kinds[name] = blocks, kind
+        if kind in BLOCK_FORMATS and (shape := weights.blocks_shape) is not None:
+            tensors[name], kinds[name] = _Stored("U8", 1, shape, weights.blocks), kind
             continue
         if kind not in _FLOATS:
             dequantised[name] = kind
-        tensors[name] = weights.dense()
+        tensors[name] = _Stored("F32", 4, weights.shape, weights.dense)
     if not kinds:
         raise NotPacked("the file has no weights in blocks that the kernels know")
-    save_file(tensors, folder / WEIGHTS, metadata={"kinds": json.dumps(kinds), "dequantised": json.dumps(dequantised)})
+    _write_tensors(folder / WEIGHTS, tensors, {"kinds": json.dumps(kinds), "dequantised": json.dumps(dequantised)})
     model.config.save_pretrained(folder)
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a safetensors file: its type there, the bytes of an element, its shape, and what reads it."""
+
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return self.itemsize * math.prod(self.shape)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, _Stored], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file, of which one tensor is in memory at a time: safetensors' own function needs all."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each tensor is aligned
+    ends = list(accumulate(stored.bytes for _, stored in ordered))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for (name, stored), end in zip(ordered, ends, strict=True):
+        offsets = [end - stored.bytes, end]
+        header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, stored in ordered:
+            file.write(stored.read().contiguous().numpy().data)

@@ -28,6 +28,20 @@ class KernelMatrix(Structure):
     _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("format", c_int64)]
 
 
+class KernelPackCall(Structure):
+    """Rows of GGUF's blocks, and the panels that are made of them.
+
+    ``rows``: for each output of the panels the address of its blocks, or null, and the number of their kind.
+    ``groups``: groups of 32 inputs in a row. ``format``: of the panels.
+    """
+
+    _fields_ = [
+        ("rows", c_void_p),
+        *((name, c_int64) for name in ("outputs", "groups", "format")),
+        ("panels", c_void_p),
+    ]
+
+
 class KernelShape(Structure):
     """The sizes and constants of a decoder: widths and counts, the kinds of norm and activation, scales and caps."""
 
@@ -142,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "native_step": ([c_void_p, POINTER(KernelStep)], c_int),
     "native_draw": ([c_void_p, POINTER(KernelDrawCall)], c_int),
     "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
+    "native_pack": ([POINTER(KernelPackCall), c_int], c_int),
     "native_destroy": ([c_void_p], None),
     "native_use_large_pages": ([c_void_p, c_int64], None),
     "native_attend_pages": ([POINTER(KernelPagesCall), c_void_p, c_int], c_int),
@@ -153,6 +168,7 @@ _WORK = {
     "native_step": "a step",
     "native_draw": "a draw",
     "native_multiply": "a product",
+    "native_pack": "packing weights",
     "native_attend_pages": "an attention over pages",
     "native_write_pages": "writing to pages",
 }

@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.native.library import KernelDrawCall
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
-from mlserver_torch_stream.engine.native.weights import PackedWeights, in_large_pages
+from mlserver_torch_stream.engine.native.weights import PackedWeights, Packer, in_large_pages
 from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
 _ROW = struct.Struct("=qQqdddd")  # ``DrawnRow`` of ``draw.h``
@@ -149,15 +149,19 @@ class NativeForward(LoadedForward):
 
     has_threads = True
 
-    def __init__(self, model: Any, options: KernelOptions, rounded: Rounding | None = None) -> None:
+    def __init__(
+        self, model: Any, options: KernelOptions, rounded: Rounding | None = None, *, compares: bool = True
+    ) -> None:
         """Copies the weights of a model or of its ``Decoder``, rounded if a rounding is given.
+
+        ``compares``: packed weights are compared with those that the kernels read; not if an earlier load has done so.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
         decoder = model if isinstance(model, Decoder) else read_decoder(model)
         kernels, self.variant = open_kernels(options.cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
-        self._weights = PackedWeights(decoder, kernels, rounded)
+        self._weights = PackedWeights(decoder, Packer(kernels, options.threads, compares), rounded)
         shape = self._weights.shape
         shape.rotated_half, shape.ropes = self._rotary.half, self._rotary.ropes
         is_bf16 = decoder.dtype == torch.bfloat16

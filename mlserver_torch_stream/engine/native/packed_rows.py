@@ -22,8 +22,10 @@ _AT_ONCE = 1 << 20  # weights that are held in float32 at a time
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A block format of GGUF: the weights and bytes of a block, and how blocks become groups."""
+    """A block format of GGUF: its ``number`` in ``kernels/pack.h``, the weights and bytes of a block, and how blocks
+    become groups."""
 
+    number: int
     weights: int
     bytes: int
     format: GroupFormat
@@ -42,6 +44,24 @@ class PackedRows:
     @property
     def format(self) -> GroupFormat:
         return self._of.format
+
+    @property
+    def number(self) -> int:
+        """The number of the block format in ``kernels/pack.h``."""
+        return self._of.number
+
+    def sampled(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights of some inputs, ``[outputs, columns]`` in float32, and the largest magnitude of each
+        output in the blocks of these inputs, ``[outputs, 1]``."""
+        width = self._of.weights
+        blocks = self.data.view(len(self.data), -1, self._of.bytes)
+        places = torch.arange(len(columns)) * width + columns % width
+        weights, largest = [], []
+        for some in blocks.split(max(1, _AT_ONCE // (len(columns) * width))):
+            dense = PackedRows(self.kind, some[:, columns // width].flatten(1)).groups(slice(None)).dense()
+            weights.append(dense[:, places])
+            largest.append(dense.abs().amax(1, keepdim=True))
+        return torch.cat(weights), torch.cat(largest)
 
     def __reduce__(self) -> tuple[type[PackedRows], tuple[str, Tensor]]:
         return PackedRows, (self.kind, self.data)
@@ -181,12 +201,12 @@ def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 BLOCK_FORMATS = {
-    "Q4_0": BlockFormat(32, 18, formats.FOUR, _q4_0),
-    "Q4_1": BlockFormat(32, 20, formats.FOUR_MIN, _q4_1),
-    "Q5_0": BlockFormat(32, 22, formats.EIGHT, _q5_0),
-    "Q5_1": BlockFormat(32, 24, formats.EIGHT_MIN, _q5_1),
-    "Q8_0": BlockFormat(32, 34, formats.EIGHT, _q8_0),
-    "Q4_K": BlockFormat(256, 144, formats.FOUR_MIN, _q4_k),
-    "Q5_K": BlockFormat(256, 176, formats.EIGHT_MIN, _q5_k),
-    "Q6_K": BlockFormat(256, 210, formats.EIGHT_HALVES, _q6_k),
+    "Q4_0": BlockFormat(0, 32, 18, formats.FOUR, _q4_0),
+    "Q4_1": BlockFormat(1, 32, 20, formats.FOUR_MIN, _q4_1),
+    "Q5_0": BlockFormat(2, 32, 22, formats.EIGHT, _q5_0),
+    "Q5_1": BlockFormat(3, 32, 24, formats.EIGHT_MIN, _q5_1),
+    "Q8_0": BlockFormat(4, 32, 34, formats.EIGHT, _q8_0),
+    "Q4_K": BlockFormat(5, 256, 144, formats.FOUR_MIN, _q4_k),
+    "Q5_K": BlockFormat(6, 256, 176, formats.EIGHT_MIN, _q5_k),
+    "Q6_K": BlockFormat(7, 256, 210, formats.EIGHT_HALVES, _q6_k),
 }

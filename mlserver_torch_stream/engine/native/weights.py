@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ _COMPARED = 8  # inputs of each output
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """How weights are packed. ``compares``: a few weights that the kernels read are compared with the model's."""
+
+    kernels: ctypes.CDLL
+    threads: int = 1
+    compares: bool = True
+
+
 class GroupedMatrix:
     """One matrix of a projection, such as that of queries, keys and values, made of stacked ``parts``.
 
@@ -56,16 +65,59 @@ class GroupedMatrix:
     def bytes(self) -> int:
         return panel_bytes(self.format, len(self.order), self._inputs)
 
-    def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
+    def pack(self, to: Tensor, packer: Packer) -> None:
         """Writes the panels to ``to``, as bytes.
 
         Raises UnsupportedLayout, also if the kernels do not read these weights back.
         """
+        blocks = [part for part in self._parts if isinstance(part, PackedRows)]
+        if len(blocks) == len(self._parts):
+            self._pack_blocks(blocks, to, packer)
+            return
         each = panel_bytes(self.format, PANEL, self._inputs)
         for order, panels in zip(self.order.split(BLOCK), to.split(BLOCK // PANEL * each), strict=True):
             groups = self._rows(order)
             pack_groups(groups, panels)
-            _compare(groups, panels, kernels)
+            if packer.compares:
+                dense = groups.dense()
+                self._compare(dense[:, self._columns], dense.abs().amax(1, keepdim=True), panels, packer)
+
+    def _pack_blocks(self, parts: Sequence[PackedRows], to: Tensor, packer: Packer) -> None:
+        """Lets the kernels read the blocks where they are, which may be in a mapped file."""
+        if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
+            raise UnsupportedLayout("parts of one matrix with different inputs")
+        addresses = [part.data.data_ptr() + torch.arange(len(part.data)) * part.data.stride(0) for part in parts]
+        kinds = [torch.full((len(part.data),), part.number) for part in parts]
+        real = self.order >= 0
+        rows = torch.zeros(len(self.order), 2, dtype=torch.long)
+        rows[real] = torch.stack((torch.cat(addresses), torch.cat(kinds)), 1)[self.order[real]]
+        groups = self._inputs // GROUP
+        call = c.KernelPackCall(rows.data_ptr(), len(rows), groups, self.format.number, to.data_ptr())
+        try:
+            packer.kernels.native_pack(ctypes.byref(call), packer.threads)
+        except RuntimeError as error:
+            raise UnsupportedLayout(str(error)) from None
+        if packer.compares:
+            sampled = [
+                torch.cat(values) for values in zip(*(part.sampled(self._columns) for part in parts), strict=True)
+            ]
+            weights, largest = (torch.where(real[:, None], values[self.order], 0.0) for values in sampled)
+            self._compare(weights, largest, to, packer)
+
+    @property
+    def _columns(self) -> Tensor:
+        """The inputs whose weights are compared."""
+        return torch.arange(0, self._inputs, max(1, self._inputs // _COMPARED))
+
+    def _compare(self, weights: Tensor, largest: Tensor, panels: Tensor, packer: Packer) -> None:
+        """Compares the weights of a few inputs, ``[outputs, inputs]``: multiplied with an input of ones and zeros, the
+        kernels return the weights. ``largest``: the largest magnitude of each output, ``[outputs, 1]``."""
+        ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
+        got = torch.empty(len(ones), len(weights))
+        matrix = c.KernelMatrix(panels.data_ptr(), len(weights), self._inputs, None, self.format.number)
+        packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
+        if ((got.t() - weights).abs() > _ROUNDING * largest).any():
+            raise UnsupportedLayout("the kernels read other weights than were packed")
 
     def _rows(self, order: Tensor) -> Groups:
         count, groups = len(order), -(-self._inputs // GROUP)
@@ -88,20 +140,6 @@ class GroupedMatrix:
         return Groups(self.format, codes, scales, minima)
 
 
-def _compare(groups: Groups, panels: Tensor, kernels: ctypes.CDLL) -> None:
-    """Compares a few weights of each output: multiplied with an input of ones and zeros, the kernels return the
-    weights."""
-    outputs, inputs = groups.codes.shape
-    columns = torch.arange(0, inputs, max(1, inputs // _COMPARED)) if inputs > 1 else torch.zeros(1, dtype=torch.long)
-    ones = torch.nn.functional.one_hot(columns, inputs).float()
-    got = torch.empty(len(columns), outputs)
-    matrix = c.KernelMatrix(panels.data_ptr(), outputs, inputs, None, groups.format.number)
-    kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(columns), got.data_ptr(), 1)
-    dense = groups.dense()
-    if ((got.t() - dense[:, columns]).abs() > _ROUNDING * dense.abs().amax(1, keepdim=True)).any():
-        raise UnsupportedLayout("the kernels read other weights than were packed")
-
-
 _LARGE_PAGE = 1 << 21
 
 
@@ -112,7 +150,7 @@ class PackedWeights:
     ``size`` counts the bytes of the projections.
     """
 
-    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: Rounding | None = None) -> None:
+    def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
         """``rounded``: the format to which dense weights are rounded; None: they are not rounded. Raises
         UnsupportedLayout."""
         if rounded is not None and decoder.dtype != torch.bfloat16:
@@ -121,9 +159,9 @@ class PackedWeights:
             )
         self._kept: list[object] = []
         self._rounded = rounded
-        self._decoder, self._kernels, self._dtype = decoder, kernels, decoder.dtype
+        self._decoder, self._packer, self._dtype = decoder, packer, decoder.dtype
         self.shape = _shape(decoder)
-        self._buffer = in_large_pages(sum(self._panels(each).bytes for each in decoder.projections), kernels)
+        self._buffer = in_large_pages(sum(self._panels(each).bytes for each in decoder.projections), packer.kernels)
         self.size = 0
         entries = (c.KernelLayer * len(decoder.layers))(*map(self._layer, decoder.layers))
         self._kept.append(entries)
@@ -134,7 +172,7 @@ class PackedWeights:
         elif isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
             embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
         self.structure = c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
-        del self._decoder, self._kernels
+        del self._decoder, self._packer
 
     def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
@@ -158,7 +196,7 @@ class PackedWeights:
         panels = self._panels(projection, interleaved)
         packed = self._buffer[self.size : self.size + panels.bytes]
         self.size += panels.bytes
-        panels.pack(packed, self._kernels)
+        panels.pack(packed, self._packer)
         outputs, inputs = sum(weight.shape[0] for weight in projection.weights), projection.weights[0].shape[1]
         return c.KernelMatrix(packed.data_ptr(), outputs, inputs, self._bias(projection, panels.order), panels.number)
 
@@ -191,7 +229,7 @@ class DenseMatrix:
         self.order = row_order([part.shape[0] for part in parts], interleaved)
         self.bytes = len(self.order) * int(parts[0].shape[1]) * dtype.itemsize
 
-    def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
+    def pack(self, to: Tensor, packer: Packer) -> None:
         """Writes the panels to ``to``, as bytes. Raises UnsupportedLayout."""
         dense = [part.to(self._dtype) for part in self._parts if isinstance(part, Tensor)]
         if dense[0].shape[1] * dense[0].element_size() % 4:

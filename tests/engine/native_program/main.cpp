@@ -4,6 +4,7 @@
 #include "check_decoder.h"
 #include "check_draw.h"
 #include "check_exp2.h"
+#include "check_pack.h"
 
 void* operator new(size_t size) { return allocate(size, 16); }
 void* operator new(size_t size, std::align_val_t alignment) { return allocate(size, (size_t)alignment); }
@@ -24,6 +25,7 @@ int main() {
     check_exp2();
     check_argmax();
     check_products();
+    check_pack();
     check_attention();
     check_draw();
     check_decoder();

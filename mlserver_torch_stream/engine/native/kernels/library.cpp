@@ -4,6 +4,7 @@
 #include <exception>
 #include <new>
 #include "decoder.h"
+#include "pack.h"
 #include "parallel_pages.h"
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -61,6 +62,11 @@ int native_draw(void* decoder, const native::DrawCall* call) {
 // out[rows][whole panels of w.n] = a[rows][w.k] x w, of float32 activations.
 int native_multiply(const native::Matrix* w, const float* a, int64_t rows, float* out, int threads) {
     return status_of([&] { native::multiply_rows<float>(*w, a, rows, out, threads); });
+}
+
+// Blocks of GGUF to panels.
+int native_pack(const native::PackCall* call, int threads) {
+    return status_of([&] { native::pack(*call, threads); });
 }
 
 void native_destroy(void* decoder) { delete static_cast<native::AnyDecoder*>(decoder); }

@@ -1,0 +1,248 @@
+// Lays rows of GGUF's blocks out as the panels of groups that ``grouped.h`` describes, without a copy in between.
+// Knows nothing of files; ``packed_rows.py`` reads the same blocks in torch, as the reference.
+#pragma once
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+#include "grouped.h"
+
+namespace native {
+
+enum BlockKind : int64_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+
+struct BlockRow {  // mirrored field by field in library.py
+    const uint8_t* blocks;  // null: the output pads a panel
+    int64_t kind;
+};
+
+struct PackCall {  // mirrored field by field in library.py
+    const BlockRow* rows;  // [outputs], whole panels
+    int64_t outputs, groups, format;
+    uint8_t* panels;
+};
+
+// One group of 32 weights: codes with the offset of 4 bits, or of 8 bits with 128 added; scales of its halves.
+struct UnpackedGroup {
+    uint8_t codes[32];
+    float scales[2];
+    float minimum;
+};
+
+inline float half_at(const uint8_t* bytes) {
+    uint16_t bits;
+    memcpy(&bits, bytes, sizeof bits);
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
+    return widened_halves(H16{bits})[0];
+#endif
+}
+
+using Bytes = uint8_t __attribute__((vector_size(16)));
+
+inline Bytes same(int64_t byte) { return (uint8_t)byte - Bytes{}; }
+
+inline Bytes bytes_at(const uint8_t* from) {
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+}
+
+inline void put(Bytes first, Bytes second, uint8_t (&codes)[32]) {
+    memcpy(codes, &first, sizeof first);
+    memcpy(codes + 16, &second, sizeof second);
+}
+
+inline void nibbles(const uint8_t* packed, uint8_t (&codes)[32]) {
+    const Bytes both = bytes_at(packed);
+    put(both & same(15), both >> same(4), codes);
+}
+
+inline void fifth_bits(const uint8_t* packed, uint8_t (&codes)[32]) {
+    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((packed[i / 8] >> (i % 8) & 1) << 4);
+}
+
+inline void add_to(uint8_t (&codes)[32], uint8_t more) {
+    put(bytes_at(codes) + same(more), bytes_at(codes + 16) + same(more), codes);
+}
+
+// The scale and the minimum of group g of a block of eight groups, which have six bits each.
+inline void k_scales(const uint8_t* block, int64_t g, UnpackedGroup& to) {
+    const uint8_t* packed = block + 4;
+    const int64_t i = g % 4;
+    const int scale = g < 4 ? packed[i] & 63 : (packed[8 + i] & 15) | (packed[i] >> 6 << 4);
+    const int minimum = g < 4 ? packed[4 + i] & 63 : (packed[8 + i] >> 4) | (packed[4 + i] >> 6 << 4);
+    to.scales[0] = to.scales[1] = half_at(block) * (float)scale;
+    to.minimum = -half_at(block + 2) * (float)minimum;
+}
+
+inline void k_nibbles(const uint8_t* packed, int64_t g, uint8_t (&codes)[32]) {
+    const uint8_t* bytes = packed + g / 2 * 32;
+    const Bytes shift = same(g % 2 * 4);
+    put(bytes_at(bytes) >> shift & same(15), bytes_at(bytes + 16) >> shift & same(15), codes);
+}
+
+constexpr int64_t kAhead = 512;  // bytes of a row that are fetched before they are read
+
+// Group g of a row.
+inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
+    to.minimum = 0;
+    const auto single = [&](int64_t bytes) {
+        const uint8_t* block = row.blocks + g * bytes;
+        __builtin_prefetch(block + kAhead);  // more rows are read than the hardware follows
+        to.scales[0] = to.scales[1] = half_at(block);
+        return block;
+    };
+    switch (row.kind) {
+        case kQ4_0: nibbles(single(18) + 2, to.codes); break;
+        case kQ4_1: {
+            const uint8_t* block = single(20);
+            to.minimum = half_at(block + 2);
+            nibbles(block + 4, to.codes);
+            break;
+        }
+        case kQ5_0: {
+            const uint8_t* block = single(22);
+            nibbles(block + 6, to.codes);
+            fifth_bits(block + 2, to.codes);
+            add_to(to.codes, 128 - 16);
+            break;
+        }
+        case kQ5_1: {
+            const uint8_t* block = single(24);
+            to.minimum = half_at(block + 2);
+            nibbles(block + 8, to.codes);
+            fifth_bits(block + 4, to.codes);
+            add_to(to.codes, 128);
+            break;
+        }
+        case kQ8_0: {
+            const uint8_t* block = single(34) + 2;
+            put(bytes_at(block) ^ same(128), bytes_at(block + 16) ^ same(128), to.codes);
+            break;
+        }
+        case kQ4_K: {
+            const uint8_t* block = row.blocks + g / 8 * 144;
+            __builtin_prefetch(block + kAhead + g % 8 * 32);
+            k_scales(block, g % 8, to);
+            k_nibbles(block + 16, g % 8, to.codes);
+            break;
+        }
+        case kQ5_K: {
+            const uint8_t* block = row.blocks + g / 8 * 176;
+            __builtin_prefetch(block + kAhead + g % 8 * 32);
+            k_scales(block, g % 8, to);
+            k_nibbles(block + 48, g % 8, to.codes);
+            const auto code = [&](int i) {
+                const Bytes bit = bytes_at(block + 16 + i) >> same(g % 8) & same(1);
+                return (bytes_at(to.codes + i) | bit << same(4)) + same(128);
+            };
+            put(code(0), code(16), to.codes);
+            break;
+        }
+        default: {  // kQ6_K
+            const uint8_t* block = row.blocks + g / 8 * 210;
+            __builtin_prefetch(block + kAhead + g % 8 * 32);
+            const int64_t at = g % 8, half = at / 4, quarter = at % 4;
+            const uint8_t* low = block + half * 64 + quarter % 2 * 32;
+            const uint8_t* high = block + 128 + half * 32;
+            const auto code = [&](int i) {
+                const Bytes four = bytes_at(low + i) >> same(quarter / 2 * 4) & same(15);
+                const Bytes two = bytes_at(high + i) >> same(2 * quarter) & same(3);
+                return (four | two << same(4)) + same(128 - 32);
+            };
+            put(code(0), code(16), to.codes);
+            for (int s = 0; s < 2; s++) to.scales[s] = half_at(block + 208) * (float)(int8_t)block[192 + 2 * at + s];
+        }
+    }
+}
+
+inline int kind_bits(int64_t kind) { return kind == kQ4_0 || kind == kQ4_1 || kind == kQ4_K ? 4 : 8; }
+inline bool kind_has_minimum(int64_t kind) {
+    return kind == kQ4_1 || kind == kQ5_1 || kind == kQ4_K || kind == kQ5_K;
+}
+
+// One panel. Returns false for a scale that fp16 lacks.
+template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t* to) {
+    bool finite = true;
+    for (int64_t g = 0; g < groups; g++, to += C::kBlock) {
+        uint8_t codes[32][32];
+        for (int64_t output = 0; output < 32; output++) {
+            UnpackedGroup group;
+            if (rows[output].blocks == nullptr) {
+                group = {};
+                memset(group.codes, C::kOffset, sizeof group.codes);
+            } else {
+                unpack(rows[output], g, group);
+                const int64_t kind = rows[output].kind;
+                const int offset = kind_bits(kind) == 8 ? 128 : kind_has_minimum(kind) ? 0 : 8;
+                if (C::kBytewise != (kind_bits(kind) == 8)) {
+                    add_to(group.codes, (uint8_t)(C::kOffset - offset));
+                } else {  // a power of two times the scale: nothing is rounded
+                    group.minimum += (float)(C::kOffset - offset) * group.scales[0];
+                }
+            }
+            memcpy(codes[output], group.codes, 32);
+            const auto write = [&](int64_t which, float value) {
+                const uint16_t bits = round_fp16(value);
+                finite &= (bits & 0x7c00) != 0x7c00;
+                memcpy(to + C::kCodeBytes + C::kHalves * which + 2 * output, &bits, sizeof bits);
+            };
+            // Formats with two scales have them side by side for each half: [scale][output].
+            for (int s = 0; s < C::kScales; s++) write(s, group.scales[s]);
+            if (C::kMinimum) write(C::kScales, group.minimum + 0.0f);  // no negative zero
+        }
+        for (int q = 0; q < 8; q++) {
+            const auto quad = [&](int output) {
+                uint32_t four;
+                memcpy(&four, codes[output] + 4 * q, sizeof four);
+                return four;
+            };
+            uint32_t words[C::kCodeBytes / 32];
+            for (int output = 0; output < C::kCodeBytes / 32; output++)
+                words[output] = C::kBytewise ? quad(output) : quad(output) | quad(16 + output) << 4;
+            memcpy(to + sizeof words * q, words, sizeof words);
+        }
+    }
+    return finite;
+}
+
+template <class C> bool pack_panels(const PackCall& call, int64_t first, int64_t last) {
+    bool finite = true;
+    for (int64_t panel = first; panel < last; panel++)
+        finite &= pack_panel<C>(call.rows + 32 * panel, call.groups, call.panels + panel * call.groups * C::kBlock);
+    return finite;
+}
+
+// On `threads` threads. Throws where a scale is not finite in fp16.
+inline void pack(const PackCall& call, int threads) {
+    const auto work = [&](int64_t first, int64_t last) {
+        switch (call.format) {
+            case kFour: return pack_panels<Four>(call, first, last);
+            case kFourMin: return pack_panels<FourMin>(call, first, last);
+            case kEight: return pack_panels<Eight>(call, first, last);
+            case kEightMin: return pack_panels<EightMin>(call, first, last);
+            case kEightHalves: return pack_panels<EightHalves>(call, first, last);
+            default: return pack_panels<EightMinHalves>(call, first, last);
+        }
+    };
+    const int64_t panels = call.outputs / 32;
+    std::atomic<bool> finite{true};
+    std::atomic<int64_t> next{0};
+    const auto serve = [&] {
+        for (int64_t panel; (panel = next.fetch_add(1)) < panels;)
+            if (!work(panel, panel + 1)) finite = false;
+    };
+    std::vector<std::thread> others;
+    others.reserve((size_t)threads);
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(serve);
+    } catch (const std::exception&) {  // fewer threads do the work, too
+    }
+    serve();
+    for (std::thread& other : others) other.join();
+    if (!finite) throw std::runtime_error("weights that are not finite, or larger than float16 holds");
+}
+
+}  // namespace native
