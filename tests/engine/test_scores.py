@@ -83,19 +83,24 @@ def test_a_shared_prefix_is_computed_once(model: PreTrainedModel) -> None:
     run_with_engine(scenario, model, prefix_bytes=2**22)
 
 
+async def computed_together(engine: EngineCore, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> int:
+    """Checks the scores of prompts that arrive together, and returns how many of their tokens were computed."""
+    before = engine.stats().prefill_tokens
+    events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
+    for index, prompt in enumerate(prompts):
+        check(model, events[index], prompt, 1)
+    return engine.stats().prefill_tokens - before
+
+
 def test_prompts_of_one_step_continue_in_copies_of_the_last_page_that_they_share(model: PreTrainedModel) -> None:
     shared = prompt_of(4 * _PAGE, 3)
     prompts = [[*shared, *prompt_of(9, seed)] for seed in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
         await collect(engine, [EngineRequest(tuple(shared), scored(0, 1))])
-        before = engine.stats().prefill_tokens
-        events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
-        for index, prompt in enumerate(prompts):
-            check(model, events[index], prompt, 1)
-        assert engine.stats().prefill_tokens - before == len(prompts) * (1 + 9)
+        assert await computed_together(engine, model, prompts) == len(prompts) * (1 + 9)
 
-    run_with_engine(scenario, model, prefix_bytes=2**22)
+    run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=256)
 
 
 def test_a_prefix_is_computed_once_of_prompts_that_arrive_together(model: PreTrainedModel) -> None:
@@ -103,13 +108,9 @@ def test_a_prefix_is_computed_once_of_prompts_that_arrive_together(model: PreTra
     prompts = [[*shared, *prompt_of(9, seed)] for seed in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
-        before = engine.stats().prefill_tokens
-        events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
-        for index, prompt in enumerate(prompts):
-            check(model, events[index], prompt, 1)
-        assert engine.stats().prefill_tokens - before == len(shared) + 9 + 3 * (1 + 9)
+        assert await computed_together(engine, model, prompts) == len(shared) + 9 + 3 * (1 + 9)
 
-    run_with_engine(scenario, model, prefix_bytes=2**22)
+    run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=256)
 
 
 def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: PreTrainedModel) -> None:
@@ -120,13 +121,9 @@ def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: Pre
     async def scenario(engine: EngineCore) -> None:
         await collect(engine, [EngineRequest(tuple(shared), scored(0, 1))])
         await collect(engine, [EngineRequest(tuple(prompt_of(60, 99)), scored(0, 1))])  # evicts the pages
-        before = engine.stats().prefill_tokens
-        events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
-        for index, prompt in enumerate(prompts):
-            check(model, events[index], prompt, 1)
-        assert engine.stats().prefill_tokens - before == len(shared) + 9 + 2 * (1 + 9)
+        assert await computed_together(engine, model, prompts) == len(shared) + 9 + 2 * (1 + 9)
 
-    run_with_engine(scenario, model, prefix_bytes=10 * _PAGE * _TOKEN_BYTES)
+    run_with_engine(scenario, model, prefix_bytes=10 * _PAGE * _TOKEN_BYTES, prefill_tokens=256)
 
 
 def test_a_step_scores_a_bounded_number_of_rows(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
