@@ -46,7 +46,7 @@ def main() -> None:
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
             subprocess.run(command, check=True, env=environment, cwd=folder)
             counted = server.counters("smollm2")
-        computed, shared = (counted[f"torch_stream_{name}_tokens_total"] for name in ("prefill", "prefix_cache_hit"))
+        computed, shared = (counted[name] for name in ("prefill_tokens", "prefix_cache_hit_tokens"))
         print(f"the server computed {computed:.0f} of {computed + shared:.0f} prompt tokens")
 
 
