@@ -120,7 +120,8 @@ def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: Pre
 
     async def scenario(engine: EngineCore) -> None:
         await collect(engine, [EngineRequest(tuple(shared), scored(0, 1))])
-        await collect(engine, [EngineRequest(tuple(prompt_of(60, 99)), scored(0, 1))])  # evicts the pages
+        for seed in (98, 99):  # evicts the pages, then overwrites them
+            await collect(engine, [EngineRequest(tuple(prompt_of(60, seed)), scored(0, 1))])
         assert await computed_together(engine, model, prompts) == len(shared) + 9 + 2 * (1 + 9)
 
     run_with_engine(scenario, model, prefix_bytes=10 * _PAGE * _TOKEN_BYTES, prefill_tokens=256)
