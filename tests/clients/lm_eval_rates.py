@@ -45,6 +45,9 @@ def main() -> None:
             command = [options.python, str(_DRIVER), str(weights), arguments, *map(str, tasks), *sizes]
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
             subprocess.run(command, check=True, env=environment, cwd=folder)
+            counted = server.counters("smollm2")
+        computed, shared = (counted[name] for name in ("prefill_tokens", "prefix_cache_hit_tokens"))
+        print(f"the server computed {computed:.0f} of {computed + shared:.0f} prompt tokens")
 
 
 if __name__ == "__main__":

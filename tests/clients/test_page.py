@@ -41,6 +41,18 @@ def test_the_version_of_a_client_is_the_one_that_is_installed(row: Row) -> None:
     assert row.version == pinned.rpartition("==")[2]
 
 
+def test_a_feature_that_this_package_has_links_to_its_test() -> None:
+    """test_readme.py tests that each link leads somewhere."""
+    for feature, ours, *_ in markdown.table(PAGE, "Features beside other servers"):
+        said, linked = ours.count("yes"), re.findall(r"\[yes[^]]*\]\(\.\./tests/\w+/test_\w+\.py\)", ours)
+        assert len(linked) == said and (said or ours in ("no", "not run yet")), feature
+
+
+def test_every_tool_was_tried_by_a_script_or_a_test() -> None:
+    for tool, *_, tried in markdown.table(PAGE, "More tools"):
+        assert re.search(r"\]\(\.\./tests/clients/\w+\.(py|mjs)\)", tried), tool
+
+
 def test_every_other_test_of_a_client_is_named_on_the_page() -> None:
     patterns = ("tests/clients/test_*", "tests/server/test_*clients*", "tests/*/test_*_sdk*", "tests/*/test_*seldon*")
     files = {path for pattern in patterns for path in markdown.ROOT.glob(f"{pattern}.py")}

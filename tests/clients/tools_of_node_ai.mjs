@@ -10,7 +10,7 @@ import { z } from "zod";
 
 const url = `${process.argv[2]}/v1`;
 const openai = createOpenAI({ baseURL: url, apiKey: "none" });
-const compatible = createOpenAICompatible({ name: "ours", baseURL: url, supportsStructuredOutputs: true });
+const compatible = createOpenAICompatible({ name: "ours", baseURL: url, supportsStructuredOutputs: true, includeUsage: true });
 const models = {
   chat: openai.chat("tiny"),
   responses: openai.responses("tiny"),

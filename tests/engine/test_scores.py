@@ -17,6 +17,7 @@ from tests.engine.tiny import collect, greedy, idle, one_by_one, prompt_of, refe
 
 _CLOSE = 1e-4
 _PAGE = 4  # tokens, of the engines of these tests
+_TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values, layers, heads, their size, float32
 
 
 def expected(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
@@ -71,8 +72,8 @@ def test_a_shared_prefix_is_computed_once(model: PreTrainedModel) -> None:
             events = await collect(engine, [EngineRequest(tuple(prompt), scored(0, 1))])
             check(model, events[0], prompt, 1)
             computed = engine.stats().prefill_tokens - before
-            # The page before the first token without a score is computed again, for the logits of its last token.
-            assert computed == (len(prompt) if position == 0 else _PAGE + 9)
+            # The token before the first token without a score is computed again, for its logits.
+            assert computed == (len(prompt) if position == 0 else 1 + 9)
             assert events[0].usage is not None and events[0].usage.num_cached_tokens == len(prompt) - computed
         # More alternatives than are kept: all of it is computed.
         before = engine.stats().prefill_tokens
@@ -80,6 +81,50 @@ def test_a_shared_prefix_is_computed_once(model: PreTrainedModel) -> None:
         assert engine.stats().prefill_tokens - before == len(prompts[0])
 
     run_with_engine(scenario, model, prefix_bytes=2**22)
+
+
+async def computed_together(engine: EngineCore, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> int:
+    """Checks the scores of prompts that arrive together, and returns how many of their tokens were computed."""
+    before = engine.stats().prefill_tokens
+    events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
+    for index, prompt in enumerate(prompts):
+        check(model, events[index], prompt, 1)
+    return engine.stats().prefill_tokens - before
+
+
+def test_prompts_of_one_step_continue_in_copies_of_the_last_page_that_they_share(model: PreTrainedModel) -> None:
+    shared = prompt_of(4 * _PAGE, 3)
+    prompts = [[*shared, *prompt_of(9, seed)] for seed in range(4)]
+
+    async def scenario(engine: EngineCore) -> None:
+        await collect(engine, [EngineRequest(tuple(shared), scored(0, 1))])
+        assert await computed_together(engine, model, prompts) == len(prompts) * (1 + 9)
+
+    run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=256)
+
+
+def test_a_prefix_is_computed_once_of_prompts_that_arrive_together(model: PreTrainedModel) -> None:
+    shared = prompt_of(4 * _PAGE, 3)
+    prompts = [[*shared, *prompt_of(9, seed)] for seed in range(4)]
+
+    async def scenario(engine: EngineCore) -> None:
+        assert await computed_together(engine, model, prompts) == len(shared) + 9 + 3 * (1 + 9)
+
+    run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=256)
+
+
+def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: PreTrainedModel) -> None:
+    """Its scores are kept longer than the page itself, which the first prompt of the step computes again."""
+    shared = prompt_of(4 * _PAGE, 3)
+    prompts = [[*shared, *prompt_of(9, seed)] for seed in range(3)]
+
+    async def scenario(engine: EngineCore) -> None:
+        await collect(engine, [EngineRequest(tuple(shared), scored(0, 1))])
+        for seed in (98, 99):  # evicts the pages, then overwrites them
+            await collect(engine, [EngineRequest(tuple(prompt_of(60, seed)), scored(0, 1))])
+        assert await computed_together(engine, model, prompts) == len(shared) + 9 + 2 * (1 + 9)
+
+    run_with_engine(scenario, model, prefix_bytes=10 * _PAGE * _TOKEN_BYTES, prefill_tokens=256)
 
 
 def test_a_step_scores_a_bounded_number_of_rows(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +178,7 @@ def test_preempted_prompts_are_scored_all_the_same(model: PreTrainedModel) -> No
             check(model, events[index], prompt, 1)
             assert list(events[index].token_ids) == reference(model, prompt, 60)
 
-    run_with_engine(scenario, model, cache_bytes=200 * 2 * 3 * 2 * 8 * 4)
+    run_with_engine(scenario, model, cache_bytes=200 * _TOKEN_BYTES)
 
 
 @pytest.mark.parametrize(("params", "field"), [(scored(1, 0), "prompt_logprobs"), (greedy(0), "max_tokens")])

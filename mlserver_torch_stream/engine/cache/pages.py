@@ -259,6 +259,10 @@ class PagePool:
         """Returns the page of a group with this digest; None if the pool has none."""
         return self._groups[group].found.get(digest)
 
+    def has_name(self, group: int, page: int) -> bool:
+        """Returns whether ``find`` returns the page."""
+        return page in self._groups[group].digests
+
     def share(self, group: int, page: int) -> None:
         """Counts one more holder of a page that is held or cached."""
         pool = self._groups[group]

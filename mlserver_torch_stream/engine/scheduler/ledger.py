@@ -57,15 +57,27 @@ class SequencePages:
 
     # --- finding ---
 
-    def look_up(self, tokens: int) -> int:
+    def look_up(self, tokens: int, *, again: bool = False) -> int:
         """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens in
         them.
 
-        A windowed group needs only the pages that the next token sees.
+        A windowed group needs only the pages that the next token sees. ``again``: the last of these tokens is computed
+        again, for its logits. If it ends a page that the pool finds, ``extend`` copies the page.
         """
         size = self._spec.page_size
         if not self._pool.finds or self.computed % size:
             return 0
+        if again and self._slides:  # the token may see an older page than the token after it
+            tokens, again = tokens - 1, False
+        gained = self._take_found(tokens)
+        if again and gained and self.computed == tokens:
+            self.computed -= 1
+            self.named = self.written = self.computed // size
+            gained -= 1
+        return gained
+
+    def _take_found(self, tokens: int) -> int:
+        size = self._spec.page_size
         begun = best = self.computed // size
         runs = [begun - first for first in self._first]  # numbers of consecutive pages up to the current one
         for index in range(begun, tokens // size):
@@ -137,7 +149,7 @@ class SequencePages:
     def forget_unwritten(self) -> set[tuple[int, int]]:
         """Removes from the prefix cache the pages that a failed forward should have written, and returns them."""
         size = self._spec.page_size
-        pages = self.from_page(self.written, self.named)
+        pages = self.unwritten
         for group, page in pages:
             self._pool.forget(group, page)
         self.named = min(self.named, self.written, self.computed // size)
@@ -191,9 +203,27 @@ class SequencePages:
         return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
 
     def _is_shared(self, group: int) -> bool:
-        """Returns whether another sequence holds the page to which the next token is written."""
-        index, table = self.computed // self._spec.page_size, self.tables[group]
-        return index < len(table) and self._pool.holders(group, table[index]) > 1
+        """Returns whether the page to which the next token is written is held by another sequence, or was found."""
+        index, offset = divmod(self.computed, self._spec.page_size)
+        table = self.tables[group]
+        if index >= len(table):
+            return False
+        was_found = offset and index >= self.named and self._pool.has_name(group, table[index])
+        return bool(was_found) or self._pool.holders(group, table[index]) > 1
+
+    @property
+    def unwritten(self) -> set[tuple[int, int]]:
+        """The pages that the pool can find already, and that a forward has yet to write, each with its group."""
+        return self.from_page(self.written, self.named)
+
+    def find_next(self, length: int) -> set[tuple[int, int]]:
+        """Returns the pages that the pool finds for the next token's page, each with its group. ``length``: of the
+        sequence."""
+        index, groups = self.computed // self._spec.page_size, range(len(self.tables))
+        if not self._pool.finds or (index + 1) * self._spec.page_size > length:
+            return set()
+        found = [(group, self._pool.find(group, self._digest(index))) for group in groups]
+        return {(group, page) for group, page in found if page is not None}
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
         """Takes the pages for the tokens up to ``end``, and replaces a shared page to which the next token is written.
@@ -342,16 +372,17 @@ class ScheduledSequence:
     def look_up(self) -> None:
         """Takes pages from the prefix cache, for all tokens but the last one, whose logits are needed.
 
-        A prompt that is scored continues from the page before its first token without a score, because the logits of
-        the token before that token are needed.
+        A prompt that is scored continues from the token before its first token without a score, because the logits of
+        that token are needed.
         """
-        most, request = self.sequence.length - 1, self.request
+        most, request, again = self.sequence.length - 1, self.request, False
         if request.unscored:
             top, scores = request.params.prompt_logprobs or 0, request.scores
             scores += () if scores else (TokenLogprob(request.prompt[0], None),)
             self.pages.find_scores(self._page_scores, scores, top, len(request.prompt))
-            most = min(most, len(scores) - 1)
-        gained = self.pages.look_up(most)
+            again = len(scores) <= most
+            most = min(most, len(scores))
+        gained = self.pages.look_up(most, again=again)
         if not self.began_anew:
             self.found += gained
 

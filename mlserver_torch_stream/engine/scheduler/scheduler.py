@@ -120,6 +120,16 @@ class StepDraft:
             self.left -= weight
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
+    def writes_next(self, scheduled: ScheduledSequence) -> bool:
+        """Returns whether another part of this step writes the tokens that come next in a prompt that is scored.
+
+        The prompt waits for the next step, which has their page with its scores, and can copy the page.
+        """
+        if not scheduled.request.unscored or not self._parts:
+            return False
+        pages = scheduled.pages.find_next(scheduled.sequence.length)
+        return any(not pages.isdisjoint(other.pages.unwritten) for other in self._parts if pages)
+
     def add_drafts(self, scheduled: ScheduledSequence, drafts: Sequence[int]) -> None:
         """Adds drafts to the part of a sequence that decodes in this step."""
         part = self._parts[scheduled]
@@ -265,6 +275,8 @@ class Scheduler:
         if not draft.takes_prompts or (scheduled.restarts and not self._may_restart(scheduled)):
             return
         scheduled.look_up()
+        if draft.writes_next(scheduled):
+            return
         # Also if the prefix cache has all tokens but the last: this step has not counted it among those that decode.
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
