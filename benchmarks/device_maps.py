@@ -35,9 +35,7 @@ def measure() -> None:
     import torch
 
     from tests.engine.emulated import Busy, laid_out, pipelined, together
-    from tests.engine.tiny import 
-    from tests.engine.tiny_models import prompt_of
-    from tests.engine.tiny_models import tiny_model
+    from tests.engine.tiny_models import prompt_of, tiny_model
 
     torch.set_num_threads(1)
     with ExitStack() as stack:
