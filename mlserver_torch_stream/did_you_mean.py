@@ -12,7 +12,7 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
-    """``"; did you mean 'x'?"``, or nothing where no known name is near. ``show``: how the name is written."""
+    """``"; did you mean 'x'?"``, or nothing where no known name is near. ``show`` says how the name is written."""
     near = nearest_name(name, known)
     return "" if near is None else f"; did you mean {show(near)}?"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 class RequestError(Exception):
     """A request that fails, with the status that its client sees before the first token.
 
-    ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: OpenAI's code of the
-    error, where clients act on it. ``retry_after``: whole seconds after which the client should try again.
-    ``shared``: another request of the batch may be the cause.
+    ``field`` is the part of the request that is wrong, in the client's own spelling. ``code``: OpenAI's code of the
+    error, where clients act on it. ``retry_after``: whole seconds after which the client should try again. ``shared``:
+    another request of the batch may be the cause.
     """
 
     status: int = 500

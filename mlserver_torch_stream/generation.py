@@ -77,7 +77,9 @@ class Arrivals(Generic[T]):
         return last or NotServing("the stream ended before the prompt was whole")
 
     def close(self) -> None:
-        """Synchronous and idempotent: it may run in a task that cannot await any more."""
+        """Ends the generation. It does not await, because it may run in a task that can no longer do so; a second call
+        does nothing.
+        """
         for waiting in (self._end, self._following):
             if waiting is not None and not waiting.cancel() and not waiting.cancelled():
                 waiting.exception()  # retrieved, so that asyncio does not log it
@@ -85,11 +87,11 @@ class Arrivals(Generic[T]):
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MAX_CHARS_ON_LOOP = 4096
-_MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
+_MAX_CHARS_TOGETHER = 2**16  # the total length of the prompts of one request that are tokenized together
 # The pieces of a text are checked again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
-_MAX_PROMPT_LOGPROBS = 2**20  # of a request: its reply has up to 100 bytes for each
+_MAX_PROMPT_LOGPROBS = 2**20  # the maximum for one request, whose reply has up to 100 bytes for each log-probability
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
 
 _T = TypeVar("_T")
@@ -120,7 +122,7 @@ class PromptEncoder(Protocol):
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The compilation
+        """Begins to compile a constraint; ``reasoning`` are the marks of the reasoning that it follows. The compilation
         may raise InvalidInput."""
 
     def check_length(self, text: str, field: str) -> None:

@@ -14,8 +14,8 @@ class Damaged(ValueError):
 
 
 class Gunzip:
-    """Several members one after another are one stream, as ``gzip`` reads them. ``padded``: zeros may follow a member,
-    as tapes and blocks add them."""
+    """Several members one after another are one stream, as ``gzip`` reads them. ``padded`` means that zeros may follow
+    a member, as tapes and blocks add them."""
 
     def __init__(self, *, padded: bool = False) -> None:
         self._padded = padded

@@ -34,7 +34,7 @@ class _Drain:
         self._descriptor = descriptor
         self._name = name
         self._rest = b""
-        self._began = time.monotonic()  # of the current second
+        self._began = time.monotonic()  # the start of the current second
         self._lines = 0
         self._dropped = 0
 

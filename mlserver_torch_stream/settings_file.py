@@ -43,7 +43,7 @@ def read_json(path: Path) -> Any:
 def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str, str]) -> None:
     """Refuses a key at the top level that MLServer would ignore, if it is known elsewhere or nearly known.
 
-    ``elsewhere``: keys that are known in other places, with these places. Raises SettingsError.
+    ``elsewhere`` are keys that are known in other places, with these places. Raises SettingsError.
     """
     for key in read_settings_file(path):
         if key in known:

@@ -12,9 +12,9 @@ _CHARACTERS_PER_DELTA = 20
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions an answer may call. ``strict``: the functions whose arguments must match their schema.
+    """Which functions an answer may call. ``strict`` holds the functions whose arguments must match their schema.
 
-    ``name``: the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
+    ``name`` is the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
     first call.
     """
 
@@ -43,7 +43,7 @@ class ToolCallDelta:
 
     @property
     def size(self) -> int:
-        """In characters, as that of an event."""
+        """The length in characters, as ``TokenEvent`` counts it."""
         return _CHARACTERS_PER_DELTA + len(self.id or "") + len(self.name or "") + len(self.arguments)
 
 

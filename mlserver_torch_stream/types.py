@@ -37,7 +37,9 @@ class StreamMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Raw text. ``add_special_tokens``: whether BOS and the like are added; None: unless it begins with BOS."""
+    """Raw text. ``add_special_tokens`` says whether BOS and the like are added; None means that they are added unless
+    it begins with BOS.
+    """
 
     text: str
     add_special_tokens: bool | None = None
@@ -112,8 +114,8 @@ class Constraint:
 class SamplingParameters:
     """How tokens are chosen and when a sequence ends, validated and resolved against the model's defaults.
 
-    Order of the transformations is that of transformers' ``generate``: penalties and biases, temperature, top-k,
-    top-p, min-p, typical-p. Log-probabilities are those of the raw logits, before any of it.
+    The order of the transformations is the order in transformers' ``generate``: penalties and biases, temperature,
+    top-k, top-p, min-p, typical-p. Log-probabilities are computed from the raw logits, before any transformation.
     """
 
     max_tokens: int | None = None  # None: as many as the context holds; 0: the prompt is read, nothing is generated
@@ -124,8 +126,8 @@ class SamplingParameters:
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0  # over prompt and answer, as transformers
-    presence_penalty: float = 0.0  # over the answer, as OpenAI
-    frequency_penalty: float = 0.0  # over the answer, as OpenAI
+    presence_penalty: float = 0.0  # counts the tokens of the answer, as OpenAI does
+    frequency_penalty: float = 0.0  # counts the tokens of the answer, as OpenAI does
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
@@ -155,7 +157,7 @@ class GenerationRules:
     suppressed_first: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     forced_bos: tuple[int, ...] = ()  # after a prompt of one token
-    forced_eos: tuple[int, ...] = ()  # as the last token that a sequence may have
+    forced_eos: tuple[int, ...] = ()  # the token that is forced when a sequence reaches its maximum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class ReplyOptions:
     outputs: frozenset[str] | None = None  # None: all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
     continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
-    warnings: tuple[str, ...] = ()  # of OpenAI's responses: what the request asks for and does not get
+    warnings: tuple[str, ...] = ()  # the parts of a Responses request that are ignored
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 
@@ -189,9 +191,9 @@ class GenerationRequest:
     stream: bool | None = None  # None: as the endpoint does
     stream_mode: StreamMode = StreamMode.EACH
     priority: int | None = None  # 1 is highest; None: the default
-    timeout_s: float | None = None  # from submit to the last token; None: the settings'
+    timeout_s: float | None = None  # seconds from submit to the last token; None means the setting's value
     client: str = ""  # waiting requests of one client share its place in the queue; "": unnamed
-    constraint: Constraint | None = None  # of each answer; None: any text
+    constraint: Constraint | None = None  # must match each answer; None allows any text
     adapter: str | None = None  # the LoRA adapter that the model generates with; None: the model itself
 
 
@@ -223,7 +225,7 @@ class TokenLogprob:
 
     @property
     def size(self) -> int:
-        """In characters, as that of an event."""
+        """The length in characters."""
         token_bytes = len(self.token or b"") + sum(map(len, self.top_tokens))
         return _CHARACTERS_PER_LOGPROB + _CHARACTERS_PER_ALTERNATIVE * len(self.top) + token_bytes
 
@@ -236,8 +238,8 @@ class Usage:
     num_output_tokens: int
     queue_s: float = 0.0
     ttft_s: float = 0.0
-    num_cached_tokens: int = 0  # of the prompt: copied from the prefix cache
-    num_reasoning_tokens: int = 0  # of the output tokens: the reasoning before the answer, and the marks around it
+    num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
+    num_reasoning_tokens: int = 0  # output tokens of the reasoning before the answer, and of the marks around it
 
 
 @dataclass(slots=True)  # a frozen dataclass takes five times as long to create
@@ -263,10 +265,10 @@ class TokenEvent:
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    prompt_text: str = ""  # of a request that repeats its prompt
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens of the prompt, in order
-    num_input_tokens: int = 0  # of the sequence's prompt, on every event that the engine's thread delivers
-    prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # on the same events
+    prompt_text: str = ""  # the prompt, if the request asks for its text
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # one entry for each token of the prompt, in order
+    num_input_tokens: int = 0  # the length of the prompt, on every event that the engine's thread delivers
+    prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # the prompt's tokens, on the same events
 
     @property
     def has_output(self) -> bool:
@@ -340,8 +342,8 @@ class ModelInfo:
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
-    reasons: bool = False  # whether its answers may begin with a reasoning
-    template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads
+    reasons: bool = False  # whether its answers may begin with reasoning
+    template_arguments: frozenset[str] = frozenset()  # the arguments about tools and reasoning that the template reads
     adapters: frozenset[str] | None = None  # the names of its LoRA adapters; None: its engine takes none
 
 

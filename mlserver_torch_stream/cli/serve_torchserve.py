@@ -74,7 +74,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
-    """Returns the configuration file that the variable or the command line names, or that in the working directory.
+    """Returns the configuration file that the variable or the command line names, or the one in the working directory.
 
     Returns None if there is none. Raises SettingsError if a named file does not exist.
     """

@@ -85,7 +85,8 @@ def checked_timeout(seconds: float) -> float:
 
 
 def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes | None:
-    """The certificates of a PEM file, the only ones that the client trusts; None: its library's own."""
+    """The certificates of a PEM file, the only ones that the client trusts; None means the certificates of its
+    library."""
     if ca_file is None:
         return None
     if urlsplit(url).scheme not in _TLS:

@@ -34,7 +34,9 @@ def generation_call(
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token. ``top``: the most likely ones at its position, as many as were asked for."""
+    """The log-probability of one token. ``top`` has the most likely tokens at its position, as many as were asked
+    for.
+    """
 
     logprob: float
     token_id: int | None = None
@@ -113,7 +115,7 @@ def unreadable(error: Exception) -> StreamBroken:
 
 
 class StreamEnding:
-    """``started``: the first event has arrived."""
+    """``started`` means that the first event has arrived."""
 
     def __init__(self) -> None:
         self.started = False

@@ -166,7 +166,7 @@ def model_names(response: Any) -> list[str]:
 
 
 def call_error(url: str, error: Any, started: bool) -> ClientError:
-    """The error of a failed call. ``started``: its first message has arrived."""
+    """The error of a failed call. ``started`` means that its first message has arrived."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
         return ConnectionFailed(f"no server at {url}: {details}")

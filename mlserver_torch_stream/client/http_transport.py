@@ -40,7 +40,7 @@ class EventParser:
     def __init__(self, most_bytes: int = MAX_EVENT_BYTES) -> None:
         self._most_bytes = most_bytes
         self._kept_bytes = 0
-        self._line = bytearray()  # that has no end yet
+        self._line = bytearray()  # the current line, until its end arrives
         self._half_end = b""
         self._data: list[str] = []
 
@@ -74,7 +74,7 @@ class EventParser:
 
 _CONNECT_TIMEOUT_S = 5.0
 _Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
-_MAX_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
+_MAX_REASON_CHARACTERS = 1000  # the maximum length of a refusal that is not JSON, such as a proxy's error page
 
 
 class HttpTransport:

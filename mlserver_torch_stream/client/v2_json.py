@@ -67,7 +67,7 @@ def _logprob(entry: TokenLogprob) -> Logprob:
 
 
 def http_request(call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a call over HTTP. ``stream`` false: the request asks for one whole reply."""
+    """The path and the body of a call over HTTP. ``stream`` false means that the request asks for one whole reply."""
     tensors = [
         {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
         for name, texts in input_tensors(call).items()

@@ -33,7 +33,7 @@ from mlserver_torch_stream.cloud.store import Store, get_or_none
 
 RENEW_S = 15.0
 SILENCE_S = 60.0  # a writer that has not renewed its lease for so long counts as dead
-_END_S = 2.0  # for writing that the command has ended, possibly at a signal
+_END_S = 2.0  # how long it may take to write that the command has ended, possibly after a signal
 _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
@@ -180,7 +180,7 @@ def _read(data: bytes) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-FORMAT = 2  # of manifests and output rows
+FORMAT = 2  # the version of the format of manifests and output rows
 _MAX_DIFFERENCES = 4
 _OWN = ("format", "run", "created")  # keys of a manifest that are not part of the configuration
 

@@ -23,8 +23,8 @@ Wanted = Callable[[tuple[int, int | None]], bool]
 class ArchiveReader:
     """Reads the rows of one archive. All rows have the index 0. Methods raise Damaged if the archive itself is broken.
 
-    ``kind``: how all members are read; None: as their names say. ``whole_bytes``: the most bytes of a member that is
-    one row.
+    ``kind`` says how all members are read; None means that their names say how. ``whole_bytes`` is the maximum number
+    of bytes of a member that is one row.
     """
 
     def __init__(

@@ -15,14 +15,14 @@ from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cloud.rows import Row, RunRefused
 from mlserver_torch_stream.cloud.tables import RowReader, TableBroken, Tables
 
-FOOTER_TAIL_BYTES = 128 * 2**10  # of a file, in which most footers lie; pyarrow looks into 64 KiB
+FOOTER_TAIL_BYTES = 128 * 2**10  # most footers fit into the last 128 KiB of a file; pyarrow looks into 64 KiB
 MAX_FOOTER_BYTES = 16 * 2**20
-MAX_ROW_GROUP_BYTES = 512 * 2**20  # of the chosen columns, as they are in the file
+MAX_ROW_GROUP_BYTES = 512 * 2**20  # the size of the chosen columns in the file, that is, compressed
 _END = 8  # bytes: the length of the footer, and the magic
 _MAGIC = b"PAR1"
-_SLACK = 100  # bytes that pyarrow reads behind a column of old writers, whose sizes lack the dictionary's header
+_SLACK = 100  # bytes that pyarrow reads after a column of old writers, whose sizes lack the dictionary's header
 _GAP_BYTES = 64 * 2**10  # between two ranges, which are fetched together with it
-_BATCH_BYTES, _BATCH_ROWS = 8 * 2**20, 1024  # that are decoded at a time
+_BATCH_BYTES, _BATCH_ROWS = 8 * 2**20, 1024  # how much is decoded at a time
 
 
 @dataclass
@@ -34,7 +34,8 @@ class FooterLonger(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges``: the bytes of the chosen columns."""
+    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges`` are the byte ranges of the chosen
+    columns."""
 
     index: int
     first: int
@@ -114,7 +115,8 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """The ``wanted`` rows of a group, some at a time. ``parts``: the bytes of its ranges. Raises TableBroken."""
+        """The ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
+        TableBroken."""
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
         size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.count // max(1, nbytes)))

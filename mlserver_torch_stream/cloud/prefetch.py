@@ -42,7 +42,7 @@ class PrefetchedRange:
 class Prefetch(Generic[P]):
     """Fetches pieces ahead of their reader.
 
-    ``fetch`` starts one piece; ``peak_bytes``: the most bytes held at a time.
+    ``fetch`` starts one piece; ``peak_bytes`` is the maximum number of bytes held at a time.
     """
 
     def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: PrefetchedRange) -> None:

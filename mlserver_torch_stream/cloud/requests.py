@@ -50,8 +50,8 @@ class RowQuestion:
 class RowRequest:
     """Says how rows become requests.
 
-    ``defaults``: parameters that a row may override; ``chat``: a text is a user's message; ``media``: images and sound
-    may be parts of a message; ``served``: the model's names in rows.
+    ``defaults`` are parameters that a row may override; ``chat`` means that a text is a user's message; ``media`` means
+    that images and sound may be parts of a message; ``served`` are the model's names in rows.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
     from mlserver_torch_stream.cloud.urls import UrlStore
 
-_MAX_NAMED = 5  # keys in one message
+_MAX_NAMED = 5  # the maximum number of keys in one message
 
 Written = Callable[[int, int], Awaitable[None]]
 """Called with the number of rows in the parts of an output, and the number of failed rows among them."""
@@ -61,11 +61,11 @@ class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
     If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; another
-    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with
-    n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None: it never does. With
-    ``retry_failed`` the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many
-    rows of the input are read; None: all. ``created`` is the creation time in the output rows, in seconds since the
-    epoch; None: when the run began.
+    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with n % lanes ==
+    lane - 1. The run ends if more than ``max_failures`` rows fail; None means that it never does. With ``retry_failed``
+    the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many rows of the input
+    are read; None means all. ``created`` is the creation time in the output rows, in seconds since the epoch; None
+    means the time when the run began.
     """
 
     input: str | None = None
@@ -146,7 +146,9 @@ class CloudRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The objects of a run, and the parts that its output holds. ``known``: the output belongs to this run already."""
+    """The objects of a run, and the parts that its output holds. ``known`` means that the output belongs to this run
+    already.
+    """
 
     run: CloudRun
     identity: RunIdentity
@@ -257,7 +259,7 @@ async def results(
 ) -> AsyncGenerator[Result, None]:
     """Yields the results that are still missing, in order. Raises TooManyFailures after one failure too many.
 
-    ``failures``: the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
+    ``failures`` are the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """
     run, done = planned.run, planned.done
 
@@ -313,7 +315,7 @@ async def stream(
 ) -> AsyncGenerator[Result, None]:
     """Yields the results of a run without an output, in order, while objects are still being fetched.
 
-    ``model``: a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
+    ``model`` is a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
     """
     from mlserver_torch_stream.cloud.backend import opened  # here: servers, which run batches, need no HTTP client
 

@@ -34,7 +34,7 @@ class Distribution:
 class BusyTime:
     """The share of time in which at least one row was inferred, from the first start to the last end.
 
-    ``spans``: the busy spans, in order and apart from each other.
+    ``spans`` are the busy spans, in order and apart from each other.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)

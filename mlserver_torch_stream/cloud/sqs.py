@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.rows import CloudError, RunRefused
 from mlserver_torch_stream.cloud.watch import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
-_HELD_S = 60  # for which a message is hidden from other consumers; prolonged while it is processed
+_HELD_S = 60  # how long a message is hidden from other consumers; prolonged while it is processed
 _MAX_MESSAGES = 10
 
 

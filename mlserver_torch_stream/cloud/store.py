@@ -38,7 +38,7 @@ class _OpenFile(Protocol):
 
 
 class ObjectUpload:
-    """Writes one object in pieces. ``size``: the bytes written so far. Both methods raise CloudError.
+    """Writes one object in pieces. ``size`` is the number of bytes written so far. Both methods raise CloudError.
 
     An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
     lifecycle rule for incomplete multipart uploads does.
@@ -107,7 +107,7 @@ async def settle() -> None:
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer;
+    """Objects below one URL; keys are relative to it. ``stall_s`` is the longest silence in seconds within one answer;
     ``options``: those of the object store."""
 
     def __init__(
@@ -180,7 +180,7 @@ class Store:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
         from obstore.exceptions import InvalidPathError
 
-        seen: set[str] = set()  # of a folder
+        seen: set[str] = set()  # the keys of a folder that were listed
         last = after
         try:
             batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
@@ -219,7 +219,7 @@ class Store:
             return replace(info, trouble=error.message)
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
-        """Lists a bucket of S3 without the library. ``unnamed``: what the library said of the key."""
+        """Lists a bucket of S3 without the library. ``unnamed`` says what the library said of the key."""
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
         listing = S3Listing.find(self.url, self.options, self.stall_s)

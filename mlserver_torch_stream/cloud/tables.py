@@ -31,7 +31,7 @@ class Column:
     """One chosen column.
 
     ``column`` is a number from 1, a name in the header, or a key of JSONL. ``name`` is the field of the row that gets
-    the value; None: the value is the whole row.
+    the value; None means that the value is the whole row.
     """
 
     column: int | str
@@ -49,9 +49,9 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Tables:
     """How tables and archives are read. ``columns`` are the columns that make a row; without them the names in the
-    header are the keys of a row's body, as in JSONL. ``header``: the first record names the columns. ``quote``: a
-    character, or empty for tables in which no character quotes. ``data``: rows are bytes for a handler or a tensor;
-    else they are prompts.
+    header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
+    ``quote`` is a character, or empty for tables in which no character quotes. ``data`` means that rows are bytes for a
+    handler or a tensor; else they are prompts.
 
     ``archives``: archives are read member by member, and ``members``, a glob, chooses some; else an archive is a whole
     object.
@@ -168,8 +168,8 @@ class Record:
 class RowReader:
     """Reads the rows of one table: an object, or a member of an archive.
 
-    ``wanted``: whether the record that begins in a line is to be read. ``number``: the line in which the last record
-    began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.
+    ``wanted`` says whether the record that begins in a line is to be read. ``number`` is the line in which the last
+    record began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.
     """
 
     def __init__(

@@ -239,7 +239,7 @@ def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
     told = answer.headers.get("Content-Range", "")
     if answer.status == 206 and (match := _RANGE.fullmatch(told)):
         size = int(match[2])
-    elif answer.status == 416:  # of an empty object, which has no first byte, or of one that is shorter now
+    elif answer.status == 416:  # the object is empty, so it has no first byte, or it is shorter now
         size = 0
     elif answer.status == 200 and answer.content_length is not None:
         size = answer.content_length

@@ -50,7 +50,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
 from mlserver_torch_stream.cloud.tables import Tables
 
 MAX_RESULT_BYTES = 64 * 2**20
-_LOOK_S = 1.0  # at an archive's result that another watcher writes
+_LOOK_S = 1.0  # the time between two looks at an archive's result that another watcher writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Announced:
 class Watcher:
     """Infers new objects. At most ``objects`` are inferred at a time, each by the stages of a run with ``limits``.
 
-    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the
-    creation time in the output rows, in seconds since the epoch; None: when their object was begun. ``part_rows``: rows
-    in one part of an archive's result.
+    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created`` is
+    the creation time in the output rows, in seconds since the epoch; None means the time when their object was begun.
+    ``part_rows`` is the number of rows in one part of an archive's result.
     """
 
     store: Store
@@ -89,7 +89,8 @@ class Watcher:
     seen: int = 0
 
     def __post_init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of results being made
+        # One lock for each result that is being made.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
         self._again = asyncio.Lock()
 
@@ -254,7 +255,7 @@ _MAX_OPEN = 10_000
 
 
 class Poller:
-    """Finds new objects by listing. ``every``: seconds between two polls.
+    """Finds new objects by listing. ``every`` is the number of seconds between two polls.
 
     ``check`` runs before each poll and ends the polling with a CloudError. The cursor is the last key up to which all
     keys are done.

@@ -2,8 +2,8 @@
 
 The memory is what the engine allocates. The speeds are upper bounds that no engine reaches.
 
-Speeds are those without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80
-of an H100, 24.15 for the 24 of L4 and A10).
+Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80 of an
+H100, 24.15 for the 24 of L4 and A10).
 
 Checked on 2026-11-22. For these devices the numbers do not come from the vendor's own page, or need a remark:
 
@@ -237,7 +237,7 @@ class CapacityPlan:
     streams: int
     alone: float  # one stream
     together: float  # all of them
-    prompts: float | None  # of the prefill
+    prompts: float | None  # prompt tokens per second
 
     @property
     def fits(self) -> bool:
@@ -249,7 +249,8 @@ def plan_model(
 ) -> list[CapacityPlan]:
     """Returns a plan for each number of ranks up to ``most_devices`` that can share the model.
 
-    ``on_host``: the device is this machine's CPU. Several ranks would share its memory, so only one rank is planned.
+    ``on_host`` means that the device is this machine's CPU. Several ranks would share its memory, so only one rank is
+    planned.
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else most_devices)]
@@ -259,7 +260,8 @@ def plan_model(
 def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
     """Plans a model on ``ranks`` devices.
 
-    ``context``: the tokens of each stream; ``cache_share``: the cache's share of the memory that the weights leave.
+    ``context`` is the number of tokens of each stream; ``cache_share`` is the cache's share of the memory that the
+    weights leave.
     """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))

@@ -47,9 +47,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a model. ``room``: the free bytes on the fullest device of all ranks, once all have loaded.
+    """This rank's part of a model. ``room`` are the free bytes on the fullest device of all ranks, once all have
+    loaded.
 
-    ``forward`` runs this part in the way of ``findings``; the other ranks run their parts at the same time.
+    ``forward`` runs this part as ``findings`` says; the other ranks run their parts at the same time.
     """
 
     weights: LoadedWeights

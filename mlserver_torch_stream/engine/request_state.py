@@ -51,7 +51,7 @@ class SequenceState:
         self._error: Exception | None = None
         self._prompt_shown = False
         self._interval = request.stream_interval
-        self._next_event_at = 0  # tokens of the sequence
+        self._next_event_at = 0  # the number of tokens at which the next event is due
 
     @property
     def request(self) -> RequestState:
@@ -208,7 +208,9 @@ class RequestState:
         default_timeout: float | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """``max_model_len``: as ``Admission.longest`` returns it; ``seal`` replaces it for an open request."""
+        """``max_model_len`` is the length that ``Admission.longest`` returns.longest`` returns it; ``seal`` replaces it
+        for an open request.
+        """
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
@@ -219,8 +221,8 @@ class RequestState:
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
-        self.cached_tokens = 0  # of the prompt: found in the prefix cache
-        self.scores: list[TokenLogprob] = []  # of the first tokens of the prompt, if they are asked for
+        self.cached_tokens = 0  # tokens of the prompt that were found in the prefix cache
+        self.scores: list[TokenLogprob] = []  # the scores of the prompt's first tokens, if the request asks for them
         indices = range(input.first_index, input.first_index + input.sampling.n)
         stops = StopStrings(input.sampling.stop)
         self.sequences = [SequenceState(self, index, codec, stops) for index in indices]

@@ -82,7 +82,7 @@ class FairLock:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._held = False
-        self.progress: StepProgress | None = None  # of the engine that holds the lock
+        self.progress: StepProgress | None = None  # the progress of the engine that holds the lock
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:

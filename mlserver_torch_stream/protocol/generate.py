@@ -1,6 +1,6 @@
 """The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
 
-The names are those of the Open Inference Protocol's generate extension.
+The names come from the Open Inference Protocol's generate extension.
 """
 
 from __future__ import annotations

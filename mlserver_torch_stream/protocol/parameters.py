@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from mlserver_torch_stream.protocol import constraints, values
 from mlserver_torch_stream.types import ModelInfo
 
-DEFAULT_MAX_TOKENS = 256  # of answers to prompts; answers in conversations may fill the context
+DEFAULT_MAX_TOKENS = 256  # the default for answers to prompts; answers in conversations may fill the context
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_SALT_CHARACTERS = 256

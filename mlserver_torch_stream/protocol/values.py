@@ -185,7 +185,7 @@ def boolean(value: Any, info: ModelInfo) -> bool:
 
 
 def integer(low: int, high: int | None = None) -> Reader:
-    """Makes a reader of whole numbers from ``low`` to ``high``; None: without an upper bound."""
+    """Makes a reader of whole numbers from ``low`` to ``high``; None means that there is no upper bound."""
 
     def read(value: Any, info: ModelInfo) -> int:
         result = to_integer(value)

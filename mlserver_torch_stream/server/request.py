@@ -82,7 +82,7 @@ class Reply(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """The block of SSE that is sent while the stream has no events; empty: none."""
+        """The SSE block that is sent while the stream has no events; empty if no block is sent."""
 
     @property
     def reads_following(self) -> bool:
@@ -104,7 +104,7 @@ class Reply(Protocol):
         """Returns the data of a final event, such as ``[DONE]``; None if the stream ends with its last message."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 class Piece(Protocol):
@@ -141,7 +141,7 @@ class PieceReply(Protocol):
         """Yields each ``Piece`` as it arrives. Raises RequestError."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 class ServedModel(ABC):
@@ -264,7 +264,7 @@ class Closable(Protocol):
     """Something that is closed when the request ends."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 R = TypeVar("R", bound=Closable)

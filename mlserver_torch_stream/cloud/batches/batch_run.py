@@ -62,8 +62,8 @@ class BatchModels(Protocol):
 class ItemInference:
     """Infers the items of a batch.
 
-    ``expected``: the models and adapters that were loaded when the batch was validated. If one of these is missing now,
-    it is being loaded again, and its items wait. An item that names any other missing model fails.
+    ``expected`` are the models and adapters that were loaded when the batch was validated. If one of these is missing
+    now, it is being loaded again, and its items wait. An item that names any other missing model fails.
     """
 
     def __init__(self, models: BatchModels, endpoint: str, expected: Collection[str]) -> None:

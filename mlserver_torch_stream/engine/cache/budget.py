@@ -33,7 +33,8 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together; None: of the free memory.
+    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together. If it is None, the cache
+    takes a share of the free memory.
 
     ``specs`` describe the cache on each device. The ``engines`` share a host's memory equally, and ``resources``
     reserves this engine's part for ``owner``; on a GPU the memory of other engines is not free. ``most`` is the free

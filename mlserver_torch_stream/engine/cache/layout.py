@@ -55,7 +55,7 @@ class CacheLayout:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window or chunk of each attention layer in tokens; None: the layer sees all tokens."""
+        """The window or chunk of each attention layer in tokens; None means that the layer sees all tokens."""
         layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 

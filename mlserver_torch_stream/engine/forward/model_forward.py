@@ -105,7 +105,7 @@ class ModelForward(LoadedForward):
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
 
     def _call(self, ids: torch.Tensor, step: ModelStep, **more: Any) -> torch.Tensor:
-        """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
+        """Calls the model. ``more`` are arguments beside its ids, their positions and its cache."""
         if self._takes_mask and self.way is Way.PACKED:  # without a mask, GPT-2 waits for the ids to look for padding
             more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:

@@ -52,11 +52,11 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. ``config`` returns the fields of transformers' config. ``modules``: a layer's modules by tensor
-    leaf.
+    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` are a layer's modules by
+    tensor leaf.
 
-    ``permuted``: the leaves whose rows the converter has reordered within each head. ``norm_offset``: the number that
-    the converter has added to the weights of norms.
+    ``permuted`` are the leaves whose rows the converter has reordered within each head. ``norm_offset`` is the number
+    that the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -248,7 +248,7 @@ def _refuse_single_experts(file: GgufFile) -> None:
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
     """Returns the size by which queries are scaled.
 
-    ``largest``: the layers of the family's 27B model, the only one that does not use the head's size.
+    ``largest`` are the layers of the family's 27B model, the only one that does not use the head's size.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

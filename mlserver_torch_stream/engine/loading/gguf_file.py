@@ -87,7 +87,7 @@ class GgufFile:
         return value
 
     def token_id(self, role: str) -> int | None:
-        """Returns the id of a special token, such as that of ``eos``. Raises LoadFailed if no token has it."""
+        """Returns the id of a special token, such as ``eos``. Raises LoadFailed if no token has it."""
         name = f"tokenizer.ggml.{role}_token_id"
         value = self._contents(name)
         tokens = self.shape("token_embd.weight")[0]
@@ -113,7 +113,7 @@ class GgufFile:
         return shape_of(self.tensors[name])
 
     def mark_taken(self, names: Iterable[str], tensors: Iterable[str]) -> None:
-        """Marks keys and tensors as used. ``names``: whole keys, with their prefix."""
+        """Marks keys and tensors as used. ``names`` are whole keys, with their prefix."""
         self._keys_left -= {name.removeprefix(f"{self.architecture}.") for name in names}
         self._tensors_left -= set(tensors)
 

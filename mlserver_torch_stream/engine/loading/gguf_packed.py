@@ -35,9 +35,11 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds``: how many tensors have each format.
+    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds`` says how many tensors have each
+    format.
 
-    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors``: the file's tensors.
+    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors`` are the file's
+    tensors.
     """
 
     model: Any

@@ -23,7 +23,8 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed``: the folder holds a GGUF file's blocks. ``tensors``: the tensors of a folder's safetensors files.
+    ``packed`` means that the folder holds a GGUF file's blocks. ``tensors`` are the tensors of a folder's safetensors
+    files.
     """
 
     location: str
@@ -40,7 +41,7 @@ class ModelFiles:
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
     """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
 
-    ``place``: the file or folder that it reads, whose damage may be the reason.
+    ``place`` is the file or folder that it reads, whose damage may be the reason.
     """
     try:
         return load()

@@ -26,7 +26,7 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 class DecoderPlan:
     """A decoder without the weights in its files. ``structure`` can be written as JSON.
 
-    ``own``: the tensors that no file holds. ``used``: the names of the tensors in the files.
+    ``own`` are the tensors that no file holds. ``used`` are the names of the tensors in the files.
     """
 
     structure: dict[str, Any]

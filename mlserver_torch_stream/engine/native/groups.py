@@ -102,11 +102,11 @@ def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns the order of rows in panels, ``[outputs]``: for each output its row in the stacked parts of ``counts``
-    rows.
+    """Returns the order of rows in panels, ``[outputs]``: the row of each output in the stacked parts, which have
+    ``counts`` rows.
 
-    -1 is an output that pads a panel. ``interleaved``: there are two parts, gates and ups, and each panel has 16 rows
-    of the first and the same 16 rows of the second.
+    -1 is an output that pads a panel. If ``interleaved`` is true, there are two parts, gates and ups, and each panel
+    has the same 16 rows of both.
     """
     rows = torch.arange(sum(counts))
     if not interleaved:

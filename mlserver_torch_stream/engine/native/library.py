@@ -72,7 +72,8 @@ class KernelWeights(Structure):
 class KernelPages(Structure):
     """The pages of one layer, [pages, kv heads, page size, head dim] for keys and for values, in the model's type.
 
-    ``stride``: elements from one page to the next; ``group``: which block tables the layer uses; ``window``: 0 if none.
+    ``stride`` is the number of elements from one page to the next; ``group`` says which block tables the layer uses;
+    ``window``: 0 if none.
     """
 
     _fields_ = [
@@ -112,8 +113,8 @@ class KernelDrawCall(Structure):
 class KernelPagesCall(Structure):
     """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
 
-    ``starts``: tokens in the pages before the step; ``ends``: where the queries of each sequence begin. Strides are in
-    elements.
+    ``starts`` is the number of tokens in the pages before the step; ``ends`` says where the queries of each sequence
+    begin. Strides are in elements.
     """
 
     _fields_ = [

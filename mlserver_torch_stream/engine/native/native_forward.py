@@ -58,7 +58,7 @@ class NativeDraw:
 
 
 _LONG, _POINTER, _TABLE = "q", "q", "i"  # C's int64_t, an address, int32_t
-_BYTES = 8  # of the first two types
+_BYTES = 8  # the size of an element of the first two types
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _as_array(table: Sequence[int]) -> array[int]:
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 
-# The most tokens of one call: their activations (1.5 MB at a width of 1536) should fit the CPU's caches.
+# The maximum number of tokens in one call: their activations (1.5 MB at a width of 1536) should fit the CPU's caches.
 _MAX_TOKENS = 512
 
 
@@ -181,7 +181,7 @@ class NativeForward(LoadedForward):
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)
         self._vocab = int(shape.vocab)
-        self._width = -(-self._vocab // PANEL) * PANEL  # of a row of logits
+        self._width = -(-self._vocab // PANEL) * PANEL  # the width of a row of logits
         self._pages = (c.KernelPages * self._layers)()
         self._cache: weakref.ref[PagedCache] | None = None  # the cache whose pools ``_pages`` describes
         self._step = c.KernelStep(pages=self._pages)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 
-_POSITIONS = 2048  # at first: a table for 128,000 positions and 64 dimensions would take 64 MiB
+_POSITIONS = 2048  # the first size of a table, because one for 128,000 positions and 64 dimensions would take 64 MiB
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A rotary module of transformers, or its ``RotaryAngles``. It gets a tensor of the wanted dtype and the positions."""
@@ -39,7 +39,7 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True)
 class KindRotary:
-    """The part of a rotary module of transformers for one kind of layers, such as those with a window."""
+    """The part of a rotary module of transformers for one kind of layers, such as layers with a window."""
 
     module: Any
     kind: str

@@ -249,7 +249,8 @@ class _StructureReader:
     def layer(self, layer: Any, kinds: Sequence[str]) -> DecoderLayer:
         """Reads a layer.
 
-        ``kinds``: the kinds of layers, in the order of their ropes; empty: all layers have the same rope.
+        ``kinds`` are the kinds of layers, in the order of their ropes; an empty value means that all layers have the
+        same rope.
         """
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES

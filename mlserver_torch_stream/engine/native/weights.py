@@ -29,19 +29,20 @@ from mlserver_torch_stream.engine.native.packed_rows import PackedRows
 from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Rounding, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
-_COMPARED = 8  # inputs of each output
+_COMPARED = 8  # the number of inputs of each output that are compared
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
 class GroupedMatrix:
-    """One matrix of a projection, such as that of queries, keys and values, made of stacked ``parts``.
+    """One matrix of a projection, made of stacked ``parts`` such as queries, keys and values.
 
     Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, names the stacked row of each output in
-    the panels. ``interleaved``: the parts are the gates and the ups of an MLP, and each panel takes 16 rows of both.
+    the panels. ``interleaved`` means that the parts are the gates and the ups of an MLP, and each panel takes 16 rows
+    of both.
     """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
-        """``rounded``: the format to which dense parts are rounded."""
+        """``rounded`` is the format to which dense parts are rounded."""
         self._parts = parts
         self._rounded = rounded
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])
@@ -113,7 +114,7 @@ class PackedWeights:
     """
 
     def __init__(self, decoder: Decoder, kernels: ctypes.CDLL, rounded: Rounding | None = None) -> None:
-        """``rounded``: the format to which dense weights are rounded; None: they are not rounded. Raises
+        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded. Raises
         UnsupportedLayout."""
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
@@ -139,7 +140,7 @@ class PackedWeights:
     def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return DenseMatrix(projection.weights, self._dtype, interleaved)
-        rounding = self._rounded or ROUNDED["int8"]  # for the dense tensors of a file with packed weights
+        rounding = self._rounded or ROUNDED["int8"]  # dense tensors of a file with packed weights are rounded too
         format = rounding.head if projection is self._decoder.head else rounding.layers
         return GroupedMatrix(projection.weights, format, interleaved)
 

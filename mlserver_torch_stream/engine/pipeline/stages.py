@@ -93,7 +93,7 @@ class Transfers:
         self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a stream for work on complete outputs, which is not queued behind the work of other batches."""
+        """Returns a stream for work on complete outputs, which does not wait for the work of other batches."""
         return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(
@@ -169,7 +169,8 @@ class Pipeline:
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
-        position: _StagePosition | None = getattr(self._here, "position", None)  # of this thread's forward
+        # The stage that this thread's forward has reached.
+        position: _StagePosition | None = getattr(self._here, "position", None)
         if position is None:
             return None
         position.enter(stage)

@@ -43,8 +43,8 @@ def sample(
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
     ``logits``, [B, V], have any float dtype and device, and stay unchanged. ``indices`` are the rows of ``logits`` that
-    ``rows`` sample from; None: all, in order. V is at least the rows' ``vocab_size``; later columns are padding. A row
-    fails alone if its logits hold NaN or no token can be chosen. ``argmax`` and ``row_draw`` come from ``Logits``:
+    ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; later columns are padding. A
+    row fails alone if its logits hold NaN or no token can be chosen. ``argmax`` and ``row_draw`` come from ``Logits``:
     torch reads only the rows for which neither of them gives a token.
     """
     indices = range(len(rows)) if indices is None else indices
@@ -130,7 +130,7 @@ def _choose(
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``.
 
-    ``ids``: the tokens of the columns, unless they are the vocabulary.
+    ``ids`` are the tokens of the columns, unless they are the vocabulary.
     """
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):

@@ -26,9 +26,9 @@ class SchedulerLimits:
     ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
 
     ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
-    sequences decode, because these wait for its end. None: no bound. The newest token of a sequence that decodes does
-    not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least:
-    where each chunk is a separate forward, many short ones would delay the sequences that decode. With
+    sequences decode, because these wait for its end. None means no bound. The newest token of a sequence that decodes
+    does not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at
+    least: where each chunk is a separate forward, many short ones would delay the sequences that decode. With
     ``whole_prompts`` a step takes at most one prompt, and takes it whole.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
@@ -45,7 +45,9 @@ class SchedulerLimits:
     beside_budget: int | None = None
 
     def budget(self, *, decodes: bool) -> float:
-        """Returns the most prompt tokens and drafts of one step; ``decodes``: sequences decode in it."""
+        """Returns the maximum number of prompt tokens and drafts in one step; ``decodes`` means that sequences decode
+        in it.
+        """
         budgets = (self.token_budget, self.beside_budget if decodes else None)
         return min((each for each in budgets if each is not None), default=math.inf)
 
@@ -81,10 +83,10 @@ class QueueLimits:
     """The limits of the queue and of times. Times are in seconds. None means no limit."""
 
     max_queued_requests: int = 256  # waiting requests
-    max_queued_tokens: int | None = None  # of the prompts of waiting requests
-    queue_timeout: float | None = None  # from submit to the start of the prefill
-    request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
-    step_timeout: float | None = None  # for a forward of up to ``chunk`` tokens
+    max_queued_tokens: int | None = None  # the total length of the waiting prompts
+    queue_timeout: float | None = None  # seconds from submit to the start of the prefill
+    request_timeout: float | None = None  # seconds from submit to the last token, for requests that name no timeout
+    step_timeout: float | None = None  # seconds that a forward of up to ``chunk`` tokens may take
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
@@ -103,7 +105,7 @@ class FairQueue:
     A request's tag is the virtual time plus its work (the most tokens that it can need) times the number of its
     client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier long
     ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no request
-    waits for ever.
+    waits forever.
     """
 
     def __init__(self) -> None:
@@ -111,7 +113,7 @@ class FairQueue:
         self._overtaken: Counter[RequestState] = Counter()
         self._backlog: Counter[str] = Counter()
         self._virtual_time = 0.0
-        self.tokens = 0  # of the prompts
+        self.tokens = 0  # the total length of the waiting prompts
 
     def __len__(self) -> int:
         return len(self._tags)

@@ -58,7 +58,8 @@ class StepDraft:
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: int | None = None
     ) -> None:
-        """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of prompts."""
+        """``decodes`` says whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of
+        prompts."""
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
@@ -210,8 +211,8 @@ class Scheduler:
     def schedule(self, busy: Busy = (), prompt_budget: int | None = None) -> StepPlan:
         """Plans the next step. Sequences of ``busy``, which are in flight, are left out and keep their pages.
 
-        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None: only the limits bound
-        them.
+        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that only the
+        limits bound them.
         """
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)

@@ -112,13 +112,13 @@ class ContinuousBatcher(Batcher):
     """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
-    waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
-    without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
-    made. If that text ends a sequence, the sequence's token of the launched step is dropped. ``drafts_forced``: tokens
-    that a constraint forces are computed together. ``step_target`` is the desired time, in seconds, of a step in which
-    sequences decode: the step takes as many prompt tokens as fit into it, within the limits, but at least a page. None:
-    only the limits bound the step. ``check_devices`` raises if a device is lost: no request is to blame, so the error
-    ends the thread.
+    waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
+    ``InlineForwards`` without. Where they overlap with the engine's thread, a step is launched before the text of the
+    step before it is made. If that text ends a sequence, the sequence's token of the launched step is dropped.
+    ``drafts_forced`` means that tokens that a constraint forces are computed together. ``step_target`` is the desired
+    time, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as fit into it, within
+    the limits, but at least a page. None means that only the limits bound the step. ``check_devices`` raises if a
+    device is lost: no request is to blame, so the error ends the thread.
     """
 
     def __init__(
@@ -218,7 +218,9 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> int | None:
-        """Returns the most prompt tokens of a step beside ``rows`` decode rows, which wait for it; None: no bound."""
+        """Returns how many prompt tokens a step may have beside ``rows`` decode rows, which wait for it; None means no
+        bound.
+        """
         if self._step_target is None or not rows:
             return None
         return max(self._min_prompt_tokens, self._cost.fitting(self._step_target, rows))

@@ -65,7 +65,7 @@ class NgramIndex:
 
     @property
     def matching(self) -> int:
-        """The size of the longest n-gram at the end of the sequence that occurred before; 0: there is none."""
+        """The length of the longest n-gram at the sequence's end that occurred before; 0 means that there is none."""
         return self._find()[0]
 
     def lookup(self, most: int) -> list[int]:
@@ -86,9 +86,9 @@ class NgramIndex:
         return 0, 0
 
 
-_DECAY = 0.8  # of a sequence's counts, at each verification of its drafts
-_DECAY_OF_ALL = 0.98  # of the counts of all sequences together, at the same moment
-_DECAY_WITHOUT_DRAFT = 0.98  # of a sequence's counts, at each step in which no draft of it is worth its time
+_DECAY = 0.8  # the factor for a sequence's counts at each verification of its drafts
+_DECAY_OF_ALL = 0.98  # the factor for the counts of all sequences together, at the same moment
+_DECAY_WITHOUT_DRAFT = 0.98  # the same at each step in which none of the sequence's drafts is worth its time
 # Of the rejections of all sequences, at each step without a worthwhile draft, so that drafts are tried again later.
 _DECAY_OF_REJECTIONS = 0.998
 _PRIOR_WEIGHT = 2.0  # the rate of all sequences weighs as much as so many verifications of one sequence
@@ -128,7 +128,7 @@ class PromptLookup:
     def __init__(self, most: int) -> None:
         self._most = most
         self._drafted: dict[SequenceState, _Drafted] = {}
-        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # of all sequences
+        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # the counts of all sequences together
         self.cost = StepCost()
 
     def drafts(self, sequence: SequenceState, running: int) -> list[int]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 _OF_STEP = 0.1
 _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
-_KEPT_ROWS = 0.98  # of the weight of earlier steps: about the last fifty count
-_KEPT_PROMPTS = 0.9  # likewise of steps with prompts: about the last ten count
+_KEPT_ROWS = 0.98  # the factor for the weight of earlier steps: about the last fifty count
+_KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten count
 
 _OUTLIER = 2.0  # a step slower than so many times the expected time counts as just that slow, unless the next is too
 _MIN_STEPS = 3  # before these no step is an outlier
-_MAX_GROWTH = 2.0  # from the largest measured number of prompt tokens to the next: beyond it the line is a guess
-_FLOOR_SHARE = 0.25  # of the rows' time, which prompts get at least
+_MAX_GROWTH = 2.0  # times the largest measured number of prompt tokens: beyond it the line is a guess
+_FLOOR_SHARE = 0.25  # prompts get at least this share of the time that the decoding rows take
 _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
 
 
@@ -71,7 +71,8 @@ class StepCost:
         self._rows = _Line(_KEPT_ROWS)
         self._prompts = _Line(_KEPT_PROMPTS)
         self._largest = 0.0  # prompt tokens of a step, which later, smaller steps lower
-        self._was_outlier = {False: False, True: False}  # of steps without and with prompts: whether the last one was
+        # Whether the last step was an outlier, for steps without and with prompts.
+        self._was_outlier = {False: False, True: False}
 
     def note(self, prompt_tokens: int, rows: int, seconds: float) -> None:
         """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included."""

@@ -122,7 +122,7 @@ OnLoss = Callable[[BaseException, float], None]
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or its state differs from that of the other ranks. The contents of all caches are lost."""
+    """A rank has ended, or its state differs from the state of the other ranks. The contents of all caches are lost."""
 
 
 class Leader:

@@ -81,7 +81,7 @@ BEGIN, END = "<think>", "</think>"
 class ReasoningParser:
     """Separates the reasoning from the answer, without whitespace at both ends of the reasoning and before the answer.
 
-    ``begun``: the prompt has already begun the reasoning.
+    ``begun`` means that the prompt has already begun the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:
@@ -159,8 +159,8 @@ class AnswerFormat:
     ``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
     If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
-    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the
-    marks ``reasoning_marks``.
+    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after reasoning with the marks
+    ``reasoning_marks``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None

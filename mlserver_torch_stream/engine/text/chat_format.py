@@ -47,7 +47,8 @@ class CallSpelling:
     """How a call is written: ``begin``, in which the function's name replaces ``NAME``, the arguments, and ``end``.
 
     ``mark`` begins a call, or a list: ``open``, calls with ``between`` in between, and ``close``. If the mark is
-    ``optional``, a call without a mark can be the whole answer. ``several``: an answer can have several calls.
+    ``optional``, a call without a mark can be the whole answer. ``several`` means that an answer can have several
+    calls.
     """
 
     mark: str
@@ -78,7 +79,7 @@ def tool_grammar(
 
     ``tokens`` has the ids of marks that are single tokens.
 
-    An answer without calls must match ``answer``, which is in Lark's language; None: it can be any text.
+    An answer without calls must match ``answer``, which is in Lark's language; None means that it can be any text.
     """
     strict = any(function["name"] in choice.strict for function in functions)
     if not choice.forced and not strict and answer is None:

@@ -1,7 +1,7 @@
 """Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
 
-Regions without such a meaning, and text between regions, belong to the answer's text, so no text is lost. The values in
-XML calls get the types that the functions' schemas name.
+Regions that are neither reasoning nor calls, and text between regions, belong to the answer's text, so no text is lost.
+The values in XML calls get the types that the functions' schemas name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AnswerTemplate:
 class TemplateParser:
     """Parses the text of one answer, whose beginning ``prefix`` is in the prompt.
 
-    ``tools`` may be called; None: calls stay text. Without ``reasoning`` the reasoning stays text too.
+    ``tools`` may be called; None means that calls stay text. Without ``reasoning`` the reasoning stays text too.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
             self.feed(char)
 
     def flush(self) -> None:
-        """The answer ends."""
+        """Ends the answer: text that was held back is reported."""
         self._process([], eos=True)
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:

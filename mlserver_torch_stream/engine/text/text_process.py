@@ -26,8 +26,8 @@ from mlserver_torch_stream.errors import GenerationFailed, NotServing
 logger = logging.getLogger(__name__)
 
 MODULE = "mlserver_torch_stream.engine.text.text_process_main"
-MAX_SECONDS = 5.0  # for one job
-MAX_BYTES = 2**30  # of address space, beside what the process needs for its imports
+MAX_SECONDS = 5.0  # the time limit of one job
+MAX_BYTES = 2**30  # the address space that a job may use, beside the space for the process's imports
 MAX_REPLY_BYTES = 2**27
 _MAX_START_S = 60.0
 _MAX_IDLE = 2  # processes that wait for a job, of some 60 MB each

@@ -16,7 +16,7 @@ from typing import Any
 
 Job = Callable[..., Any]
 _STATM = Path("/proc/self/statm")
-_IMPORTS_BYTES = 2**29  # of address space, at the most
+_IMPORTS_BYTES = 2**29  # the maximum address space that the imports take
 
 
 def main(max_bytes: int, max_seconds: float) -> None:

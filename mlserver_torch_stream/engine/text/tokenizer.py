@@ -123,7 +123,7 @@ class TextCodec:
         return str(text)
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
-        """Returns the detokenizer of one sequence. ``marks``: special tokens that are not skipped."""
+        """Returns the detokenizer of one sequence. ``marks`` are special tokens that are not skipped."""
         silent = self.special_ids - marks if skip_special_tokens else frozenset[int]()
         if self._token_bytes.join_to_text:
             return ByteDetokenizer(self.token_bytes, silent)
@@ -137,7 +137,7 @@ class TextCodec:
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token; a special token's are those of its name."""
+        """Returns the bytes of one token; a special token has the bytes of its name."""
         return self._token_bytes.of(token_id)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -158,7 +158,8 @@ class TextCodec:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
+        """Begins to compile what an answer must match, after reasoning between the marks ``reasoning``, if they are
+        given.
 
         The compilation may raise InvalidInput.
         """
@@ -281,7 +282,7 @@ class ByteDetokenizer:
     """For tokenizers whose only decoder is ByteLevel: concatenates the bytes of tokens, and decodes them as UTF-8."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
-        """``silent``: tokens that are skipped."""
+        """``silent`` are tokens that are skipped."""
         self._token_bytes = token_bytes
         self._silent = silent
         self._decoder = _Utf8Decoder("replace")
@@ -305,7 +306,7 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
-        """``silent``: tokens that are skipped: they never reach a ``decode``."""
+        """``silent`` are tokens that are skipped: they never reach a ``decode``."""
         self._decode = decode
         self._silent = silent
         self._window: list[int] = []

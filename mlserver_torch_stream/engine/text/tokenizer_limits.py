@@ -79,7 +79,8 @@ def _times(part: Mapping[str, Any]) -> float:
 def backtracks(pattern: str) -> bool:
     """Returns whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in
     turn."""
-    groups = [[0, 0]]  # of each open group: its repeats in the alternative, and all its repeats and alternatives
+    # For each open group: its repeats in the current alternative, and all its repeats and alternatives.
+    groups = [[0, 0]]
     at = 0
     while at < len(pattern):
         char, inner, at = pattern[at], 0, at + 1

@@ -19,7 +19,7 @@ from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
 
 PROTOCOL = 1
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
-VERSIONS = ("0.30", "0.31", "0.32")  # of vLLM
+VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can host
 PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
@@ -90,10 +90,10 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of one sequence. ``reason``: one of ``REASONS`` if they are the last ones.
+    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the last ones.
 
-    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client if the
-    reason is ``error``; ``field``: the parameter that is wrong, if one is.
+    ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
+    client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.
     """
 
     number: int
@@ -111,7 +111,7 @@ class WorkerStats:
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0  # of the cache, from 0 to 1
+    kv_usage: float = 0.0  # the share of the cache that is used, from 0 to 1
     steps: int = 0
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
@@ -208,9 +208,9 @@ class Adapter:
 
 @dataclass(frozen=True)
 class StartOrder:
-    """The first message to the worker. ``args``: fields of vLLM's ``AsyncEngineArgs``.
+    """The first message to the worker. ``args`` are fields of vLLM's ``AsyncEngineArgs``.
 
-    ``cpu_kv_cache_bytes``: the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
+    ``cpu_kv_cache_bytes`` is the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
     """
 
     args: Mapping[str, Any]

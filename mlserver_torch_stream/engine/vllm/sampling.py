@@ -63,7 +63,9 @@ class SamplingWriter:
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a nested grammar."""
+    """Returns llguidance's JSON as one grammar in Lark's language. The answer after the reasoning is a nested
+    grammar.
+    """
     first, *rest = json.loads(grammars)["grammars"]
     if rest:
         return f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"

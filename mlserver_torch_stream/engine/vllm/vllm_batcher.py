@@ -59,15 +59,16 @@ class VllmBatcher(Batcher):
     ) -> None:
         """``start`` starts a worker, which may block, and need not wait until it is ready.
 
-        ``ready``: the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
+        ``ready`` is the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
         """
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
         self._ready = ready
         self._max_in_worker = ready.max_num_seqs + max(1, ready.max_num_seqs // 4)
         self._waiting = FairQueue()
-        self._running: dict[int, SequenceState] = {}  # in the worker, by number
-        self._requests: dict[int, RequestState] = {}  # of the running sequences, which do not keep them alive
+        self._running: dict[int, SequenceState] = {}  # the sequences that the worker has, by number
+        # The requests of the running sequences; a sequence does not keep its request alive.
+        self._requests: dict[int, RequestState] = {}
         self._last_number = 0
         self._busy_since: float | None = None
         self._worker_stats = WorkerStats()
@@ -84,7 +85,7 @@ class VllmBatcher(Batcher):
 
     def begin(self) -> None:
         """Starts a worker. Blocks until it is ready; raises LoadFailed."""
-        if self._closing.is_set():  # while it waited
+        if self._closing.is_set():  # the engine was closed while this thread waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:

@@ -80,8 +80,8 @@ class HandlerConfig(BaseModel):
     ts: Literal["auto", "shim", "package"] = "auto"
     python: str | None = None  # None means the server's own interpreter
     metrics_config: str | None = None
-    service_envelope: str | None = None  # beats the archive's
-    handler: str | None = None  # beats the archive's
+    service_envelope: str | None = None  # overrides the one in the archive
+    handler: str | None = None  # overrides the one in the archive
     blacklist_env_vars: str | None = None  # matches the names of the server's variables that workers do not see
     limit_max_image_pixels: bool = True  # read by TorchServe's own image handlers
     install_py_dep_per_model: bool = False  # pip installs requirements into the unpacked folder
@@ -125,7 +125,7 @@ class HandlerConfig(BaseModel):
     def stops(self) -> Literal["alone", "together", "never"]:
         """How a call is ended early once all its clients have disconnected; ``never`` lets it run to its end.
 
-        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call for ever.
+        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call forever.
         """
         if self.ranks == 1:
             return "never" if self.parallelType == "custom" else "alone"

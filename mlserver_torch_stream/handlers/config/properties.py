@@ -125,7 +125,7 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := whole_number(key, properties[key])):  # with 0 TorchServe chooses
+        if key in properties and (number := whole_number(key, properties[key])):  # 0 lets TorchServe choose
             extra[name] = number
     extra |= model_keys(own_settings(properties, model, version))
     return {key: value for key, value in extra.items() if yaml.get(key) is None}

@@ -39,7 +39,7 @@ _FILE_ONLY = words(
     "use_env_allowed_urls use_native_io version vmargs"
 )
 _TLS = "TLS ends at the ingress, or is switched on by MLSERVER_TORCH_STREAM_TLS_CERT_FILE and …_TLS_KEY_FILE"
-_NO_TLS = "enable_grpc_ssl"  # refused unless it is false
+_NO_TLS = "enable_grpc_ssl"  # the one key for TLS that is refused unless it is false
 REFUSED = words(f"keystore keystore_pass keystore_type certificate_file private_key_file {_NO_TLS}")
 HONOURED = words(
     "inference_address metrics_address enable_metrics_api metrics_mode grpc_inference_port grpc_inference_address "

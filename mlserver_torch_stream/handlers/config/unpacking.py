@@ -29,7 +29,7 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
 # Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks zeros, a bomb, to a thousandth.
 _MAX_RATIO = 100
-_LEAST_BYTES = 1 << 30  # the bound of a small archive
+_LEAST_BYTES = 1 << 30  # the lowest bound on the unpacked size, which small archives get
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
 _CHUNK = 1 << 16  # bytes of one read, and the most bytes of one member's headers, such as a long name
 _ZIP, _GZIP = b"PK", b"\x1f\x8b"

@@ -1,6 +1,6 @@
 """Sends batches to a model's workers when they are due, and ends workers that answer too late.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One request to a handler, its job in the pool, and the stream of its response pieces, which has one reader.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PieceStream:
         """Ends the stream if too many pieces, or too many bytes besides the newest piece, wait for the reader."""
         if self._bytes - len(self._pieces[-1].value) > _MAX_BYTES or len(self._pieces) > _MAX_PIECES:
             self._pieces.clear()
-            self.over = False  # also after the last piece, which the reader does not get now
+            self.over = False  # set even after the last piece, which the reader no longer gets
             self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is closed"))
             self.close()
 

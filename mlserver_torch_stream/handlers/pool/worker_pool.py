@@ -1,6 +1,6 @@
 """Takes the requests to a loaded model, and delivers the pieces of the answers that its workers send.
 
-All of it runs on the event loop's thread, except ``shutdown``.
+Everything here except ``shutdown`` runs on the event loop's thread.
 """
 
 from __future__ import annotations

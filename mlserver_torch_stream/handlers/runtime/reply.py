@@ -1,6 +1,6 @@
 """Writes the replies to a handler's requests, and reports each request once, at its end.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class Lifecycle:
         self.failure: str | None = None
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
-        """Returns all members, or those of one engine: the current one, and earlier ones with requests in flight."""
+        """Returns all members, or the members of one engine: the current one, and earlier ones with requests in
+        flight.
+        """
         self._members = [member for member in self._members if not (member.retired and member.inflight.empty)]
         return [member for member in self._members if engine is None or member.engine is engine]
 

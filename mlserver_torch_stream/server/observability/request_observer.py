@@ -1,6 +1,6 @@
 """Observes every request, and reports it once, at its end: in counts, one line of the log and one OpenTelemetry span.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 
 In the log a client's text is quoted as JSON, so that it cannot forge a line or control a terminal. Prompts, answers and
 error messages, which may quote them, are left out unless the operator asks for them.

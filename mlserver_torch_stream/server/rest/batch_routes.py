@@ -54,7 +54,7 @@ _CONTENT_TYPE = "application/octet-stream"
 class UploadStalled(RequestError):
     """The client has sent nothing of its file for too long.
 
-    Without this limit a few dead connections would occupy all uploads for ever.
+    Without this limit a few dead connections would occupy all uploads forever.
     """
 
     status = 408

@@ -160,7 +160,7 @@ class EndpointRequest(HttpRequest[Reply]):
         self._ignored: list[str] = []  # the names of unknown parameters that are ignored
 
     async def serve(self) -> None:
-        self.request_id = self._spelling.request_id({}, self._headers)  # for errors in the body
+        self.request_id = self._spelling.request_id({}, self._headers)  # errors in the body are answered with this id
         if "model_name" in self._path:
             self._find({})  # an unknown model is 404 even if the body is wrong
         body = await self.body()
@@ -227,7 +227,7 @@ class EndpointRequest(HttpRequest[Reply]):
             asyncio.get_running_loop().call_later(pause, self._endpoint.decoding.release)
 
     def _posted(self, whole: bytes) -> PostedBody:
-        """Parses the body: as a JSON object, or in the way of a model that parses bodies itself.
+        """Parses the body as a JSON object, or has the model parse it if the model does so itself.
 
         Raises RequestError.
         """

@@ -187,7 +187,8 @@ class _Prediction(HttpRequest[PieceReply]):
 
 @dataclass(frozen=True)
 class _Path:
-    """A path of TorchServe's. ``methods`` are those of the route; with None the endpoint refuses wrong methods.
+    """A path of TorchServe's. The route accepts ``methods``; with None the route accepts all, and the endpoint refuses
+    the wrong ones.
 
     A ``legacy`` path is one that TorchServe kept from its predecessor, where the parameters of the query are fields. If
     no model of ours has the name in it, the path may belong to another route.
