@@ -366,7 +366,9 @@ def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 
 async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], value: _T) -> _R:
-    """Runs ``work`` in a thread of the codec, whose number bounds what is tokenized at a time, unless it is short."""
+    """Runs ``work`` in one of the codec's threads, whose number bounds how much is tokenized at a time. Short work runs
+    at once.
+    """
     prompts = value if isinstance(value, list) else [TextPrompt(value)] if isinstance(value, str) else []
     if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MAX_CHARS_ON_LOOP:
         return work(value)

@@ -40,6 +40,7 @@ class ResolvedSettings:
 
     @property
     def cache_dir(self) -> Path:
+        """The folder for compiled kernels, converted GGUF files and records of checked loads."""
         assert self.settings.cache_dir is not None  # filled in by parse_settings
         return Path(self.settings.cache_dir)
 

@@ -145,6 +145,7 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
 

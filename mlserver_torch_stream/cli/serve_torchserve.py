@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream serve-torchserve",
         description="Serve the archives of a TorchServe's model store as its config.properties says, and list the keys "
-        "that have no effect. Options are those of the torchserve command; the server runs in the foreground.",
+        "that have no effect. The options are the same as torchserve's; the server runs in the foreground.",
     )
     parser.add_argument(
         "folder",

@@ -1,4 +1,5 @@
-"""Checks what a client is given: the server's URL, the headers and key of its requests, its timeout, its authorities.
+"""Checks the arguments of a client: the server's URL, the headers and the key of its requests, its timeout, its
+authorities.
 
 Everything that is wrong is a ValueError, which never quotes a header's value or the key.
 """

@@ -110,7 +110,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def unreadable(error: Exception) -> StreamBroken:
-    """Returns the error of an answer that is not what the protocol says."""
+    """Returns the error for an answer that breaks the protocol."""
     return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
 
 

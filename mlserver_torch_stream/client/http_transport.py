@@ -34,7 +34,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 class EventParser:
     """Parses a ``text/event-stream`` body, in chunks of any size, into the data of its events.
 
-    ``most_bytes`` bounds what is kept of one event: its lines so far, and one that has no end yet.
+    ``most_bytes`` bounds the memory of one event: its complete lines and its last, incomplete line.
     """
 
     def __init__(self, most_bytes: int = MAX_EVENT_BYTES) -> None:

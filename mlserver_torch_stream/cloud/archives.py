@@ -388,7 +388,7 @@ class _ZipContent:
             data = self._inflate.unconsumed_tail
             if piece:
                 yield piece
-            if not data and len(piece) < PIECE_BYTES:  # a full piece may have more behind it
+            if not data and len(piece) < PIECE_BYTES:  # after a full piece more may follow
                 return
 
     def end(self) -> Iterator[Event]:

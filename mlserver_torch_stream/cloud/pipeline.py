@@ -50,6 +50,7 @@ class Window(Generic[T]):
         return len(self._slots)
 
     def room(self, weight: int) -> bool:
+        """Returns whether an item of this weight may enter. An empty window takes an item of any weight."""
         if not self._slots:
             return True
         return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
@@ -64,6 +65,7 @@ class Window(Generic[T]):
         return self._first + len(self._slots) - 1
 
     def settle(self, ticket: int, value: T) -> None:
+        """Stores the result of the item with this ticket; an item has one result."""
         slot = self._slots[ticket - self._first]
         assert not slot.ready, "settled twice"
         slot.ready, slot.value = True, value

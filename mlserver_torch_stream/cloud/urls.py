@@ -113,7 +113,7 @@ def redirected(url: URL, location: str) -> URL:
 class UrlStore:
     """Reads the objects of ``urls``, by their keys, each from its own host or bucket.
 
-    ``options`` are those of the object-store library, for buckets alone; all buckets are then of one kind.
+    ``options`` are passed to the object-store library, for buckets only; with options all buckets must be of one kind.
     ``stall_s`` is the longest silence within one answer, in seconds.
 
     Objects over HTTP are read while the store is ``connected``.

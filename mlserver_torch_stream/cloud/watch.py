@@ -2,9 +2,9 @@
 
 A result's name follows from the object's key, its version and the configuration, so that an object that is announced
 twice is inferred once. The result of an archive is a folder of that name, with the output of a run over the archive
-alone; when the archive is announced again after a kill, it goes on behind the parts that are there. Polling needs keys
-that grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has
-seen. A queue reports both.
+alone; when the archive is announced again after a kill, it goes on after the parts that exist. Polling needs keys that
+grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has seen. A
+queue reports both.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ class Watcher:
         self._again = asyncio.Lock()
 
     def result_name(self, info: ObjectInfo) -> str:
+        """Returns the name of an object's result, which depends on the object, the model and the options that shape
+        rows.
+        """
         kind = None if self.kind is None else self.kind.value
         model = dict(self.model)
         identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
@@ -292,6 +295,7 @@ class Poller:
             await asyncio.sleep(self._every)
 
     async def save(self) -> None:
+        """Writes the key up to which all objects are done, so that the next command starts after it."""
         if self._cursor != self._saved:
             cursor = self._cursor
             await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")

@@ -47,7 +47,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """The batcher of a model: ``make`` makes a new one, ``batcher`` is the first one.
+    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes further ones.
 
     ``description`` is for the load summary.
     """
@@ -126,7 +126,7 @@ def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: Loa
     """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
     if problem is None and steady is not None and loaded.max_model_len > steady:
-        problem = f"its positions are scaled anew beyond {steady} tokens"
+        problem = f"its positions are rescaled beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
     if problem is not None and resolved.settings.speculative is not None:

@@ -111,6 +111,7 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
+        """The size of the weights in bytes."""
         return self.parameters * self.element
 
     def read_per_step(self, sequences: int) -> float:

@@ -134,7 +134,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
     first = _first_length(_long_ropes(model.config))
     if setting is None and first is not None and first < own:
         logger.warning(
-            "The model scales its positions anew beyond %d tokens: using %d of %d. With a larger max_model_len it "
+            "The model rescales its positions beyond %d tokens: using %d of %d. With a larger max_model_len it "
             "scales those of shorter sequences in the same way",
             *(first, first, own),
         )

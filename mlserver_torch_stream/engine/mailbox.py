@@ -62,6 +62,7 @@ class Mailbox:
         self._observer = observer
 
     def delivered(self, index: int) -> Delivered:
+        """Returns what the reader has got of the sequence with this index."""
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:

@@ -43,7 +43,8 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None  # set once its text is complete
         self.last_event_taken = False  # taken by ``take_events``
         self.sampler: RowSampler | None = None
-        self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
+        # Why the newest token ends the sequence; set before its text is made.
+        self._reason_by_ids: FinishReason | None = None
         self._unwritten: list[TokenLogprob | None] = []  # logprobs of the newest tokens, whose text is not made yet
         self._writer = AnswerWriter(index, request.params, request.input.answer, codec, stops)
         self._first_token_at: float | None = None
@@ -55,6 +56,7 @@ class SequenceState:
 
     @property
     def request(self) -> RequestState:
+        """The sequence's request, which must still be referenced elsewhere."""
         request = self._request()
         assert request is not None, "a sequence is used after its request"
         return request
@@ -267,6 +269,7 @@ class RequestState:
 
     @property
     def max_tokens(self) -> int:
+        """The maximum number of tokens of one answer: the request's own limit, or the rest of the context."""
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
@@ -311,6 +314,7 @@ class RequestState:
             )
 
     def usage(self, tokens: int, first_token_at: float | None, reasoning_tokens: int = 0) -> Usage:
+        """Returns the counts and times of a sequence that has ``tokens`` tokens."""
         started = self.started_at or time.monotonic()
         return Usage(
             num_input_tokens=len(self.prompt),

@@ -1,4 +1,4 @@
-"""Holds what the engines of one process share: objects that are made once per key and leased, memory and locks."""
+"""Holds what the engines of one process share: leased objects, which are made once per key, memory and locks."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the watchdog does next. It asks the engine's thread to end the requests of ``ask``.
+    """The watchdog's next actions. It asks the engine's thread to end the requests in ``ask``.
 
     The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. It logs
     ``overdue`` work once. ``lost`` is the error for which it abandons the thread. The next decision is due in

@@ -431,7 +431,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the last one
+        self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the newest
 
     def takes_head(self) -> bool:
         """Called at the end of a head; the request begins if it returns True. Raises ValueError to refuse the head."""

@@ -1,4 +1,4 @@
-"""One request, at any door, and the model of this package that answers it.
+"""One request, at any door of the server, and the model that answers it.
 
 A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. It reads the
 request, and writes the reply or the refusal. ``Request`` finds the model, enters it, holds the reply, and records
@@ -215,7 +215,7 @@ class ServedModel(ABC):
         """Makes the reply to a request of TorchServe's own paths or of its gRPC service. Raises RequestError.
 
         ``parameters`` are V2's parameters that name the request's sequence. With ``whole_sequence`` a worker gets each
-        request of the sequence once, and the first one first.
+        request of the sequence once, beginning with the first.
         """
 
     def describe_workers(self) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class OutputFile:
 
     @property
     def file_id(self) -> str | None:
+        """The file's id; None as long as no line was written."""
         return None if self._upload is None else self._id
 
     async def write(self, lines: list[_Line]) -> None:

@@ -74,6 +74,7 @@ class BatchRecord:
 
     @property
     def expires_at(self) -> int:
+        """When the batch expires, in seconds since the epoch."""
         return self.created_at + WINDOW_S
 
     @property
@@ -85,6 +86,7 @@ class BatchRecord:
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:
+        """Returns the record as one line of JSON."""
         return _RECORD.dump_json(self) + b"\n"
 
     @classmethod

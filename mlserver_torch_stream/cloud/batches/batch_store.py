@@ -269,6 +269,7 @@ class BatchPlaces:
 
     @property
     def contents(self) -> str:
+        """The URL below which the contents of files are stored."""
         return f"{self.url}/contents"
 
     def run(self, batch_id: str) -> str:

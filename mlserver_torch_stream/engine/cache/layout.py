@@ -51,6 +51,7 @@ class CacheLayout:
 
     @property
     def has_states(self) -> bool:
+        """Whether some layers keep a state per sequence, such as Mamba's, instead of keys."""
         return any(True for _ in self.state_layers())
 
     @property

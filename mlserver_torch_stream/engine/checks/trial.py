@@ -72,6 +72,7 @@ class Trial:
         self._free = [iter([*range(1, pages, 2), *range(0, pages, 2)]) for _ in range(groups)]
 
     def new_comparison(self) -> Comparison:
+        """Returns an empty comparison of logits in the model's dtype."""
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
 
     def run(self) -> tuple[str | None, TrialSequence]:
@@ -171,6 +172,7 @@ class Trial:
     # --- sequences ---
 
     def token(self, seed: int) -> int:
+        """Returns a token id that depends only on ``seed``."""
         return (seed * 7919 + 13) % self.expected.vocab_size
 
     def _new(self, prompt: int) -> TrialSequence:

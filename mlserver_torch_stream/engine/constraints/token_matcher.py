@@ -82,7 +82,7 @@ class TokenMatcher:
             self._consume(forced)
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Returns the drafts up to the first one that the constraint does not allow."""
+        """Returns the drafts before the first one that the constraint does not allow."""
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, self.forced, strict=False)))
         if right < len(self.forced):
             return drafts[:right]

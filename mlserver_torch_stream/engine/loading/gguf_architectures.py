@@ -91,7 +91,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
-    """Llama and what has its layout: Mistral, SmolLM; with experts Mixtral."""
+    """Llama and models with its layout: Mistral, SmolLM, and with experts Mixtral."""
     if file.take("expert_count", int):
         _refuse_single_experts(file)
         return _decoder(file, "mixtral") | {
@@ -242,7 +242,7 @@ def _experts_used(file: GgufFile) -> int:
 
 def _refuse_single_experts(file: GgufFile) -> None:
     if "blk.0.ffn_gate.0.weight" in file.tensors:
-        raise LoadFailed("the tensor blk.0.ffn_gate.0.weight is of an old layout of experts: convert the model anew")
+        raise LoadFailed("the tensor blk.0.ffn_gate.0.weight has an old layout of experts: convert the model again")
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:

@@ -96,6 +96,7 @@ class GgufFile:
         raise LoadFailed(f"the key {name} is {str(value)[:80]}, and the file has {tokens:,} tokens")
 
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
+        """Returns a tensor and marks it as used; None if the file does not have it."""
         self._tensors_left.discard(name)
         return self.tensors.get(name)
 
@@ -128,6 +129,7 @@ class GgufFile:
             raise LoadFailed(f"the tensor {name}{also} is not supported here in the architecture {self.architecture}")
 
     def refused(self, key: str, why: str) -> LoadFailed:
+        """Returns the error for a key of this architecture with a value that cannot be served."""
         return LoadFailed(f"the key {self.architecture}.{key} {why}")
 
     def _value(self, key: str) -> Any:

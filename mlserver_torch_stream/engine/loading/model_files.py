@@ -70,6 +70,6 @@ def _reason(error: BaseException) -> str:
     if (other := _OTHER_KIND.match(text)) is not None:
         return f"{other[1]} is not a causal language model; {SERVED}"
     if "cannot be loaded with `safetensors`" in text:
-        return f"the hub has no safetensors of it; {ALLOW_PICKLE}"
+        return f"the hub has no safetensors for it; {ALLOW_PICKLE}"
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
     return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__

@@ -30,6 +30,7 @@ class GroupFormat:
 
     @property
     def offset(self) -> int:
+        """The code that stands for zero."""
         return 128 if self.bits == 8 else 0 if self.minimum else 8
 
     @property

@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-The caller keeps the memory behind a structure's pointers alive. The kernels use libgomp's threads, because these spin
-for a while between the operators of a forward: a second pool would compete with them for the cores.
+The caller keeps the memory that a structure points to alive. The kernels use libgomp's threads, because these spin for
+a while between the operators of a forward: a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations

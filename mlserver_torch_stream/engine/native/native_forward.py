@@ -229,7 +229,7 @@ class NativeForward(LoadedForward):
 
     def _point_at(self, cache: PagedCache) -> None:
         """Describes the pools of a cache to the kernels. A cache keeps its pools for as long as it lives."""
-        self._cache = None  # if a pool cannot be reserved, the next step describes all pools anew
+        self._cache = None  # if a pool cannot be reserved, the next step describes all pools again
         self._step.page_size = cache.page_size
         self.reserve(cache)
         for index, entry in enumerate(self._pages):

@@ -46,6 +46,7 @@ class KindRotary:
 
     @property
     def inv_freq(self) -> Tensor:
+        """The inverse frequencies, ``[rotated dimensions / 2]``."""
         found: Tensor = getattr(self.module, f"{self.kind}_inv_freq")
         return found
 
@@ -94,13 +95,16 @@ class RotaryTable:
 
     @property
     def ropes(self) -> int:
+        """The number of different ropes."""
         return len(self._ropes)
 
     @property
     def half(self) -> int:
+        """Half of the rotated dimensions of a head."""
         return int(self.cos.shape[2])
 
     def reach(self, positions: int) -> None:
+        """Extends the table to at least ``positions`` positions."""
         if positions > self.cos.shape[0]:
             self.cos, self.sin = self._make(max(positions, 2 * self.cos.shape[0]))
 

@@ -170,6 +170,7 @@ class Decoder:
 
     @property
     def projections(self) -> list[Projection]:
+        """All projections: the head, those of each layer, and the embedding if it is packed apart from the head."""
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
         return [self.head, *layers, *([] if self.table is None else [self.table])]
 

@@ -51,10 +51,12 @@ class GroupedMatrix:
 
     @property
     def number(self) -> int:
+        """The number by which the kernels know the format."""
         return self.format.number
 
     @property
     def bytes(self) -> int:
+        """The size of the packed matrix."""
         return panel_bytes(self.format, len(self.order), self._inputs)
 
     def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:

@@ -150,6 +150,7 @@ class Pipeline:
 
     @property
     def depth(self) -> int:
+        """The number of stages."""
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:

@@ -295,6 +295,7 @@ class ScheduledSequence:
 
     @property
     def computed(self) -> int:
+        """The number of tokens whose keys and values are in its pages."""
         return self.pages.computed
 
     @property
@@ -313,6 +314,7 @@ class ScheduledSequence:
 
     @property
     def priority(self) -> int:
+        """The request's priority; 1 is the highest."""
         return self.order[0]
 
     @property
@@ -322,6 +324,7 @@ class ScheduledSequence:
 
     @property
     def holds_something(self) -> bool:
+        """Whether the sequence holds pages or a state slot."""
         return any(self.pages.held) or self.slot != NO_SLOT
 
     def needed(self, limits: SchedulerLimits) -> list[int]:

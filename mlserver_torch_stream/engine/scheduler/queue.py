@@ -201,6 +201,7 @@ class Admission:
         self.service_rate = ServiceRate()
 
     def submitted(self, requests: Sequence[RequestState]) -> None:
+        """Counts requests that are on their way to the engine's thread as queued."""
         self._submitted += len(requests)
         self._submitted_tokens += sum(len(request.prompt) for request in requests)
 

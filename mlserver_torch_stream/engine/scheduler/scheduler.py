@@ -75,6 +75,7 @@ class StepDraft:
 
     @property
     def takes_prompts(self) -> bool:
+        """Whether the step has room for more prompt tokens."""
         if self._limits.whole_prompts:
             return not self._prompt_tokens
         return min(self.left, self._prompts_left, self._rows_left) > 0

@@ -131,7 +131,7 @@ class BatcherReplacement:
         try:
             return self._rebuild()
         except Exception:
-            logger.exception("the engine could not be started anew")
+            logger.exception("the engine could not be restarted")
             return None
 
 

@@ -115,6 +115,7 @@ class TemplateParser:
             self._add(raw)
 
     def said(self, field: str, text: str) -> None:
+        """Called with the next text of a region, without its marks."""
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
             self._add(*self._calls.push(text))

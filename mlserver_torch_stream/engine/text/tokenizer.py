@@ -38,7 +38,7 @@ _MAY_SHRINK = 4  # how many times shorter a normalizer may make a text
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
 _UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
-_ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
+_ENDING = 16  # tokens at the end of a conversation in which the reasoning may begin
 
 
 class TextCodec:
@@ -88,6 +88,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model can be asked with messages."""
         return bool(self._tokenizer.chat_template)
 
     @cached_property

@@ -203,6 +203,7 @@ class Adapter:
     path: str
 
     def message(self, call: int) -> dict[str, Any]:
+        """Returns the message that loads the adapter; ``call`` numbers the worker's answer."""
         return {"t": "load_adapter", "call": call, "name": self.name, "id": self.number, "path": self.path}
 
 

@@ -58,6 +58,7 @@ class SamplingWriter:
         return params
 
     def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
+        """Returns the token ids of the request's bad words, and of those in the generation config."""
         words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
         return [*self._banned, *words]
 

@@ -198,7 +198,7 @@ class VllmProcess:
         return answer
 
     def take(self) -> list[Outputs]:
-        """Returns what has come since the last call."""
+        """Returns the outputs since the last call."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:

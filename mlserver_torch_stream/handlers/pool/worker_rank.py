@@ -48,7 +48,7 @@ MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """What a worker loads, as the first message to it says. ``environment`` has one mapping for each rank.
+    """The first message to a worker, which says what it loads. ``environment`` has one mapping for each rank.
 
     ``python`` is the interpreter that runs the worker; None means the server's own. The worker does not see the
     server's environment variables whose whole names match ``hidden``.

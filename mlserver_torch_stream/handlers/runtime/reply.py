@@ -232,7 +232,7 @@ class PredictionReply(PieceReader):
 
 
 _JSON = "application/json"
-_UNNAMED = ("", "application/x-www-form-urlencoded")  # the second one is curl's default
+_UNNAMED = ("", "application/x-www-form-urlencoded")  # curl sends the latter by default
 _FORM = "multipart/form-data"
 _OTHERWISE = (
     "name its content type (text/plain, image/png, application/octet-stream, …), or send it as the tensor `body` to "

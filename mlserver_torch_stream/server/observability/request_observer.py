@@ -297,6 +297,7 @@ class ModelRequestObservers(RequestObservers):
         return ServerRequestObserver(self._record(request.request_id, request), self._reports, streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
+        """Reports a request that was refused before it had a reply."""
         record = self._record(request_id, None)
         ServerRequestObserver(record, self._reports, streaming=self._endpoint.streams).failed(error)
 

@@ -83,6 +83,7 @@ class TokenPredictions:
             raise no_handler(path.name, self.paths(path.name)[0])
 
     def paths(self, name: str) -> tuple[str, ...]:
+        """Returns the paths below ``/predictions`` at which the model ``name`` answers."""
         return tuple(f"/predictions/{name}/{rest}" for rest in self._endpoints)
 
 
