@@ -117,7 +117,9 @@ class PromptEncoder(Protocol):
         """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
+        """Returns how the answer to a conversation with these ids is divided, and what its text and its calls must
+        match.
+        """
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
@@ -258,7 +260,7 @@ class Generator:
             stream.seal(ids)
 
     async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
-        """The prompt of all pieces. A piece that makes it too long is refused."""
+        """Returns the prompt of all pieces. A piece that makes it too long is refused."""
         parts: list[Prompt] = []
         lengths = _TextLength(self.codec)
         piece: Prompt | None = first
@@ -273,7 +275,7 @@ class Generator:
 
     @contextmanager
     def _observed(self, request: GenerationRequest) -> Iterator[RequestObserver]:
-        """An error of the block ends the request, so its observer is called."""
+        """Calls the observer if the block raises, because an error ends the request."""
         observer = self.observers.started(request)
         try:
             yield observer
@@ -319,7 +321,7 @@ def _engine_request(
 
 
 def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
-    """The stream of an accepted request. The observer sees each event when the reader takes it."""
+    """Returns the stream of an accepted request. The observer sees each event when the reader takes it."""
     stream.observe(observer)
     observer.accepted()
     return stream
@@ -344,7 +346,7 @@ class _TextLength:
 
 
 def _join(parts: Sequence[Prompt]) -> Prompt:
-    """The whole prompt. A chat never arrives in pieces, so it is the only part."""
+    """Returns the whole prompt. A chat never arrives in pieces, so it is the only part."""
     if isinstance(parts[0], TextPrompt):
         return replace(parts[0], text="".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):

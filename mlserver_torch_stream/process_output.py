@@ -77,7 +77,7 @@ class _Drain:
         logger.info("%s: %s", self._name, log_text(text))
 
     def _milliseconds_left(self) -> int:
-        """The rest of the current second, rounded up."""
+        """Returns the rest of the current second, rounded up."""
         return max(0, int(1000 * (self._began + 1 - time.monotonic()) + 0.999))
 
     def _next_second(self) -> None:

@@ -216,7 +216,9 @@ def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _file_parameters(source_folder: str | None) -> dict[str, Any]:
-    """The ``parameters`` block of the file itself, by which its values are distinguished from the environment's."""
+    """Returns the ``parameters`` block of the file itself, by which its values are distinguished from the
+    environment's.
+    """
     if source_folder is None:
         return {}
     try:

@@ -55,14 +55,16 @@ def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str
 
 
 def place_of(key: str, path: Path) -> str:
-    """The file, and the line of the key if the file has the key once."""
+    """Returns the file, and the line of the key if the file has the key once."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [number for number, line in enumerate(lines, 1) if f'"{key}"' in line]
     return f"{path}, line {found[0]}" if len(found) == 1 else str(path)
 
 
 def place_of_error(error: SettingsError, source: str | None) -> str:
-    """The place of the key that the error of a model's settings names, in parentheses; nothing if the file lacks it."""
+    """Returns the place of the key that the error of a model's settings names, in parentheses; nothing if the file
+    lacks it.
+    """
     key = _KEY_OF_ERROR.match(str(error))
     if source is None or key is None:
         return ""

@@ -48,7 +48,7 @@ class ToolCallDelta:
 
 
 def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
-    """The calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
+    """Returns the calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
     return tuple(
         ToolCallDelta(
             each.get("index", position),
@@ -61,7 +61,7 @@ def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """The parts of an answer's calls, in their order, with neighbours of the same call as one."""
+    """Returns the parts of an answer's calls, in their order, with neighbours of the same call as one."""
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:

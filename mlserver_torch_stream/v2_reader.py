@@ -38,7 +38,8 @@ class SequenceReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """``sequences``: at least one; ``final`` is the stream's last event; ``error`` is the error of a failed generation.
+    """``sequences`` has at least one entry; ``final`` marks the stream's last event; ``error`` is the error of a failed
+    generation.
 
     The counts are the whole request's; None means that the reply does not say.
     """
@@ -83,7 +84,7 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
 
 
 def _ids_of_each(tensor: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The ids of one sequence, or of several sequences, whose rows are filled up with -1."""
+    """Returns the ids of one sequence, or of several sequences, whose rows are filled up with -1."""
     data, shape = tensor["data"], tensor["shape"]
     width = max(1, shape[-1])
     return [

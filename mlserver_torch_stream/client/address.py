@@ -57,12 +57,12 @@ def grpc_target(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """The URL as it may be shown."""
+    """Returns the URL as it may be shown."""
     return re.sub(r"//[^/]*@", "//", url)
 
 
 def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, grpc: bool) -> dict[str, str]:
-    """The headers, and the one that carries the key."""
+    """Returns the headers, and the one that carries the key."""
     if api_key is not None:
         if not _KEY.fullmatch(api_key):
             raise ValueError("api_key: is empty, or has characters that a header cannot carry")
@@ -86,7 +86,7 @@ def checked_timeout(seconds: float) -> float:
 
 
 def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes | None:
-    """The certificates of a PEM file, the only ones that the client trusts; None means the certificates of its
+    """Returns the certificates of a PEM file, the only ones that the client trusts; None means the certificates of its
     library."""
     if ca_file is None:
         return None

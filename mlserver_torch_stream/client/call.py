@@ -24,7 +24,9 @@ class GenerationCall:
 def generation_call(
     model: str, prompt: str | Sequence[str] | None, messages: Messages | None, parameters: Mapping[str, Any]
 ) -> GenerationCall:
-    """A parameter of None is left out. Raises ValueError unless exactly one of ``prompt`` and ``messages`` is given."""
+    """Returns the call, without the parameters that are None. Raises ValueError unless exactly one of ``prompt`` and
+    ``messages`` is given.
+    """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())

@@ -97,7 +97,7 @@ _NOT_CONNECTED = ("failed to connect", "DNS resolution failed", "errors resolvin
 
 
 def stream_method(channel: Any) -> Any:
-    """ModelStreamInfer with one message: on the wire that is a stream of one."""
+    """Returns ModelStreamInfer as a method that takes one message: on the wire that is a stream of one."""
     return channel.unary_stream(
         f"{_SERVICE}/ModelStreamInfer",
         request_serializer=ModelInferRequest.SerializeToString,
@@ -126,7 +126,9 @@ def request_message(call: GenerationCall) -> Any:
 
 
 def _set(parameter: Any, value: Any) -> None:
-    """V2 has booleans, integers and strings over gRPC. Everything else is JSON in a string."""
+    """Sets a parameter. Over gRPC, V2 has booleans, integers and strings; everything else is sent as JSON in a
+    string.
+    """
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int) and value in _INT64:
@@ -166,7 +168,7 @@ def model_names(response: Any) -> list[str]:
 
 
 def call_error(url: str, error: Any, started: bool) -> ClientError:
-    """The error of a failed call. ``started`` means that its first message has arrived."""
+    """Returns the error of a failed call. ``started`` means that its first message has arrived."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
         return ConnectionFailed(f"no server at {url}: {details}")
@@ -292,7 +294,7 @@ class SilenceWatch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self) -> Any:
-        """The next message; None after the last."""
+        """Returns the next message; None after the last."""
         self._due = time.monotonic() + self._seconds
         message = next(self._rpc, None)
         self._due = math.inf

@@ -250,7 +250,7 @@ class _Tail(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
-            raise OSError("before the begin")
+            raise OSError("before the beginning")
         self._at = base + offset
         return self._at
 

@@ -1,6 +1,7 @@
 """Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
 
-With or without the lease no part is written twice. The lease keeps a second command from inferring in vain.
+With or without the lease no part is written twice. The lease saves a second command from inference whose results it
+could not write.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not part of t
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
     """Returns the run of ``config``, if the output belongs to it; None if the output belongs to no run yet.
 
-    Raises RunRefused where the output belongs to another run.
+    Raises RunRefused if the output belongs to another run.
     """
     found = await get_or_none(output, MANIFEST, retry)
     if found is None:

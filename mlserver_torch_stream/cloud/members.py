@@ -83,7 +83,7 @@ class ArchiveReader:
             if self._tables.columns:
                 trouble = "is not a table, so it has no --column; choose with --members"
             elif is_archive(member.name) and not self._tables.data:
-                trouble = "is an archive in an archive, which is not looked into; choose with --members"
+                trouble = "is an archive in an archive, which is not opened; choose with --members"
         if trouble:
             yield from self._failed(Failure(RunRefused.code, f"{self._name}: {trouble}"))
         elif kind.table:

@@ -44,7 +44,7 @@ class RowGroup:
 
 
 def parquet_library() -> Any:
-    """pyarrow.parquet. Raises RunRefused, which names the extra."""
+    """Returns pyarrow.parquet. Raises RunRefused, which names the extra, if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -78,7 +78,7 @@ class ParquetTable:
         ]
 
     def groups(self) -> Iterator[RowGroup]:
-        """The row groups. Raises TableBroken at one that is too large."""
+        """Yields the row groups. Raises TableBroken at one that is too large."""
         first = 1
         for index in range(self._metadata.num_row_groups):
             self._check(index)
@@ -115,7 +115,7 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """The ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
+        """Yields the ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
         TableBroken."""
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
@@ -141,7 +141,7 @@ class ParquetTable:
 
 
 def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Row]:
-    """The ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
+    """Yields the ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
     table = ParquetTable(data, len(data), tables)
     for group in table.groups():
         for rows in table.rows(group, [data[start:end] for start, end in group.ranges], reader, wanted):
@@ -149,7 +149,7 @@ def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callabl
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, those with little between them as one."""
+    """Returns the ranges, with ranges that have little between them merged."""
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and start <= merged[-1][1] + _GAP_BYTES:
@@ -160,7 +160,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
-    """The columns to read. Raises TableBroken."""
+    """Returns the columns to read. Raises TableBroken."""
     chosen: list[str] = []
     for each in tables.columns:
         if isinstance(each.column, int):

@@ -101,7 +101,7 @@ async def fetch_range(
     Raises CloudError once ``retry`` is used up, or at once if a retry cannot help.
     """
     size = end - start
-    data = BytesIO(bytes(size))  # it has its whole size from the begin, so it is neither enlarged nor copied
+    data = BytesIO(bytes(size))  # has its full size from the start, so it is neither enlarged nor copied
 
     async def attempt() -> None:
         if data.tell() == size:  # the connection broke after the last byte, before the end of the answer

@@ -238,7 +238,7 @@ def _is_web(url: str) -> bool:
 
 
 async def _kept(output: Store, run: CloudRun, place: InputLocation | UrlStore) -> list[Listed] | None:
-    """The list that is stored with the output. Raises RunRefused where an object of it has no URL any more."""
+    """Returns the list that is stored with the output. Raises RunRefused if an object in it no longer has a URL."""
     stored = await get_or_none(output, INPUTS, run.retry)
     if stored is None:
         return None

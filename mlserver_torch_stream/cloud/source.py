@@ -239,7 +239,9 @@ class Source:
             yield reading.failed(index, piece, Failure(error.code, error.message))
 
     async def _parquet(self, reading: _Object, info: ObjectInfo) -> AsyncGenerator[list[Row], None]:
-        """The rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged, CloudError."""
+        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged,
+        CloudError.
+        """
         table, reader, wanted = await self._footer(info), reading.reader, reading.wanted
         assert isinstance(reader, RowReader)
         groups = [each for each in table.groups() if any(map(wanted, range(each.first, each.first + each.count)))]

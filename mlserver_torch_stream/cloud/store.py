@@ -268,7 +268,7 @@ class Store:
             yield bytes(chunk)
 
     async def get(self, key: str) -> bytes:
-        """A whole small object."""
+        """Returns a whole small object."""
         answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         return bytes(await self._call(key, lambda: answer.bytes_async()))
 

@@ -207,7 +207,9 @@ class RowReader:
             yield from self._failed(self.number, "has a quote that is never closed")
 
     def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
-        """The row of a record of Parquet, its values by their columns. ``names``: of the chosen columns, in order."""
+        """Returns the row of a record of Parquet, its values by their columns. ``names`` are the names of the chosen
+        columns, in order.
+        """
         try:
             if not self._tables.columns:
                 body = {name: _json_value(value) for name, value in record.items() if value is not None}
@@ -364,7 +366,7 @@ class RowReader:
 
 
 def _json_value(value: Any) -> Any:
-    """A value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
+    """Returns a value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
 
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):

@@ -210,8 +210,8 @@ class RequestState:
         default_timeout: float | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """``max_model_len`` is the length that ``Admission.longest`` returns.longest`` returns it; ``seal`` replaces it
-        for an open request.
+        """``max_model_len`` is the length that ``Admission.longest`` returns; ``seal`` replaces it for an open
+        request.
         """
         self.input = input
         self.mailbox = mailbox

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Work:
     """A piece of work, with the number of tokens in its forward.
 
-    ``str(what)`` describes the work; it is formatted only when somebody reports it.
+    ``str(what)`` describes the work; it is formatted only for a report.
     """
 
     what: object
@@ -276,7 +276,7 @@ class WatchdogState:
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
-    """Returns the order to end a request with a timeout. ``waited``: it ran out of time in the queue."""
+    """Returns the order to end a request with a timeout. ``waited`` means that it ran out of time in the queue."""
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 

@@ -198,7 +198,7 @@ def integer(low: int, high: int | None = None) -> Reader:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Reader:
-    """Makes a reader of numbers from ``low`` to ``high``. ``above_low``: ``low`` itself is refused."""
+    """Makes a reader of numbers from ``low`` to ``high``. ``above_low`` means that ``low`` itself is refused."""
 
     def read(value: Any, info: ModelInfo) -> float:
         result = to_number(value)

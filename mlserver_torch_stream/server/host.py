@@ -217,7 +217,7 @@ class ServerHost:
         return InferenceServicer(self.data_plane, self.repository_handlers)
 
     def grpc_options(self) -> list[tuple[str, Any]]:
-        """The options of MLServer's gRPC port, for example the size of a message."""
+        """Returns the options of MLServer's gRPC port, for example the size of a message."""
         options: list[tuple[str, Any]] = GRPCServer(
             self.settings, self.data_plane, self.repository_handlers
         )._get_options()

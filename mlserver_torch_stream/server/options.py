@@ -67,7 +67,7 @@ class ServerOptions(BaseModel):
     """Folder of the archives that the management API registers; an empty value means none."""
     torchserve_config: str = ""
     """A config.properties whose [defaults for models](torchserve.md#the-management-api) hold for models that the
-    management API registers; empty: TorchServe's defaults."""
+    management API registers; an empty value means TorchServe's defaults."""
     allowed_urls: str = ""
     """Regular expressions, separated by commas, one of which must match the whole URL of an archive that the management
     API downloads; an empty value means no downloads."""

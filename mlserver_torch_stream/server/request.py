@@ -181,7 +181,7 @@ class ServedModel(ABC):
 
     @abstractmethod
     def most_open(self) -> int:
-        """The number of requests of one gRPC stream that may run at once. Raises NotServing.
+        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing.
 
         It is a method, because MLServer reads all properties of a model, even while the model loads.
         """

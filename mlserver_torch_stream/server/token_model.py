@@ -201,7 +201,9 @@ class TokenModel(ServedModel):
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
-        """The number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises NotServing."""
+        """Returns the number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises
+        NotServing.
+        """
         return int(self._slot.built.engine.info.max_num_seqs)
 
     def reply(self, request: RestRequest) -> TokenReply | PromptReply:

@@ -95,8 +95,8 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """The results of a load's checks. ``dtype``: of dense weights in memory; None means blocks, as the files have
-    them."""
+    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means that the weights
+    are blocks, as in the files."""
 
     plan: DecoderPlan
     weights: LoadedWeights  # its model is a ``ModelOutline``

@@ -233,7 +233,7 @@ class ModelStep:
         attention: PagedAttention,
         moved: int | None = None,
     ) -> None:
-        """``moved``: see ``MovedCache``."""
+        """``moved`` is passed to ``MovedCache``."""
         self.batch = batch
         self._pages = cache
         self._way = way

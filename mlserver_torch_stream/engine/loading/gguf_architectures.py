@@ -91,7 +91,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
-    """Llama and models with its layout: Mistral, SmolLM, and with experts Mixtral."""
+    """Reads the config of Llama and of models with its layout: Mistral, SmolLM, and with experts Mixtral."""
     if file.take("expert_count", int):
         _refuse_single_experts(file)
         return _decoder(file, "mixtral") | {
@@ -103,7 +103,9 @@ def _llama(file: GgufFile) -> dict[str, Any]:
 
 
 def _smollm3(file: GgufFile) -> dict[str, Any]:
-    """The file does not say which layers have no positions: it is every fourth."""
+    """Reads the config of SmolLM3. The file does not say which layers have no positions: every fourth layer has
+    none.
+    """
     return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
 
 

@@ -32,7 +32,7 @@ _NONE: set[int] = set()
 class _Use:
     """The pages that a batch uses.
 
-    ``written``: those of new tokens and targets of copies; ``copied`` are sources of copies.
+    ``written`` are the pages of new tokens and the targets of copies; ``copied`` are the sources of copies.
     """
 
     written: Pages

@@ -180,7 +180,7 @@ _ROWS_AT_A_TIME = 64  # with 150,000 tokens they take 40 MB in float32
 def prompt_scores(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
     """Returns the log-probabilities of tokens under the rows of ``logits`` before them, with ``top`` alternatives each.
 
-    ``logits``: [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
+    ``logits`` are [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
     """
     scores: list[TokenLogprob] = []
     for start in range(0, len(token_ids), _ROWS_AT_A_TIME):

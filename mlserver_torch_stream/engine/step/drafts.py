@@ -35,7 +35,7 @@ class NgramIndex:
         self._after: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
-        """The tokens of the sequence, also those before the window."""
+        """Returns the length of the sequence, including the tokens before the window."""
         return self._first + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -119,7 +119,7 @@ class ReasoningParser:
         return [Reasoning(inside)] if inside else []
 
     def _start(self, char: str) -> str | None:
-        """Before the first word."""
+        """State: before the first word."""
         self._held += char
         word = self._held.lstrip()
         if word == BEGIN:

@@ -87,7 +87,7 @@ class JsonScanner:
         return self._value(char)
 
     def _after_value(self, char: str) -> bool:
-        """After a value within brackets."""
+        """State: after a value within brackets."""
         if char == self._closing[-1]:
             return self._close()
         if char == ",":
@@ -99,7 +99,7 @@ class JsonScanner:
         return self._ended()
 
     def _ended(self) -> bool:
-        """A value has ended."""
+        """Called when a value has ended."""
         self._state = self._after_value
         self.complete = not self._closing
         return True

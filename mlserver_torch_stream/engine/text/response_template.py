@@ -41,8 +41,8 @@ class AnswerTemplate:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks of the reasoning; None if the text has a mark too, or if the marks are patterns or more than
-        one."""
+        """The marks of the reasoning; None if the text has a mark as well, if a mark is a pattern, or if there are
+        several."""
         regions = {self.meanings[name]: region for name, region in self.fields.items()}
         region = regions.get(_REASONING, {})
         begin, end = region.get("open"), region.get("close")
@@ -52,7 +52,7 @@ class AnswerTemplate:
         return ReasoningMarks(end, begin)
 
     def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
-        """Returns the ids of the tokens in the template, of which its marks consist."""
+        """Returns the ids of the tokens that make up the template's marks."""
         return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
 
 

@@ -22,7 +22,7 @@ _IMPORTS_BYTES = 2**29  # the maximum address space that the imports take
 def main(max_bytes: int, max_seconds: float) -> None:
     """Runs jobs until the parent ends.
 
-    ``max_bytes``: memory besides that of the imports; ``max_seconds``: for each job.
+    ``max_bytes`` is the memory beside what the imports take; ``max_seconds`` is the time limit of each job.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
         signal.signal(number, signal.SIG_IGN)

@@ -126,7 +126,7 @@ COUNTS = STATS[3:]
 
 
 def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
-    """Returns the frame of an ``outputs`` message. ``stats``: vLLM's counters, if they are sent along."""
+    """Returns the frame of an ``outputs`` message. ``stats`` are vLLM's counters, if they are sent along."""
     rows = [
         [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
         for each in outputs

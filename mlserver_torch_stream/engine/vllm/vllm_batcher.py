@@ -133,7 +133,7 @@ class VllmBatcher(Batcher):
         return True
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """The future raises LoadFailed with vLLM's reason, or VllmLost."""
+        """Loads an adapter. The future raises LoadFailed with vLLM's reason, or VllmLost."""
         if self._worker is None:
             raise NotServing("vLLM is being started again")
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
@@ -190,7 +190,7 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """vLLM also works between the steps, as long as it has sequences."""
+        """Returns the seconds in which vLLM had sequences: it also works between the steps."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 

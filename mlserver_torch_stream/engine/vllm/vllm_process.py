@@ -271,7 +271,7 @@ class VllmProcess:
             answer.set_exception(LoadFailed(str(header["error"])))
 
     def _end(self, why: str | None) -> None:
-        """Ends the process, with everything below it, and tells everybody who waits."""
+        """Ends the process with everything below it, and wakes all waiting callers."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:

@@ -366,7 +366,7 @@ def _token_bytes(config: Any) -> int:
 
 
 def _prompt(addition: Addition) -> Any:
-    """vLLM's ``TokensPrompt``, whose salt may not be None."""
+    """Returns vLLM's ``TokensPrompt``, whose salt may not be None."""
     prompt = {"prompt_token_ids": addition.prompt}
     return prompt if addition.salt is None else {**prompt, "cache_salt": addition.salt}
 

@@ -245,7 +245,7 @@ class ServerConfig:
         return {"MLSERVER_CORS_SETTINGS": json.dumps({name: words for name, words in lists.items() if words != [""]})}
 
     def _visible(self, gpus: Callable[[], int]) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES with the first ``number_of_gpu`` GPUs; an empty dict if that hides no GPU."""
+        """Returns CUDA_VISIBLE_DEVICES with the first ``number_of_gpu`` GPUs; an empty dict if that hides no GPU."""
         if "number_of_gpu" not in self.properties:
             return {}
         most = self._number("number_of_gpu", "not be below 0", lambda number: number >= 0)

@@ -44,7 +44,7 @@ class UnpackBounds:
     files: int = _FILES  # files and folders
 
     def bytes_of(self, archive: Path) -> int:
-        """The largest number of bytes to which ``archive`` may unpack."""
+        """Returns the largest number of bytes to which ``archive`` may unpack."""
         return self.bytes or max(_LEAST_BYTES, _MAX_RATIO * archive.stat().st_size)
 
 

@@ -72,7 +72,7 @@ def our_families(models: Mapping[ModelLabels, Own]) -> Iterator[Metric]:
 
 
 def _base(name: str, kind: str) -> str:
-    """The name of the metric's family."""
+    """Returns the name of the metric's family."""
     return name.removesuffix(_TOTAL) if kind == "counter" else name
 
 

@@ -90,7 +90,7 @@ class HandlerRequest:
     sequence_open: bool = False
 
     def bytes_to_send(self) -> int:
-        """An upper bound on the bytes that the request takes in a message to a worker."""
+        """Returns an upper bound on the bytes that the request takes in a message to a worker."""
         parts = (bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts)
         return sum(parts) + bytes_in_frame(b"", self.request_id, *self.headers.keys(), *self.headers.values())
 

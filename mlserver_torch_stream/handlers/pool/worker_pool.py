@@ -131,7 +131,7 @@ class WorkerPool:
             self.metrics.gauges = None
 
     def gauges(self) -> dict[str, int]:
-        """The number of waiting requests and of ready workers; the metrics call it, in any thread."""
+        """Returns the number of waiting requests and of ready workers; the metrics call it, in any thread."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
 
     @property

@@ -33,7 +33,7 @@ class SentPiece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_to_send(self) -> int:
-        """An upper bound on the bytes that the piece takes in a message."""
+        """Returns an upper bound on the bytes that the piece takes in a message."""
         texts = (self.request_id, self.content_type, *self.headers.keys(), *self.headers.values())
         return bytes_in_frame(self.value, *texts)
 

@@ -290,8 +290,8 @@ class InferenceService:
     async def _stream(
         self, in_sequence: bool, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Answers a stream whose messages are separate requests. An error ends the call, unless ``in_sequence``: then
-        it is a response.
+        """Answers a stream whose messages are separate requests. An error ends the call. With ``in_sequence`` it is a
+        response.
         """
         metadata = _metadata(context)
 

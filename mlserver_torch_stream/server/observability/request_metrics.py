@@ -199,7 +199,7 @@ class ClientLoad:
         self._listeners: list[Callable[[], None]] = []
 
     def sequences(self, model: str) -> int:
-        """The number of sequences that clients' requests to this model have in flight."""
+        """Returns the number of sequences that clients' requests to this model have in flight."""
         return self._sequences[model]
 
     def listen(self, listener: Callable[[], None]) -> None:

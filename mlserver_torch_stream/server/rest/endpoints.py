@@ -181,7 +181,7 @@ class EndpointRequest(HttpRequest[Reply]):
         await send_refusal(self._send, status, orjson.dumps(body), error.retry_after, self._spelling_headers())
 
     def _spelling_headers(self) -> EncodedHeaders:
-        """The headers that the spelling adds to every reply."""
+        """Returns the headers that the spelling adds to every reply."""
         self.request_id = self.request_id or str(uuid4())
         headers = self._spelling.headers(self.request_id)
         ignored = [(_IGNORED_HEADER, ", ".join(map(quote, self._ignored)).encode())] if self._ignored else []
