@@ -38,8 +38,8 @@ T = TypeVar("T")
 class Arrivals(Generic[T]):
     """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
 
-    ``next`` raises if no piece arrives for ``seconds`` (0: no limit), and if the stream ends meanwhile: at a deadline,
-    a shutdown or a failure.
+    ``next`` raises if no piece arrives for ``seconds``, unless they are 0, and if the stream ends meanwhile: at a
+    deadline, a shutdown or a failure.
     """
 
     def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
@@ -288,7 +288,7 @@ class Generator:
 
 
 def _check_scores(request: GenerationRequest, tokens: int) -> None:
-    """Raises InvalidInput where the reply would have too many log-probabilities of so many tokens of prompts."""
+    """Raises InvalidInput if the reply would have too many log-probabilities of prompt tokens."""
     top, n = request.sampling.prompt_logprobs, request.sampling.n
     if top is not None and (logprobs := tokens * (1 + top) * n) > _MAX_PROMPT_LOGPROBS:
         asked = f"{tokens} prompt tokens with {top} alternatives, {n} times: {logprobs} log-probabilities"

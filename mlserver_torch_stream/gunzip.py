@@ -40,7 +40,7 @@ class Gunzip:
                 yield piece
 
     def end(self) -> None:
-        """Raises Damaged where the last member is cut off, or where there is none."""
+        """Raises Damaged if the last member is cut off, or if there is no member."""
         if not self._begun:
             raise Damaged("is empty, which is not gzip")
         if not self._member.eof:

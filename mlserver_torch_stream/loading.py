@@ -39,7 +39,7 @@ def resolve(settings: ModelSettings, source: str | None) -> ResolvedSettings:
 
 
 def build(resolved: ResolvedSettings, owner: str, on_death: Callable[[BaseException], None]) -> BuiltEngine:
-    """Raises LoadFailed, or SettingsError where no request could be served with the model's own defaults."""
+    """Raises LoadFailed, or SettingsError if no request could be served with the model's own defaults."""
     built = _engine_builder(_OWN_CODE if resolved.settings.vllm is None else _VLLM_CODE)(resolved, owner, on_death)
     try:
         check_defaults(built.engine.info)

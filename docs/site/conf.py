@@ -33,7 +33,7 @@ myst_heading_anchors = 4  # as on GitHub
 autodoc_mock_imports = ["grpc", "google", "aiohttp", "yarl", "httpx", "mlserver", "orjson", "numpy", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# Of the standard library, whose pages are not asked for, and pieces of types that Sphinx splits at a comma.
+# Names of the standard library, whose pages are not linked, and pieces of types that Sphinx splits at a comma.
 nitpick_ignore_regex = [("py:.*", r"(collections|os)\..*|.*\[.*")]
 
 _ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/site/index.html"><title>{}</title>\n'

@@ -62,7 +62,7 @@ def _add_input(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
-    run.add_argument("--limit", type=positive, help="read only so many rows, the first ones of the input")
+    run.add_argument("--limit", type=positive, help="read only the first rows of the input, at most this many")
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
     run.add_argument("--workers", type=positive, default=2, help="workers that --on starts (default: %(default)s)")
 
@@ -116,13 +116,13 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
         help="pass each object to this TorchServe handler, which runs in separate processes",
     )
     command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
-    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
+    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of this many bytes")
     command.add_argument(
         "--sequences",
         action="store_true",
         help="send the chunks of an object to one worker of a stateful --handler, in order",
     )
-    command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
+    command.add_argument("--whole-bytes", type=nbytes, help="the maximum size of a whole object (default: 64MiB)")
     command.add_argument(
         "--rows",
         choices=["object", "chunk", "piece"],
@@ -250,7 +250,7 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         default=64,
         help="rows in one part of an archive's result, or with --kafka (default: %(default)s)",
     )
-    watch.add_argument("--limit", type=positive, help="end after so many objects or records")
+    watch.add_argument("--limit", type=positive, help="end after this many objects or records")
 
 
 def _object(text: str) -> dict[str, Any]:

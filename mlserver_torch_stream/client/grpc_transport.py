@@ -138,7 +138,7 @@ def _set(parameter: Any, value: Any) -> None:
 
 
 def response_deltas(response: Any) -> list[Delta]:
-    """Raises GenerationError where the response carries an error, StreamBroken where it is no answer."""
+    """Raises GenerationError if the response carries an error, and StreamBroken if it is not an answer."""
     parameters = {entry.key: value for entry in response.parameters for _, value in entry.value.ListFields()}
     try:
         outputs = [

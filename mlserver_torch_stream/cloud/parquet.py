@@ -92,8 +92,8 @@ class ParquetTable:
             first += group.num_rows
 
     def _check(self, index: int) -> None:
-        """Raises TableBroken where the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it
-        reads the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
+        """Raises TableBroken if the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it reads
+        the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
 
         def read() -> None:
             file = _Sparse([], self._size)
@@ -130,7 +130,7 @@ class ParquetTable:
             yield [reader.record(place, record, self._columns) for place, record in numbered if wanted(place)]
 
     def _decoded(self, call: Callable[[], Any]) -> Any:
-        """Raises TableBroken where the library cannot read the file."""
+        """Raises TableBroken if the library cannot read the file."""
         import pyarrow
 
         try:

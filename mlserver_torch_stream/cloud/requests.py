@@ -68,7 +68,7 @@ class RowRequest:
         if not self.takes(row.kind):
             name = row.key if row.member is None else f"{row.key}/{row.member.name}"
             form = closed_format(name, row.kind)
-            raise RowUnsuitable(f"{name}: the model takes no {form or row.kind.value}")
+            raise RowUnsuitable(f"{name}: the model does not accept {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}

@@ -102,7 +102,7 @@ class Source:
     ``strict`` means that a table or an archive that cannot be read ends the run, because the number of its rows is
     unknown then and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an
     archive, or chunks of another object are rows; ranges after the last of them are not fetched. ``limit``: nothing is
-    read after so many rows.
+    read after this many rows.
     """
 
     store: ReadableStore

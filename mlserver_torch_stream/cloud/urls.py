@@ -165,7 +165,9 @@ class UrlStore:
             return _info(key, answer)
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
+        """Returns bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged if the object is
+        another version.
+        """
         found = self._in_bucket(info.key)
         if found is not None:
             store, path = found

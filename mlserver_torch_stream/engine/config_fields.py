@@ -125,7 +125,7 @@ _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length"
 
 
 def max_model_len(model: Any, setting: int | None) -> int:
-    """Returns the most tokens of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
+    """Returns the maximum length of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
     own = _own_limit(model.config)
     if own is None:
         return setting or UNLIMITED_CONTEXT
@@ -135,7 +135,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
     if setting is None and first is not None and first < own:
         logger.warning(
             "The model rescales its positions beyond %d tokens: using %d of %d. With a larger max_model_len it "
-            "scales those of shorter sequences in the same way",
+            "rescales the positions of shorter sequences in the same way",
             *(first, first, own),
         )
         return first
@@ -143,7 +143,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
 
 
 def comparable_context(model: Any) -> int:
-    """Returns the most tokens that a sequence in a batch can reach, whatever the settings ask for."""
+    """Returns the maximum length that a sequence in a batch can reach, whatever the settings say."""
     limits = (_own_limit(model.config), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 

@@ -30,7 +30,8 @@ class SequenceState:
     GPU while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further token, and
     ``finish_reason`` is set once its text is complete.
 
-    It does not keep its request alive: code that holds a sequence longer than one call must hold the request, too.
+    A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request
+    too.
     """
 
     def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
@@ -63,7 +64,9 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the sequence: so many are in the cache after the next decode step."""
+        """The number of tokens of the prompt and the answer so far. After the next decode step all of them are in the
+        cache.
+        """
         return len(self._input.prompt_ids) + len(self.tokens)
 
     def token_ids(self, start: int, stop: int) -> Ids[int]:
@@ -198,7 +201,9 @@ class SequenceState:
 
 
 class RequestState:
-    """The life of an ``EngineRequest``, its ``input``: its sequences, the mailbox of their events, and its times."""
+    """An ``EngineRequest``, its ``input``, while it is served: its sequences, the mailbox for their events, and its
+    times.
+    """
 
     def __init__(
         self,
@@ -260,7 +265,7 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """The most tokens that the request can need: of its prompt and of all its sequences.
+        """The maximum number of tokens that the request can need, for its prompt and all its sequences.
 
         An answer without ``max_tokens`` counts as at most ``_ASSUMED_TOKENS``.
         """
@@ -275,7 +280,7 @@ class RequestState:
 
     @property
     def final_length(self) -> int:
-        """The most tokens that one of its sequences can have, prompt included."""
+        """The maximum number of tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:

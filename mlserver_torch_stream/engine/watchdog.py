@@ -287,7 +287,7 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
-    """Returns True if a step has run for so long that the engine should no longer report that it is ready."""
+    """Returns whether a step has run so long that the engine should no longer report that it is ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 

@@ -98,7 +98,7 @@ def _attend(
         )
         return result
     if attention_mask is not None or options.get("position_bias") is not None:
-        raise CannotPage("its code makes its own masks")
+        raise CannotPage("the model's code makes its own masks")
     return call(module, query, key, value, **options), None
 
 

@@ -121,7 +121,7 @@ class BatchSequence:
     start: int
     tables: tuple[Sequence[int], ...]
     wanted: int = 1
-    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1: the model has none
+    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1 if the model has none
 
     @property
     def count(self) -> int:

@@ -1,7 +1,7 @@
 """Loads GGUF files, and converts them once to an ordinary model folder, which later starts use.
 
-No process sees a half-written folder: it is written under another name and renamed. Of two processes that convert the
-same file, one waits for the other.
+No process sees a half-written folder: it is written under another name and renamed. If two processes convert the same
+file, one waits for the other.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` are a layer's modules by
-    tensor leaf.
+    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a
+    tensor's name to the layer's module.
 
-    ``permuted`` are the leaves whose rows the converter has reordered within each head. ``norm_offset`` is the number
+    ``permuted`` holds the names whose rows the converter has reordered within each head. ``norm_offset`` is the number
     that the converter has added to the weights of norms.
     """
 
@@ -250,7 +250,8 @@ def _refuse_single_experts(file: GgufFile) -> None:
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
     """Returns the size by which queries are scaled.
 
-    ``largest`` are the layers of the family's 27B model, the only one that does not use the head's size.
+    ``largest`` is the number of layers of the family's 27B model, the only model that does not scale by the head's
+    size.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

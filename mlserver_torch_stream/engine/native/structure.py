@@ -118,7 +118,7 @@ class DecoderLayer:
     gate_up: Projection  # two parts: gates and ups
     down: Projection
     norms: dict[str, Tensor]
-    rope: int  # 1 for the first rope of ``LayerRotary``; 0: the layer has no positions
+    rope: int  # 1 for the first rope of ``LayerRotary``; 0 if the layer has no positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt:
 
 
 def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: int) -> int:
-    """Returns the most tokens, prompt included, of a single sequence that the cache can hold."""
+    """Returns the maximum length of a single sequence, prompt included, that the cache can hold."""
     return largest(max_model_len, lambda length: fits_alone(spec, limits, 1, length, length))
 
 
@@ -102,10 +102,10 @@ _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short
 class FairQueue:
     """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A request's tag is the virtual time plus its work (the most tokens that it can need) times the number of its
-    client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier long
-    ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no request
-    waits forever.
+    A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
+    of its client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier
+    long ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no
+    request waits forever.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
-        """Returns the most tokens, prompt included, of one sequence of a request with ``prompt`` tokens of prompt.
+        """Returns the maximum length, prompt included, of a sequence whose request has a prompt of ``prompt`` tokens.
 
         Without ``max_tokens`` it is at most the length at which all sequences of the request fit the cache together.
         """

@@ -22,11 +22,12 @@ Busy = Collection[SequenceState]
 Drafts = Callable[[SequenceState, int], Sequence[int]]
 """A callable that guesses the next tokens of a sequence while a number of sequences decode; it may return none."""
 
-# Each running sequence must have pages for so many further tokens when a prompt is admitted. Measured with 150 requests
+# Each running sequence must have pages for this many further tokens when a prompt is admitted. Measured with 150
+# requests
 # of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206 steps, 8 gave
 # none in 224 steps, 16 gave none in 245 steps.
 _SOON = 8
-# The most rows of logits of prompts that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
+# The maximum number of prompt rows that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
 _MAX_SCORED_ROWS = 256
 
 
@@ -304,7 +305,7 @@ class Scheduler:
             return False
         reserved = self._reserved()
         if not self.ledger.fits(reserved):
-            return False  # before the queue's prompts are looked up in the prefix cache in vain
+            return False  # saves useless look-ups of the queue's prompts in the prefix cache
 
         def fits(request: RequestState) -> bool:
             if request.params.n > places or request.input.priority >= below:

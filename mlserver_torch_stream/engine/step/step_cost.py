@@ -14,7 +14,7 @@ _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
 _KEPT_ROWS = 0.98  # the factor for the weight of earlier steps: about the last fifty count
 _KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten count
 
-_OUTLIER = 2.0  # a step slower than so many times the expected time counts as just that slow, unless the next is too
+_OUTLIER = 2.0  # a step that takes longer counts as this many times the expected time, unless the next step is slow too
 _MIN_STEPS = 3  # before these no step is an outlier
 _MAX_GROWTH = 2.0  # times the largest measured number of prompt tokens: beyond it the line is a guess
 _FLOOR_SHARE = 0.25  # prompts get at least this share of the time that the decoding rows take

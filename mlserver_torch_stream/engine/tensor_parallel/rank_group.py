@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mlserver_torch_stream.errors import LoadFailed
 
-# A rank that does not answer for so long is lost. The end of a rank's process is noticed at once.
+# A rank that does not answer for this long is lost. The end of a rank's process is noticed at once.
 _SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)

@@ -54,8 +54,8 @@ class HandlerConfig(BaseModel):
 
     minWorkers: int = Field(1, ge=0)  # worker processes
     maxWorkers: int = Field(0, ge=0)  # below minWorkers, as the default is: the number never changes
-    scaleUpAfterMSec: int = Field(1000, ge=0)  # no worker is free and a request has waited for so long: add one
-    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that has been idle for so long ends
+    scaleUpAfterMSec: int = Field(1000, ge=0)  # how long a request waits, while no worker is free, until one is added
+    scaleDownAfterMSec: int = Field(60_000, ge=0)  # how long an idle worker stays
     batchSize: int = Field(1, gt=0)
     maxBatchDelay: int = Field(100, ge=0)  # milliseconds
     responseTimeout: int = Field(120, gt=0)  # seconds in which a busy handler sends nothing

@@ -94,7 +94,8 @@ class Address:
 
 
 class ServerConfig:
-    """TorchServe's configuration: ``properties`` by key, and the ``file`` they come from (None: TorchServe's defaults).
+    """TorchServe's configuration: ``properties`` by key, and the ``file`` that they come from; None means TorchServe's
+    defaults.
 
     Every method may raise SettingsError, which names the key.
     """

@@ -31,7 +31,7 @@ BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
 _MAX_RATIO = 100
 _LEAST_BYTES = 1 << 30  # the lowest bound on the unpacked size, which small archives get
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
-_CHUNK = 1 << 16  # bytes of one read, and the most bytes of one member's headers, such as a long name
+_CHUNK = 1 << 16  # bytes of one read, and the maximum size of one member's headers, such as a long name
 _ZIP, _GZIP = b"PK", b"\x1f\x8b"
 _DRIVE = re.compile(r"[A-Za-z]:/")
 

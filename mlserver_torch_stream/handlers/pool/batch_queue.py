@@ -72,7 +72,7 @@ class BatchQueue:
         self._plain = PlainJobs()
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
-        self.most_workers = config.most_workers  # sequences are shared between so many workers, running or not
+        self.most_workers = config.most_workers  # sequences are shared between this many workers, running or not
         self.ahead = 0  # requests that were sent to a worker before it had ended its previous batch
         self.leaving: set[int] = set()  # workers that only get requests of their own sequences
 

@@ -124,7 +124,7 @@ class WorkerProcess:
         self._set_reading(rank, self._flowing and left > 0)
 
     def _next(self, rank: WorkerRank) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next complete message. Of other ranks than the first, most kinds of messages are skipped."""
+        """Returns the next complete message. Most kinds of messages from ranks other than the first are skipped."""
         try:
             while (frame := rank.frames.take()) is not None:
                 if rank.number == 0 or frame[0]["t"] in _OF_ALL_RANKS:

@@ -216,7 +216,7 @@ class StreamSession:
 
     MLServer gives all messages of a stream the id of the first, so each further request gets a new id here. The next
     message is read when fewer than the model's ``most_open`` requests run. If the reader takes no response for
-    ``stalled_after`` seconds (0: no limit), the stream is cut. ``request`` is the request of the first message.
+    ``stalled_after`` seconds, the stream is cut; 0 means no limit. ``request`` is the request of the first message.
     """
 
     def __init__(
@@ -303,9 +303,9 @@ _MAX_OPEN = 256
 class MessageStream(Generic[Body]):
     """Yields the bodies of all answers. Ends when the client has closed its side and every request is answered.
 
-    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would
-    go on sending requests, which no one reads. The client must take each body within ``stalled_after`` seconds (0: no
-    limit). ``client`` names the client in the log.
+    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would go
+    on sending requests that are never read. The client must take each body within ``stalled_after`` seconds, unless
+    they are 0. ``client`` names the client in the log.
     """
 
     def __init__(

@@ -251,7 +251,9 @@ _CLIENT = "A client of TorchServe's gRPC service"
 
 
 class InferenceService:
-    """The methods of the service. A client must take each response within ``stalled_after`` seconds (0: no limit)."""
+    """The methods of the service. A client must take each response within ``stalled_after`` seconds, unless they are
+    0.
+    """
 
     def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
         self._host = host

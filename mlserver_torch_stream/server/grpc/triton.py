@@ -164,8 +164,8 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds (0: no
-    limit)."""
+    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds, unless
+    they are 0."""
 
     def __init__(self, host: ServerHost, state: ServerState, stalled_reader_timeout: float) -> None:
         self._host = host

@@ -143,7 +143,8 @@ class ManagedModels:
     async def scale(
         self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
     ) -> None:
-        """Sets the least and the largest number of workers; those that end get ``grace`` seconds (None: no limit).
+        """Sets the minimum and the maximum number of workers. Workers that end get ``grace`` seconds; None means no
+        limit.
 
         Returns when the workers have started and ended. Raises ManagementRefusal if a worker cannot be started.
         """

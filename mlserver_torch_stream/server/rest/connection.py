@@ -135,8 +135,8 @@ class Http1(HttpProtocol):
     answered over HTTP/1.
 
     A client must send the head of a request within ``piece_timeout`` seconds, and then some of its body in each such
-    time. It must read some of its answers in each ``stalled_reader_timeout`` (0: no limit). Otherwise its connection is
-    closed. When it disconnects, all its pipelined requests end.
+    time. It must read some of its answers in each ``stalled_reader_timeout``, unless that is 0. Otherwise its
+    connection is closed. When it disconnects, all its pipelined requests end.
     """
 
     def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
