@@ -54,9 +54,9 @@ def _stream_mode(value: Any, info: ModelInfo) -> str:
 PARAMETERS: tuple[Parameter, ...] = (
     _sampling(
         "max_tokens",
-        "The maximum number of tokens of the answer. Default: from `default_sampling`, else from the model's generation "
-        "config; if neither has one, 256 for an answer to a prompt, and for an answer to messages what the context and "
-        "the cache hold. With `echo` or `prompt_logprobs` it may be 0: then only the prompt is scored.",
+        "The maximum number of tokens of the answer. Default: from `default_sampling`, else from the model's "
+        "generation config; if neither has one, 256 for an answer to a prompt, and for an answer to messages what the "
+        "context and the cache hold. With `echo` or `prompt_logprobs` it may be 0: then only the prompt is scored.",
         values.integer(0),
         "max_new_tokens",
         "max_completion_tokens",
@@ -112,8 +112,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("top_logprobs", "Number of alternatives for each token, up to 20.", values.integer(0, 20)),
     _sampling(
         "prompt_logprobs",
-        "The number of alternatives for each token of the [scored prompt](scores.md), up to 20; 0 scores only the token "
-        "itself.",
+        "The number of alternatives for each token of the [scored prompt](scores.md), up to 20; 0 scores only the "
+        "token itself.",
         values.integer(0, 20),
     ),
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
@@ -136,8 +136,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "add_special_tokens",
-        "Whether the tokenizer's special tokens are added; by default they are added to texts that do not begin with one, "
-        "and not to conversations.",
+        "Whether the tokenizer's special tokens are added; by default they are added to texts that do not begin "
+        "with one, and not to conversations.",
         values.boolean,
     ),
     Parameter(
