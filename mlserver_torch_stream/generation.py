@@ -105,7 +105,7 @@ class PromptEncoder(Protocol):
 
     @property
     def executor(self) -> Executor:
-        """Runs ``encode`` for long prompts and for those that it ``blocks`` on, a few at a time."""
+        """Runs ``encode`` in threads, a few at a time, for long prompts and for prompts that it ``blocks`` on."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
 
@@ -228,7 +228,7 @@ class Generator:
             compiled.cancel()
 
     async def _encoded(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
-        """Encodes some prompts after others, so that no more are begun once the client has left."""
+        """Encodes some prompts after others, so that no further prompt is begun once the client has left."""
         encoded: list[tuple[int, ...]] = []
         for some in _in_pieces(prompts):
             encoded += await _off_loop_if_long(self.codec, self._encode_all, some)
@@ -243,7 +243,7 @@ class Generator:
         """Submits one prompt that arrives in pieces, which is queued when it is whole.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
-        ``timeout`` seconds (0: at any time). Raises RequestError.
+        ``timeout`` seconds, unless that is 0. Raises RequestError.
         """
         with self._observed(request) as observer:
             constraint = await self._compiled(request.constraint)
@@ -378,7 +378,7 @@ async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], valu
 
 
 def _size(prompt: Prompt) -> int:
-    """Returns the number of characters to tokenize; of a conversation, those of its texts."""
+    """Returns the number of characters to tokenize; for a conversation, the characters of its texts."""
     if isinstance(prompt, ChatPrompt):
         return sum(len(str(message.get("content"))) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, TextPrompt) else 0

@@ -63,7 +63,7 @@ def parse_settings(
 ) -> ResolvedSettings:
     """Validates the settings that MLServer and the environment give, and finds the model.
 
-    ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None where it has none: then the environment counts),
+    ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None if it has none; then the environment applies),
     ``parameter_level_extras`` its ``model_extra``, ``source_folder`` the folder of ``model-settings.json`` if any.
     Raises SettingsError, which names the key.
     """
@@ -186,7 +186,7 @@ def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> 
         if stray in lines and not stray.startswith(prefix):
             continue
         if key in KNOWN_KEYS:
-            raise SettingsError(f"parameters.{stray}: belongs into parameters.extra.{key}")
+            raise SettingsError(f"parameters.{stray}: belongs in parameters.extra.{key}")
         if f"{prefix}{key}" not in lines:
             hint = did_you_mean_or_known(key, ("uri", "extra", *KNOWN_KEYS))
             raise SettingsError(f"parameters: unknown key {stray!r}{hint}")

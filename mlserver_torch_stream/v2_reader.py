@@ -52,7 +52,7 @@ class ServerReply:
 
 
 def read_reply(body: Mapping[str, Any]) -> ServerReply:
-    """A body that is no V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
+    """A body that is not a V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = body.get("parameters") or {}
     tensors = {tensor["name"]: tensor for tensor in body.get("outputs", ())}
     columns: dict[str, list[Any]] = {

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 class WorkCancelled(BaseException):
-    """The work of this thread is cancelled. It is no Exception: no handler of errors must go on with the work."""
+    """The work of this thread is cancelled. It does not derive from Exception, so that error handlers do not go on with
+    the work.
+    """
 
 
 class Cancellation:
@@ -101,7 +103,7 @@ class _WorkThread(threading.Thread):
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """A future takes no SystemExit, and the panic of a Rust library is no Exception either."""
+    """A future does not store SystemExit, and the panic of a Rust library is not an Exception either."""
     if isinstance(error, Exception):
         return error
     shown = RuntimeError(repr(error))

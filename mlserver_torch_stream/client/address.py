@@ -18,7 +18,7 @@ Api = Literal["v2"]
 _HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
 _TLS = ("https", "grpcs")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
-_HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP takes no blanks at its ends
+_HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP does not allow blanks at its ends
 _KEY = re.compile(r"[\x21-\x7e]+")
 _FRAMING = ("content-length", "transfer-encoding")  # the transport says how long a body is
 _BINARY = "-bin"  # the end of the names whose values are bytes over gRPC
@@ -44,7 +44,7 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         readable = parts.port != 0 and url.isprintable() and not re.search(r"[\s?#]", url)
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         readable = False
     if not readable:
         raise ValueError(f"url: is a scheme, a host, a port and a path, got {without_credentials(url)!r}")

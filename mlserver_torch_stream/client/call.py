@@ -81,8 +81,8 @@ class Delta:
 class ClientError(Exception):
     """The generation failed. The message has the reason that the server or the network gave.
 
-    ``status`` is the server's HTTP status, over gRPC the one that stands for its code; None where the server sent none.
-    ``retry_after`` is in seconds, where the server said it.
+    ``status`` is the server's HTTP status, or over gRPC the HTTP status for its code; None if the server sent no
+    status. ``retry_after`` is in seconds, where the server said it.
     """
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:

@@ -52,8 +52,8 @@ class Client:
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
     TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
     ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events. ``ca_file`` are PEM certificates of
-    the authorities that are trusted, instead of those that httpx and gRPC trust. Raises ValueError for a URL, another
-    ``api``, a header, a key, a timeout or a file that is not valid.
+    the authorities to trust instead of the defaults of httpx and gRPC. Raises ValueError for a URL, another ``api``, a
+    header, a key, a timeout or a file that is not valid.
     """
 
     def __init__(

@@ -259,7 +259,7 @@ class AsyncGrpcTransport:
 
 async def _result(pending: Awaitable[Any], seconds: float | None) -> Any:
     """Returns the result of a call. Raises TimeoutError, or StreamBroken if the client was closed: gRPC cancels the
-    calls of a channel that is closed, which is no cancellation of the task that waits."""
+    calls of a closed channel, which must not count as a cancellation of the waiting task."""
     reading = asyncio.ensure_future(pending)
     try:
         done, _ = await asyncio.wait([reading], timeout=seconds)
@@ -280,7 +280,8 @@ def _retrieve(reading: asyncio.Future[Any]) -> None:
 
 
 class SilenceWatch:
-    """Cancels a call whose next message does not arrive in time. A thread watches, as a blocking read has no timeout.
+    """Cancels a call whose next message does not arrive in time. A thread watches, because a blocking read has no
+    timeout.
 
     The time that the reader of the stream takes for a message does not count.
     """

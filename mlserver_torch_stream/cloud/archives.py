@@ -353,7 +353,9 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """Decompresses one member. ``left``: compressed bytes still to come; ``shown`` says whether they become events."""
+    """Decompresses one member. ``left`` is the number of compressed bytes still to come; ``shown`` says whether they
+    become events.
+    """
 
     def __init__(self, info: zipfile.ZipInfo) -> None:
         self._info = info

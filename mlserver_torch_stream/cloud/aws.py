@@ -135,7 +135,7 @@ class S3Listing:
 
         Raises CloudError.
 
-        ``after``: only keys after this one.
+        Keys up to ``after`` are left out.
         """
         signed = self.credentials is not None
         known = self.credentials or {"region_name": _DEFAULT_REGION}

@@ -41,7 +41,7 @@ FRAMES = {"Content-Type": "application/octet-stream"}
 BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
 _CONNECT_S = 10.0
 _TRIES_OF_A_ROW = 3  # how often a row is tried if it may have caused the failure itself
-_SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
+_SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is not a secret
 _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 
@@ -49,7 +49,7 @@ _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 class ServerEndpoint:
     """A model of a server, and how rows are sent to it. ``model`` None means the server's only model.
 
-    ``rows`` says how prompts become requests. ``objects`` says the same of whole objects and chunks, for ``api``
+    ``rows`` says how prompts become requests. ``objects`` says the same for whole objects and chunks, for ``api``
     "torchserve" or with ``tensor``, the name of a BYTES tensor. With ``batches`` each batch of the run is one request,
     which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is the
     longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it, and in
@@ -89,7 +89,7 @@ class RowRejected(CloudError):
 
 
 class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
-    """The server takes no connection, or asks for a later attempt, whatever the row holds."""
+    """The server accepts no connection, or asks for a later attempt, whatever the row holds."""
 
 
 class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):

@@ -100,7 +100,7 @@ _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 class ObjectRequest:
     """Says how objects and chunks become requests. Every request has the ``headers``.
 
-    ``pieces``: each piece of an answer becomes a row.
+    With ``pieces`` each piece of an answer becomes a row.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -46,8 +46,8 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    ``status`` and ``error`` are the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``:
-    another row of the batch may be the cause.
+    ``status`` and ``error`` are the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``
+    means that another row of the batch may be the cause.
     """
 
     code: str

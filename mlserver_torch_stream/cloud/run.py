@@ -341,8 +341,8 @@ async def write(
     """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
     ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is called for each part once it
-    is durable. Once ``stopped`` returns true, the rows that were read are written, and no others. Raises InUse if
-    another command writes.
+    is durable. Once ``stopped`` returns true, only the rows that were read are written. Raises InUse if another command
+    writes.
     """
     run = planned.run
     assert run.output is not None, "a plan without an output"
@@ -351,7 +351,7 @@ async def write(
         planned = await _begin(planned, output)
         before = metrics.failed
         tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
-        rows, failed = 0, metrics.failed - before  # counted here, since a watcher's metrics are those of many objects
+        rows, failed = 0, metrics.failed - before  # counted here, because a watcher's metrics cover many objects
         if not planned.done.complete:
             sink = PartSink(output, run.part_rows, planned.identity, run.retry)
             async with aclosing(results(planned, infer, metrics, failed, stopped)) as found:

@@ -26,8 +26,8 @@ class ObjectSequences:
     """Has the rows of the objects of ``source``, and the callable that infers them.
 
     ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
-    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that begins anew
-    holds ``again``: so each object of a failed batch gets into other batches than the rest.
+    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that starts
+    again holds ``again``, so that the objects of a failed batch get into different batches.
     """
 
     source: Source

@@ -63,7 +63,9 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object. ``skipped``: none of its rows is wanted, so it is not fetched."""
+    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so it is not
+    fetched.
+    """
 
     ordinal: int
     listed: Listed
@@ -101,8 +103,8 @@ class Source:
 
     ``strict`` means that a table or an archive that cannot be read ends the run, because the number of its rows is
     unknown then and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an
-    archive, or chunks of another object are rows; ranges after the last of them are not fetched. ``limit``: nothing is
-    read after this many rows.
+    archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read after
+    ``limit`` rows.
     """
 
     store: ReadableStore

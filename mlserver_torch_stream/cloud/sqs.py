@@ -60,7 +60,7 @@ class Queue:
         while True:
             answer = await self._call("receive_message", asked)
             messages = answer.get("Messages") or ()
-            for message in messages:  # also a message that waits until the messages before it are announced
+            for message in messages:  # even a message that waits until the messages before it are announced
                 self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
             for message in messages:
                 async for announced in self._announced(message["Body"], message["ReceiptHandle"]):

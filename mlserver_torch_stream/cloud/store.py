@@ -65,7 +65,7 @@ _MEMORY = "memory://"
 DATED = "modified:"  # marks a version without ETag
 _UNMATCHED = (DATED, "W/")  # versions compared here: a weak ETag never matches If-Match (RFC 9110)
 _CHUNK = 64 * 1024
-_UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
+_UPLOAD_PART = 5 * 2**20  # S3 does not accept smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # how the library names a file that is not complete yet
 _LISTED_AT_ONCE = 1000
 _UNNAMED = "the object-store library cannot name it"
@@ -90,7 +90,7 @@ class ObjectInfo:
 
 
 class ReadableStore(Protocol):
-    """Where the objects of a run are read: a ``Store``, or a list of URLs."""
+    """A place to read the objects of a run from: a ``Store``, or a list of URLs."""
 
     async def head(self, key: str) -> ObjectInfo: ...
 
@@ -108,7 +108,7 @@ async def settle() -> None:
 
 class Store:
     """Objects below one URL; keys are relative to it. ``stall_s`` is the longest silence in seconds within one answer;
-    ``options``: those of the object store."""
+    ``options`` are passed to the object store."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """Yields all objects, in a cloud store in the order of their keys. ``after``: only keys after this one.
+        """Yields all objects, in a cloud store in the order of their keys. Keys up to ``after`` are left out.
 
         The library stops listing at an object that it cannot name, such as one with a newline or an empty level in its
-        key, and in a folder at a circle of links. The others are then listed without the library. Raises RunRefused if
-        that is not possible.
+        key, and in a folder at a circle of links. The other objects are then listed without the library. Raises
+        RunRefused if that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -250,7 +250,7 @@ class Store:
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Yields bytes ``start`` to ``end`` (exclusive) of this version.
 
-        Raises ObjectChanged if the object has another one.
+        Raises ObjectChanged if the object has another version.
         """
         options: Any = {} if info.etag.startswith(_UNMATCHED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):

@@ -53,8 +53,8 @@ class Tables:
     ``quote`` is a character, or empty for tables in which no character quotes. ``data`` means that rows are bytes for a
     handler or a tensor; else they are prompts.
 
-    ``archives``: archives are read member by member, and ``members``, a glob, chooses some; else an archive is a whole
-    object.
+    With ``archives`` they are read member by member, and ``members``, a glob, chooses some; otherwise an archive is a
+    whole object.
     """
 
     columns: tuple[Column, ...] = ()

@@ -45,7 +45,8 @@ _CONNECT_S = 10.0
 def read_url_list(data: bytes) -> dict[str, str]:
     """Returns the URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
 
-    Without a name the key is the URL, over HTTP without its query and fragment. Raises RunRefused that names the line.
+    Without a name the key is the URL, over HTTP without its query and fragment. Raises RunRefused, which names the
+    line.
     """
     return manifest_entries(data, _entry)
 

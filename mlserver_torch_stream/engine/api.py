@@ -48,7 +48,7 @@ class EngineCounters:
 
     decode_steps: int = 0
     mixed_steps: int = 0  # steps in which sequences decoded beside chunks of prompts
-    mixed_step_seconds: float = 0.0  # seconds of those steps
+    mixed_step_seconds: float = 0.0  # seconds that the mixed steps took
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
@@ -117,7 +117,7 @@ class TokenStream(Protocol):
     def close(self) -> None:
         """Cancels the sequences that still run.
 
-        Synchronous, idempotent, safe from any task: call it in a ``finally``.
+        Does not await, and may be called more than once and from any task: call it in a ``finally``.
         """
 
 

@@ -100,9 +100,9 @@ def named_lengths(config: Any) -> set[int]:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer where layers differ, as in Gemma 4, else the model's.
+    """Returns the config of each layer if layers differ, as in Gemma 4, and the model's config otherwise.
 
-    Where layers differ, the model's config has no value for some fields, and transformers raises an error.
+    If layers differ, the model's config has no value for some fields, and transformers raises an error.
     """
     layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return layers
@@ -168,9 +168,9 @@ def settle_positions(config: Any, setting: int | None) -> bool:
     """Gives a "longrope" model the same factors for sequences of all lengths.
 
     Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If it is beyond the first
-    length of a rope, its long factors hold, as in vLLM and llama.cpp: sequences beyond that length have the logits of
-    transformers, and shorter ones others. If it is not, or None, its short factors hold, and ``max_model_len`` ends the
-    context at that length.
+    length of a rope, its long factors apply, as in vLLM and llama.cpp: sequences beyond that length have the logits of
+    transformers, and shorter sequences have different ones. If it is not, or None, its short factors hold, and
+    ``max_model_len`` ends the context at that length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
     ropes = _long_ropes(config)

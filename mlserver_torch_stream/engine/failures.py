@@ -31,7 +31,7 @@ def in_short(error: BaseException) -> str:
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_OUT_OF_MEMORY:
         return "out of memory"
-    return f"{type(error).__name__}, of which the server's log says more"
+    return f"{type(error).__name__}; the server's log has the details"
 
 
 def log_failure(what: str, error: Exception) -> GenerationFailed:

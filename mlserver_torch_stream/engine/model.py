@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What all steps of a load need. ``threads``: for torch and for our kernels."""
+    """What all steps of a load need. ``threads`` are the numbers of threads for torch and for our kernels."""
 
     resolved: ResolvedSettings
     threads: int

@@ -102,7 +102,7 @@ def _choose_forward(
 ) -> ModelForward:
     """Chooses the attention.
 
-    All ranks take the fast one or none does: its checks run the model on all ranks together.
+    All ranks use the fast forward or none does, because its checks run the model on all ranks together.
     """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
@@ -147,7 +147,7 @@ class LaunchedModel:
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Loads a model on all ranks, and blocks meanwhile. If it raises LoadFailed, it has ended all ranks.
+    """Loads a model on all ranks, and blocks until it is loaded. If it raises LoadFailed, it has ended all ranks.
 
     ``module`` is passed to ``form``.
     """

@@ -185,7 +185,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """An error that is to end the engine's thread, and the time at which the watchdog abandons the thread."""
+    """An error that ends the engine's thread, and the time at which the watchdog abandons the thread."""
 
     error: BaseException
     until: float
@@ -313,7 +313,7 @@ class Watched(Protocol):
 
     @property
     def pending_death(self) -> PendingDeath | None:
-        """The error that is to end the engine's thread before its next step; None if there is none."""
+        """The error that ends the engine's thread before its next step; None if there is none."""
 
     def ask(self, end: EndRequest) -> None:
         """Asks the engine's thread to end these requests when its step returns."""

@@ -56,7 +56,7 @@ class MessagesStream:
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._usage = UsageCounter(request)
         self._max_tokens = request.sampling.max_tokens
-        self._signature = request.request_id  # clients drop a thinking block that has none
+        self._signature = request.request_id  # clients drop a thinking block without a signature
         self._head: JsonObject = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant"}
         self._head["model"] = context.model_name
         self._blocks: list[_Block] = []

@@ -154,7 +154,9 @@ class FlatStreamReply:
 
 
 class FlatUnaryReply(WholeReply):
-    """One object for a whole request. A value with one element is written as that element, others as lists."""
+    """One object for a whole request. A value with one element is written as that element, any other value as a
+    list.
+    """
 
     def body(self) -> JsonObject:
         reply = head(self._context, self._request.request_id)

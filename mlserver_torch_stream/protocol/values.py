@@ -31,7 +31,9 @@ NOT_IMPLEMENTED = "is not implemented by this runtime"
 
 
 def parse_bounded(raw: bytes) -> Any:
-    """Parses JSON within the bounds above. Raises ValueError, also for NaN, lone surrogates and too deep nesting."""
+    """Parses JSON within the bounds above. Raises ValueError if the text is not JSON, or has NaN, lone surrogates or
+    too deep nesting.
+    """
     if len(raw) > min(MAX_CONTAINERS, MAX_KEYS) and _may_hold_too_much(raw):
         _check_counts(raw)
     try:

@@ -164,7 +164,7 @@ class ServerHost:
         return router
 
     def add_routes(self, routes: Sequence[BaseRoute]) -> None:
-        """Puts the routes before the existing ones."""
+        """Puts the routes before the existing routes."""
         self.router.routes[:0] = routes
 
     def put_outside(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
@@ -274,7 +274,7 @@ def versions_of(registry: MultiModelRegistry, name: str) -> SingleModelRegistry 
 
 
 def versioned(versions: SingleModelRegistry) -> list[MLModel]:
-    """Returns the models that have a version, without one whose settings name none."""
+    """Returns the models whose settings name a version."""
     return list(versions._versions.values())
 
 
@@ -409,7 +409,7 @@ def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
 
 
 def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
-    """Has the gRPC server call ``listen`` with the address when it is told to open a port."""
+    """Has the gRPC server call ``listen`` with the address when it opens a port."""
     server.add_insecure_port = listen
 
 
@@ -458,7 +458,7 @@ class HttpProtocol(HttpToolsProtocol):
         return offered and not self._should_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all pipelined requests; uvicorn ends only the last one."""
+        """Ends all pipelined requests; uvicorn ends only the newest."""
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()

@@ -53,8 +53,9 @@ class BatchProblem:
 class BatchRecord:
     """A batch as it is stored.
 
-    ``models`` are the models that its items name and that were loaded when the input was validated. ``times``: when the
-    batch got each status. ``total`` is the number of items of a valid input; 0 before it is validated.
+    ``models`` are the models that its items name and that were loaded when the input was validated. ``times`` maps each
+    status to the time when the batch got it. ``total`` is the number of items of a valid input; 0 before it is
+    validated.
     """
 
     id: str

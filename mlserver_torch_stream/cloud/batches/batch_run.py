@@ -75,7 +75,7 @@ class ItemInference:
         self.is_stopped = self._stopped.is_set
 
     def stop(self, why: Failure) -> None:
-        """Fails every item without an answer, also a running one, with ``why``. Later calls change nothing."""
+        """Fails every item without an answer, including running items, with ``why``. Later calls change nothing."""
         self._why = self._why or why
         self._stopped.set()
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.failures import Unsuitable
 
-# Layers with both states and attention. transformers has the sliding ones since 5.20.
+# Layers with both states and attention. transformers has the sliding variants since 5.20.
 _HYBRID = tuple(
     getattr(cache_utils, name)
     for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")

@@ -128,11 +128,11 @@ _FEW = 4
 
 
 class Comparison:
-    """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check.
+    """Collects pairs of logits ``[vocabulary]``: the expected logits and the logits to check.
 
-    ``dtype`` is the dtype that causes rounding: that of the weights, or int8 if activations are rounded to it; None
-    means the dtype of the logits. ``same_operations`` means that both logits come from the same operations. If they do
-    not, half precision is judged by the mean error and by the number of logits beyond the tolerance.
+    ``dtype`` is the dtype that causes rounding: the dtype of the weights, or int8 if activations are rounded to it;
+    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations. If
+    they do not, half precision is judged by the mean error and by the number of logits beyond the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:

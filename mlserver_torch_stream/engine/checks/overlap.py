@@ -71,7 +71,7 @@ class Overlap(Check[Pipeline]):
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
     """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
 
-    ``forward`` is the model's forward, in the way that the check at load has found.
+    ``forward`` is the model's forward, called in the way that the check at load has found.
     """
     stages = read_stages(model)
     if len(stages) < 2:

@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
 def check_packed(
     folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
 ) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name`` is the model's name;
+    """Loads and checks packed weights. ``folder`` was written by ``gguf_packed``; ``name`` is the model's name;
     ``max_model_len`` is the setting.
 
     Raises NotPacked or LoadFailed.

@@ -150,7 +150,7 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error that has nothing to do with batching ends the load. NaN does, too, because NaN differs from itself.
+    So an error that has nothing to do with batching ends the load. So does NaN, because NaN differs from itself.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(

@@ -29,7 +29,7 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 class TokenMatcher:
-    """Says which tokens the constraint allows after the accepted ones. All its methods run on the engine's thread.
+    """Says which tokens the constraint allows next. All its methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
     consumed them already, so that the mask of the token after them can be computed before they are accepted.
@@ -163,9 +163,9 @@ class CompiledConstraint:
 
     ``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
-    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
-    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is
-    the constraint in llguidance's JSON format.
+    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow. ``vocab_size`` and
+    ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is the
+    constraint in llguidance's JSON format.
     """
 
     start: LLMatcher

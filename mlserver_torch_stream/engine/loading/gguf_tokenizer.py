@@ -60,7 +60,9 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the value of ``pre`` for a byte-level vocabulary; None for others, which are not split."""
+    """Returns the value of ``pre`` for a byte-level vocabulary; None for other vocabularies, whose text is not
+    split.
+    """
     if metadata.get(f"{_KEY}model") != "gpt2":
         return None
     cut = metadata.get(f"{_KEY}pre")

@@ -310,8 +310,8 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
-    """Returns the placement of the weights: that of the settings, or else the first GPU, then the next GPUs, then the
-    CPU.
+    """Returns the placement of the weights: the one in the settings, or else the first GPU, then the next GPUs, then
+    the CPU.
 
     ``weights()`` returns the bytes of the weights, or None.
     """

@@ -186,7 +186,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
-    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first that does not.
+    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first one that does
+    not.
 
     ``place`` is the folder or hub id of the model. ``options`` are arguments of ``AutoConfig.from_pretrained``.
     """

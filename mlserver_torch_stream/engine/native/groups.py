@@ -52,7 +52,7 @@ _FORMATS = (FOUR, FOUR_MIN, EIGHT, EIGHT_MIN, EIGHT_HALVES, EIGHT_MIN_HALVES)
 class Groups:
     """A matrix of weights as small integers in groups.
 
-    ``codes``: ``[outputs, inputs]`` in uint8; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
+    ``codes`` are uint8, ``[outputs, inputs]``; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
 
     A format with two scales has them side by side, ``[outputs, 2 * groups]``.
     """

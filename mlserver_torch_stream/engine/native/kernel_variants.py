@@ -1,5 +1,5 @@
-"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the ones
-that this CPU has.
+"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the variants
+that this CPU can run.
 
 Imports the standard library alone: the build of a wheel reads this file without the package.
 """

@@ -41,7 +41,7 @@ class KernelShape(Structure):
 
 
 class KernelNorms(Structure):
-    """The float32 weights of a layer's norms, padded to whole panels; null where the layer has no such norm."""
+    """The float32 weights of a layer's norms, padded to whole panels; null if the layer has no such norm."""
 
     NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
     _fields_ = [(name, c_void_p) for name in NAMES]
@@ -73,7 +73,7 @@ class KernelPages(Structure):
     """The pages of one layer, [pages, kv heads, page size, head dim] for keys and for values, in the model's type.
 
     ``stride`` is the number of elements from one page to the next; ``group`` says which block tables the layer uses;
-    ``window``: 0 if none.
+    ``window`` is 0 if there is none.
     """
 
     _fields_ = [

@@ -175,7 +175,7 @@ class NativeForward(LoadedForward):
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
-        # Results hold the draw, too, and may use it later.
+        # A result holds the draw too, and may use it later.
         weakref.finalize(self._draw, kernels.native_destroy, self._handle)
         # An example of a pool's tensors, for pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
@@ -217,7 +217,7 @@ class NativeForward(LoadedForward):
     def _make_room(self, rows: int) -> None:
         """Allocates ``rows`` rows of logits. The results of earlier steps keep their memory."""
         logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
-        self._logits, self._argmax = logits, argmax  # both or none, if there is no memory
+        self._logits, self._argmax = logits, argmax  # allocates both or, without memory, neither
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 

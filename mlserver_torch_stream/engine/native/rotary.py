@@ -24,14 +24,14 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class RotaryAngles:
     """Computes the cosines and sines of transformers' rotary modules of the static kinds, without their code.
 
-    ``frequencies``: ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
+    ``frequencies`` have the shape ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
     """
 
     frequencies: Tensor
     scale: float
 
     def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines in the dtype of ``x``. ``positions``: ``[rows, tokens]``."""
+        """Returns cosines and sines in the dtype of ``x``. ``positions`` have the shape ``[rows, tokens]``."""
         angles = positions[..., None].float() * self.frequencies.float()
         both = torch.cat((angles, angles), dim=-1)
         return (both.cos() * self.scale).to(x.dtype), (both.sin() * self.scale).to(x.dtype)
@@ -85,7 +85,8 @@ def _angles_of(module: Any) -> RotaryAngles:
 class RotaryTable:
     """The cosines and sines of all positions so far, in float32.
 
-    ``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it.
+    ``cos`` and ``sin`` have the shape ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence
+    needs it.
     """
 
     def __init__(self, rotary: Rotary | LayerRotary) -> None:
@@ -117,7 +118,7 @@ class RotaryTable:
 
 
 def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same ones."""
+    """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same values."""
     x = torch.zeros(1, dtype=torch.float32)
     cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
     half = cos.shape[1] // 2

@@ -82,7 +82,8 @@ def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
     return next((f"{name} {value!r}" for name, value in on), None)
 
 
-# Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
+# Rotary embeddings whose angles depend on the position alone; the angles of dynamic ropes depend on the longest
+# sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 # The names of a layer's norms, by their role: before or after the attention and the MLP.
 _NORM_ROLES = (
@@ -170,7 +171,9 @@ class Decoder:
 
     @property
     def projections(self) -> list[Projection]:
-        """All projections: the head, those of each layer, and the embedding if it is packed apart from the head."""
+        """All projections: the head, the projections of each layer, and the embedding if it is packed apart from the
+        head.
+        """
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
         return [self.head, *layers, *([] if self.table is None else [self.table])]
 
@@ -220,7 +223,7 @@ class _StructureReader:
     noted: dict[str, set[Any]] = field(default_factory=dict)
 
     def shared_values(self) -> dict[str, Any]:
-        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in one."""
+        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in a field."""
         for name, values in self.noted.items():
             if len(values) != 1:
                 raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")

@@ -62,7 +62,7 @@ class GroupedMatrix:
     def pack(self, to: Tensor, kernels: ctypes.CDLL) -> None:
         """Writes the panels to ``to``, as bytes.
 
-        Raises UnsupportedLayout, also if the kernels do not read these weights back.
+        Raises UnsupportedLayout, for example if the kernels do not read these weights back.
         """
         each = panel_bytes(self.format, PANEL, self._inputs)
         for order, panels in zip(self.order.split(BLOCK), to.split(BLOCK // PANEL * each), strict=True):
@@ -75,7 +75,7 @@ class GroupedMatrix:
         codes = torch.full((count, self._inputs), self.format.offset, dtype=torch.uint8)
         scales = torch.zeros(count, groups * self.format.scales)
         minima = torch.zeros(count, groups) if self.format.minimum else None
-        first = 0  # row of the part among the stacked ones
+        first = 0  # the row of the part in the stacked matrix
         for part in self._parts:
             places = ((order >= first) & (order < first + part.shape[0])).nonzero().flatten()
             rows = order[places] - first
@@ -208,7 +208,7 @@ class DenseMatrix:
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
-    """Returns at least ``size`` bytes in large pages (2 MiB), which begin with such a page."""
+    """Returns at least ``size`` bytes in large pages (2 MiB), beginning at the start of such a page."""
     buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % _LARGE_PAGE :]
     kernels.native_use_large_pages(buffer.data_ptr(), size)

@@ -135,7 +135,7 @@ class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
     Each thread has ``threads`` threads of torch. ``serial_python`` does not suit models whose code waits for a device
-    midway: all other forwards would wait, too.
+    midway: all other forwards would wait too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:

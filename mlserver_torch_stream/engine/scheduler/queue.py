@@ -1,4 +1,4 @@
-"""Orders the waiting requests by priority and fair shares, and refuses those that cannot run within the limits.
+"""Orders the waiting requests by priority and fair shares, and refuses requests that cannot run within the limits.
 
 The order and the refusals read no clock and import no torch. The same checks hold for every batcher.
 """
@@ -28,7 +28,7 @@ class SchedulerLimits:
     ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
     sequences decode, because these wait for its end. None means no bound. The newest token of a sequence that decodes
     does not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at
-    least: where each chunk is a separate forward, many short ones would delay the sequences that decode. With
+    least: if each chunk is a separate forward, many short chunks would delay the sequences that decode. With
     ``whole_prompts`` a step takes at most one prompt, and takes it whole.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
@@ -104,8 +104,8 @@ class FairQueue:
 
     A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
     of its client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier
-    long ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no
-    request waits forever.
+    long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with each
+    admission, so no request waits forever.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class FairQueue:
 
 
 class ServiceRate:
-    """Estimates how long requests take, from those that have ended."""
+    """Estimates how long requests take, from the requests that have ended."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -190,7 +190,7 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
 
-    It counts the requests in the engine's inbox: those that are submitted but not yet accepted by the batcher.
+    It counts the requests in the engine's inbox, which are submitted but not yet accepted by the batcher.
     """
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:

@@ -20,7 +20,9 @@ from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
 Drafts = Callable[[SequenceState, int], Sequence[int]]
-"""A callable that guesses the next tokens of a sequence while a number of sequences decode; it may return none."""
+"""A callable that gets a sequence and the number of decoding sequences, and returns guesses of the next tokens, if
+any.
+"""
 
 # Each running sequence must have pages for this many further tokens when a prompt is admitted. Measured with 150
 # requests
@@ -139,19 +141,19 @@ class Scheduler:
     their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
-    tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens verify the drafts of
-    a part, so a part with drafts advances after its sequence has accepted them.
+    tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Tokens verify the
+    drafts of a part, so a part with drafts advances after its sequence has accepted them.
 
     A sequence may take pages from admitted sequences after it: the last one is preempted, and computed again when there
-    are pages. So the first sequence always advances. The order of the parts in a batch matters, too: a part may read
+    are pages. So the first sequence always advances. The order of the parts in a batch matters too: a part may read
     pages that an earlier part, or an earlier batch, writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
         """``drafts`` guesses the next tokens of a sequence.
 
-        A model with states, or one that takes prompts whole, cannot continue from pages alone: it gets no drafts and no
-        prefix cache.
+        A model with states, or one that takes prompts whole, cannot continue from pages alone: it has neither drafts
+        nor a prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
@@ -260,7 +262,7 @@ class Scheduler:
         if not draft.takes_prompts or (scheduled.restarts and not self._may_restart(scheduled)):
             return
         scheduled.look_up()
-        # Also if the prefix cache has all tokens but the last: this step has not counted it among those that decode.
+        # Even if the prefix cache has all tokens but the last, this step has not counted it as a decoding sequence.
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
@@ -352,7 +354,7 @@ class Scheduler:
         return [pages] * len(self._spec.groups)
 
     def _reserved(self) -> list[int]:
-        """Returns the pages that running sequences need soon, and those that the rest of begun prompts needs."""
+        """Returns the pages that running sequences need soon, plus the pages for the rest of begun prompts."""
         reserved = self._soon_needed()
         for scheduled in self.admitted:
             if not scheduled.decodes and not scheduled.restarts:
@@ -377,8 +379,8 @@ class Scheduler:
         return least
 
     def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
-        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight; None if
-        none is."""
+        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight, or
+        None."""
         after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)

@@ -58,7 +58,7 @@ class Batcher(ABC):
 
     @property
     def trouble(self) -> str | None:
-        """Why it takes no requests now; None if it takes them. Any thread may read it."""
+        """The reason why it does not accept requests now; None if it does. Any thread may read it."""
         return None
 
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
@@ -110,13 +110,13 @@ class Batcher(ABC):
         self._stats = EngineStats(**self._counts, **gauges)
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
-        """Returns when none of its forwards runs any more. It is not stepped afterwards."""
+        """Returns once no forward of it is running. It is not stepped afterwards."""
 
 
 class BatcherReplacement:
     """Makes new batchers with ``rebuild`` for an engine whose thread has died.
 
-    If ``rebuild`` is None, it makes none.
+    If ``rebuild`` is None, no batcher is made.
     """
 
     def __init__(self, rebuild: Callable[[], Batcher] | None) -> None:

@@ -43,8 +43,8 @@ class InlineForwards(Generic[K, T]):
     """Runs forwards on the engine's thread.
 
     With ``overlap`` a call of the forward returns before its device is done, as on a GPU, and ``launch`` makes the
-    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` says
-    which of the two holds.
+    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` is
+    true if ``launch`` makes the call.
     """
 
     most = 1
@@ -73,7 +73,7 @@ class InlineForwards(Generic[K, T]):
 
 
 class _Call(Generic[T]):
-    """A call whose result is read later, like that of a ``Future``."""
+    """A call whose result is read later, as with a ``Future``."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work

@@ -51,8 +51,8 @@ class _Line:
     def slope(self, expected: float, spread: float) -> float:
         """Returns the seconds that one more unit of size adds.
 
-        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It decides while all sizes are
-        about the same: by noise alone a unit could seem to cost nothing.
+        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It dominates while all sizes
+        are about the same, because noise alone could make a unit seem to cost nothing.
         """
         known = self._squares - self._sizes**2 / self.weight
         rise = self._products - self._sizes * self.seconds
@@ -70,7 +70,7 @@ class StepCost:
     def __init__(self) -> None:
         self._rows = _Line(_KEPT_ROWS)
         self._prompts = _Line(_KEPT_PROMPTS)
-        self._largest = 0.0  # prompt tokens of a step, which later, smaller steps lower
+        self._largest = 0.0  # the largest recent number of prompt tokens in a step; later, smaller steps lower it
         # Whether the last step was an outlier, for steps without and with prompts.
         self._was_outlier = {False: False, True: False}
 

@@ -48,7 +48,7 @@ class CallParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts without empty texts, and neighbours of the same kind as one; calls stay as they are."""
+    """Removes empty texts from the parts, and joins neighbours of the same kind; calls stay unchanged."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -87,7 +87,7 @@ class ReasoningParser:
     def __init__(self, *, begun: bool) -> None:
         self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
         self._held = ""  # whitespace, then the beginning of a mark
-        self._inside = ""  # reasoning that ``push`` is to return
+        self._inside = ""  # reasoning that ``push`` returns next
         self._any = False  # True once there is reasoning that is not whitespace
         self.over = False  # the reasoning has ended, or there is none
 

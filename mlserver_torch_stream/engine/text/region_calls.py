@@ -1,5 +1,5 @@
-"""Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
-spellings when the region has ended.
+"""Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML argument by argument, and
+other spellings when the region has ended.
 
 A region that is not a call is returned as text, with the marks around it.
 """

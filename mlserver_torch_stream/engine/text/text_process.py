@@ -46,8 +46,8 @@ class TextProcesses:
     """Processes for jobs of one kind. Several threads may call ``run``; jobs at the same time run in different
     processes.
 
-    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; those without it
-    render.
+    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; without it, the
+    processes render templates.
     """
 
     def __init__(self, tokenizer: Callable[[], str] | None = None) -> None:
@@ -118,7 +118,7 @@ class _Process:
                 [sys.executable, "-c", run],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a panic also writes there what its job raises
+                stderr=subprocess.DEVNULL,  # a panic writes its message there too
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             )
         except BaseException:

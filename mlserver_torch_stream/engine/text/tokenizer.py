@@ -52,7 +52,7 @@ class TextCodec:
     ) -> None:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-        Raises LoadFailed if the tokenizer can make a text very much longer.
+        Raises LoadFailed if the tokenizer can make a text far longer.
         """
         self._expansion = expansion(tokenizer)
         self._may_be_slow = may_be_slow(tokenizer)
@@ -181,7 +181,7 @@ class TextCodec:
             self.check_length(text, field)
             return self._tokenize(text, field, add_special_tokens)
         finally:
-            if len(text) > _LONG:  # once its request's body is free, too
+            if len(text) > _LONG:  # once the body of its request is freed too
                 later = threading.Timer(_TRIM_AFTER_S, trim_heap)
                 later.daemon = True
                 later.start()
@@ -197,7 +197,7 @@ class TextCodec:
         tokens = -(-len(text) * limit // self._max_characters)
         if tokens <= limit and len(text) > _CHARACTERS_PER_TOKEN * limit:
             beginning = text[: _CHARACTERS_PER_TOKEN * limit]
-            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last ones
+            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last tokens
         if tokens > limit:
             raise ContextLengthExceeded(field, tokens, limit, at_least=True)
 
@@ -249,7 +249,9 @@ class TextCodec:
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:
-    """Returns the error to raise for one of a tokenizer: a panic of its library, which is no Exception, is logged."""
+    """Returns the error to raise for an error of a tokenizer. A panic of its library, which is not an Exception, is
+    logged.
+    """
     if isinstance(error, KeyboardInterrupt | SystemExit) or (
         isinstance(error, Exception) and not isinstance(error, JobRefused)
     ):

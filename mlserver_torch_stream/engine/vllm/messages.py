@@ -30,7 +30,7 @@ class Addition:
     """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
     ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter,
-    ``salt`` that of the prefix cache.
+    ``salt`` is the salt of the prefix cache.
     """
 
     number: int
@@ -65,7 +65,9 @@ def encode_additions(additions: Sequence[Addition]) -> bytes:
 
 
 def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
-    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the ids are not those of the prompts."""
+    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the number of ids does not match the
+    prompts.
+    """
     ids = array(_IDS)
     if len(body) % ids.itemsize:
         raise BrokenFrame("prompts that are not whole ids")
@@ -90,7 +92,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the last ones.
+    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the sequence's last tokens.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
     client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.

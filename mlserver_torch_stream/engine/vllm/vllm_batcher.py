@@ -1,7 +1,7 @@
 """Runs the sequences of an engine in vLLM's worker: a fair queue before it, text and stop strings after it.
 
 vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
-sequence to run; the others wait in the fair queue.
+sequence to run; further sequences wait in the fair queue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Unload:
 
 
 class VllmBatcher(Batcher):
-    """Gives its sequences to a worker. While there is none yet, it takes no requests."""
+    """Gives its sequences to a worker. Until a worker is ready, it accepts no requests."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class VllmBatcher(Batcher):
         self._wake: Callable[[], object] = lambda: None
         self._process: VllmProcess | None = None
         self._worker: VllmProcess | None = None  # None until a worker is ready
-        self._failure: BaseException | None = None  # why none will ever be ready
+        self._failure: BaseException | None = None  # why no worker will ever be ready
         self._closing = threading.Event()
         self._start = start
         self._adapters = adapters

@@ -56,7 +56,7 @@ _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>[^:/]+)(?::(?P<port>\d+))?
 _METRICS_ENDPOINT = "MLSERVER_METRICS_ENDPOINT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL = "127.0.0.1"
-_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first one that is unused
+_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first unused port is taken
 _USUAL_GRPC_PORT = "7070"
 _OURS = "MLSERVER_TORCH_STREAM_"
 # Settings of the server that suit handlers, streams and a model store.
@@ -114,8 +114,8 @@ class ServerConfig:
     ) -> ServerConfig:
         """Reads ``file``; ``arguments``, the keys from the command line, beat it.
 
-        Environment variables beat both if the file enables them. Raises SettingsError, also for a key whose effect this
-        package does not have, such as a keystore.
+        Environment variables beat both if the file enables them. Raises SettingsError, for example for a key that this
+        package cannot honour, such as a keystore.
         """
         given = read_properties_file(file) if file is not None else {}
         found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments or {})

@@ -80,7 +80,7 @@ class BatchDispatcher:
 
     @property
     def idle(self) -> list[int]:
-        """The numbers of the workers that are gathering their next batch; none if requests join running batches."""
+        """The numbers of the workers that are gathering their next batch; empty if requests join running batches."""
         return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
 
     def has_room(self, slot: WorkerSlot) -> bool:

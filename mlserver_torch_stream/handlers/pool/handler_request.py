@@ -99,7 +99,7 @@ class HandlerRequest:
 class ResponsePiece:
     """One piece of a handler's answer, with the status and headers that the handler set.
 
-    After ``last`` none follows.
+    No piece follows a piece with ``last``.
     """
 
     value: bytes
@@ -157,7 +157,9 @@ class PieceStream:
             self._call_drained()  # pieces that arrive from now on are dropped
 
     def close(self) -> None:
-        """Called when the reader wants no more pieces. Synchronous, idempotent, safe in any task."""
+        """Called when the reader wants no more pieces. Does not await, and may be called more than once and in any
+        task.
+        """
         self.over = True
         self._closed()
         self._changed.set()
@@ -190,8 +192,8 @@ class PieceStream:
 class HandlerJob:
     """One request on its way through the queue and a worker. ``closed`` is called when the reader closes the stream.
 
-    A job that failed in a batch may be run again, alone. Its pieces are then compared with those that were delivered
-    before, and no piece is delivered twice.
+    A job that failed in a batch may be run again, alone. Its pieces are then compared with the pieces that were
+    delivered before, and no piece is delivered twice.
     """
 
     def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:

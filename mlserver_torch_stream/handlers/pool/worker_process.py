@@ -48,7 +48,7 @@ class WorkerProcess:
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
                 self._ranks.append(WorkerRank(number, shown, environment, order))
-            except BaseException:  # the ranks that have started have no reaper yet to end them
+            except BaseException:  # no reaper exists yet that would end the ranks that have started
                 for rank in self._ranks:
                     rank.kill()
                     rank.wait()

@@ -152,7 +152,7 @@ class PieceReader:
         return piece
 
     def _own_answer(self, error: Exception) -> ResponsePiece | None:
-        """Returns the piece to send in place of an error; None if the error is to be raised."""
+        """Returns the piece to send in place of an error; None if the error should be raised."""
 
 
 class HandlerReply(PieceReader):

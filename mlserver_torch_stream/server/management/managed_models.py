@@ -36,7 +36,7 @@ Found = list[Any]  # ModelSettings; an alias, because the class below has a meth
 
 
 class RegisteredRepository(ModelRepository):  # type: ignore[misc]
-    """A repository with the models that the management API has registered, beside those of ``original``."""
+    """A repository with the models that the management API has registered and the models of ``original``."""
 
     def __init__(self, original: ModelRepository) -> None:
         self._original = original

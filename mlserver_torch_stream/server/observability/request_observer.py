@@ -71,7 +71,7 @@ class RequestRecord:
     version: str
     endpoint: EndpointKind
     request: GenerationRequest | None = None  # None if the body could not be decoded
-    prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
+    prompts: tuple[Prompt, ...] = ()  # complete, even if the client sent them in pieces
     prompt_tokens: int = 0
     completion_tokens: int = 0  # tokens in the events that were sent
     queue_s: float | None = None
@@ -80,7 +80,7 @@ class RequestRecord:
     reasons: list[FinishReason] = field(default_factory=list)  # one for each sequence that has ended
     texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
     error: BaseException | None = None
-    status: int = OK  # the REST status, also for requests over gRPC
+    status: int = OK  # the REST status, for requests over gRPC too
 
     @property
     def sequences(self) -> int:

@@ -259,7 +259,7 @@ def _json(body: JsonObject) -> Response:
 
 
 class _Download(Response):
-    """Sends a file in pieces; the first one was read before the status was chosen.
+    """Sends a file in pieces; the first piece was read before the status was chosen.
 
     A client that reads nothing for ``stalled_after`` seconds is disconnected.
     """

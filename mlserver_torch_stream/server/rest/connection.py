@@ -95,7 +95,7 @@ def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> 
 async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
     """Calls ``left`` once if the client disconnects during the block. The request's body must have been read.
 
-    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies need none.
+    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need one.
     """
     watcher: asyncio.Task[None] | None = None
 
@@ -145,7 +145,8 @@ class Http1(HttpProtocol):
         self._beside_body = 0
         self._silent_after = options.piece_timeout
         self._stalled_after = options.stalled_reader_timeout
-        self._waiting_since: float | None = None  # the last bytes of an incomplete request; None if none is incomplete
+        # When the last bytes of an incomplete request arrived; None if no request is incomplete.
+        self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 

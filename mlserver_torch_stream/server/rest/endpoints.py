@@ -1,8 +1,8 @@
 """The REST endpoints of our models: one request in, one JSON reply or one stream of events out.
 
-They serve requests for our models and for unknown ones; a path that names a model of another runtime does not match, so
-MLServer serves it. MLServer's counters and CloudEvents headers come from its data plane, as for any model. Its response
-cache is not used, because sampled replies differ.
+They serve requests for our models and for unknown models; a path that names a model of another runtime does not match,
+so MLServer serves it. MLServer's counters and CloudEvents headers come from its data plane, as for any model. Its
+response cache is not used, because sampled replies differ.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class _OurRoute(SelectiveRoute):
         self._registry = registry
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Matches the path. If it has no model's name, no other route has it, so other methods get 405 here."""
+        """Matches the path. A path without a model's name belongs to no other route, so other methods get 405 here."""
         return super().matches(scope) if "model_name" in self.param_convertors else Route.matches(self, scope)
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
