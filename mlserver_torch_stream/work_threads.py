@@ -57,7 +57,7 @@ class Cancellation:
             raise WorkCancelled
 
 
-# The cancellation of the work that a thread does; work that cannot be cancelled has one that nobody calls.
+# The cancellation of the work that a thread does; work that cannot be cancelled has a cancellation that is never called.
 _CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("cancellation")
 
 
@@ -103,7 +103,9 @@ class _WorkThread(threading.Thread):
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """A future does not store SystemExit, and the panic of a Rust library is not an Exception either."""
+    """Wraps an error that a future cannot store: SystemExit, or the panic of a Rust library, which is not an
+    Exception.
+    """
     if isinstance(error, Exception):
         return error
     shown = RuntimeError(repr(error))

@@ -34,7 +34,7 @@ def _json(value: Any) -> str:
 
 
 def deltas_of(reply: ServerReply) -> list[Delta]:
-    """Raises GenerationError if the reply carries an error."""
+    """Returns the deltas of a reply. Raises GenerationError if the reply carries an error."""
     if reply.error is not None:
         raise GenerationError(f"the generation failed: {reply.error}")
     usage = None
