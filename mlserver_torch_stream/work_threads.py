@@ -57,7 +57,7 @@ class Cancellation:
             raise WorkCancelled
 
 
-# The cancellation of the work that a thread does; work that cannot be cancelled has a cancellation that is never called.
+# The cancellation of the work that a thread does. Work that cannot be cancelled has one that is never called.
 _CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("cancellation")
 
 

@@ -1,6 +1,6 @@
 """Sphinx's configuration of the site: its pages are those of the repository, as they are.
 
-Knows no page but the index. ``make docs`` runs Sphinx with it, on the whole repository as its source.
+``make docs`` runs Sphinx with it, on the whole repository as its source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts the work of a run. The metrics bear the names of Beam's RunInference where it has them."""
+"""Counts the work of a run. The metrics have the names of Beam's RunInference if it has them."""
 
 from __future__ import annotations
 

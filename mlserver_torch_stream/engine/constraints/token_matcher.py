@@ -177,7 +177,7 @@ class CompiledConstraint:
     grammar: str = ""
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of a sequence, which a token of ``end_ids`` may end where the constraint is met."""
+        """Returns the matcher of a sequence, which a token of ``end_ids`` may end once the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
         return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

@@ -81,7 +81,7 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the class that would be loaded, or none.
+    """Returns whether the config names the class that would be loaded, or no class.
 
     Even decoders can have ``is_decoder`` False.
     """

@@ -24,7 +24,7 @@ _MAX_BYTES, _MAX_PIECES = 16 << 20, 16384
 class HandlerFailed(RequestError):
     """The handler raised an exception, returned a value that cannot be sent, or died.
 
-    ``handlers_status`` is the status that the handler set, or TorchServe's default; ``status`` is the one that V2
+    ``handlers_status`` is the status that the handler set, or TorchServe's default; ``status`` is the status that V2
     allows for it. ``piece`` is the handler's own answer if it set a status of 400 or more.
     """
 
@@ -56,7 +56,9 @@ class ClientLags(RequestError):
 
 
 def allowed_status(status: int) -> int:
-    """Returns the status that V2 sends for a handler's own: at 400 and 404 Seldon Core 2 would reload the model."""
+    """Returns the status that V2 sends for a handler's own. 400 and 404 are replaced, because Seldon Core 2 would
+    reload the model.
+    """
     if status in (400, 404):
         return 422
     return status if 400 <= status < 600 else 503
