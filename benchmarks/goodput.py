@@ -128,16 +128,22 @@ async def _levels(servers: Mapping[str, Live], options: argparse.Namespace, prom
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any], list[Line]]:
-    """Returns the head and the requests of the latest run in a file."""
+    """Returns the head of the latest run in a file, and the requests of the latest run of each server and level."""
     head: dict[str, Any] = {}
-    lines: list[Line] = []
+    levels: dict[tuple[str, int], list[Line]] = {}
+    fresh: set[tuple[str, int]] = set()
     for text in path.read_text().splitlines():
         value = json.loads(text)
         if "run" in value:
-            head, lines = value, []
-        else:
-            lines.append(Line(**value))
-    return head, lines
+            head, fresh = value, set()
+            continue
+        line = Line(**value)
+        level = (line.server, line.streams)
+        if level not in fresh:
+            fresh.add(level)
+            levels[level] = []
+        levels[level].append(line)
+    return head, [line for lines in levels.values() for line in lines]
 
 
 # --- the picture ---

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from benchmarks.answers import Answer
 from benchmarks.beside_guidellm import read_guidellm
 from benchmarks.footprint import size_of
-from benchmarks.goodput import BOUNDS, Bounds, Line, as_lines, goodput, picture
+from benchmarks.goodput import BOUNDS, Bounds, Line, as_lines, goodput, picture, read_lines
 
 MACHINE = {"date": "2026-01-01T00:00:00+00:00", "cpu": "some <CPU>", "cores": 2}
 HEAD = {"machine": MACHINE, "model": "embedded://m", "prompt_tokens": 8, "new_tokens": 4}
@@ -33,6 +35,16 @@ def test_a_line_has_the_first_token_the_longest_pause_and_the_levels_duration() 
     first, second = as_lines("ours", 2, answers)
     assert (first.ttft_ms, first.pause_ms, first.new_tokens, first.level_s) == (500, 1000, 3, 4)
     assert (second.ttft_ms, second.pause_ms) == (250, 0), "an answer of one event has no pause"
+
+
+def test_a_later_run_replaces_the_levels_that_it_measured(tmp_path: Path) -> None:
+    runs = [[_line(1, 1), _line(2, 2), _line(3, 3, streams=4)], [_line(9, 9)]]
+    texts = [json.dumps(text) for run in runs for text in ({"run": len(run)}, *map(asdict, run))]
+    file = tmp_path / "chip.jsonl"
+    file.write_text("\n".join(texts))
+    head, lines = read_lines(file)
+    assert head == {"run": 1}
+    assert [(line.streams, line.ttft_ms) for line in lines] == [(2, 9), (4, 3)]
 
 
 def test_the_picture_is_xml_that_names_servers_bounds_and_numbers() -> None:
