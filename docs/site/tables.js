@@ -4,7 +4,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const names = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
     if (names.length < 3) continue;
     table.classList.add("labelled");
-    if (names.length > 8) table.classList.add("many");
+    if (names.length > 7) table.classList.add("many");
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, index) => {
         if (cell.textContent.trim()) cell.dataset.column = names[index];
