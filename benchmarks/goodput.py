@@ -3,7 +3,7 @@
 python -m benchmarks.goodput --peers llama.cpp   measures our server and peers in turn, at 1 to 32 streams
 python -m benchmarks.goodput zen3                writes docs/images/goodput.svg from the lines of that chip
 
-Each request becomes a line of ``benchmarks/results/goodput/CHIP.jsonl``, so other bounds need no new measurement. All
+Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other bounds need no new measurement. All
 servers run at the same time and are asked one after the other, level by level; an idle server uses no CPU.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.bench import EMBEDDED
 from benchmarks.model_folder import model_folder
 from benchmarks.peers import PEERS
 from benchmarks.prompts import Prompts
-from benchmarks.results import FOLDER, ROOT, commit
+from benchmarks.results import ROOT, commit
 from benchmarks.servers import Contender, Live, Ours
 from benchmarks.sweep import run_quietly
 
@@ -227,6 +227,10 @@ def _described(lines: Sequence[Line], bounds: Sequence[Bounds]) -> str:
     return " ".join(parts)
 
 
+def _lines_of(chip: str) -> Path:
+    return ROOT / "benchmarks" / "proofs" / f"goodput-{chip}.jsonl"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or draws the picture of a chip."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,13 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/goodput/CHIP.jsonl")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/proofs/goodput-CHIP.jsonl")
     options = parser.parse_args(arguments)
     options.streams = [int(count) for count in options.streams.split(",")]
     if options.chip is None:
-        measure(options, options.output or FOLDER / "goodput" / f"{machine.chip()}.jsonl")
+        measure(options, options.output or _lines_of(machine.chip()))
     else:
-        _PICTURE.write_text(picture(*read_lines(FOLDER / "goodput" / f"{options.chip}.jsonl")))
+        _PICTURE.write_text(picture(*read_lines(_lines_of(options.chip))))
     return 0
 
 
