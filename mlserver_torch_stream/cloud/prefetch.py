@@ -53,6 +53,7 @@ class Prefetch(Generic[P]):
         self.peak_bytes = 0
 
     async def read(self, pieces: Iterator[P]) -> AsyncGenerator[tuple[P, bytes | CloudError], None]:
+        """Yields each piece with its bytes, or with the error of its fetch, in the order of ``pieces``."""
         upcoming = next(pieces, None)
         try:
             while True:

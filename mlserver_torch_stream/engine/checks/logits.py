@@ -144,6 +144,7 @@ class Comparison:
         self._off = 0  # logits beyond the tolerance
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compares one more pair of logits."""
         dtype = self._dtype or expected.dtype
         self._tolerance = _INT8_TOLERANCE if dtype is torch.int8 else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
         expected, got = expected.float(), got.float().to(expected.device)

@@ -209,6 +209,7 @@ class SamplerFactory:
             return prompt_scores(logits[:, : self._vocab_size], token_ids, params.prompt_logprobs or 0)
 
     def begin(self, request: RequestState) -> None:
+        """Gives each sequence of ``request`` a sampler."""
         params, constraint = request.params, request.input.constraint
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()

@@ -39,6 +39,7 @@ class NgramIndex:
         return self._first + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Adds the newest tokens of the sequence, and forgets what leaves the window."""
         if len(tokens) > self._window:
             self._first = len(self) + len(tokens) - self._window
             self._tokens.clear()

@@ -238,6 +238,7 @@ class Worker:
         self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
 
     def describe(self) -> dict[str, Any]:
+        """Returns what the server must know of the engine: its sizes, its cache and its device."""
         config = self._llm.vllm_config
         cache, model = config.cache_config, config.model_config
         tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size

@@ -191,6 +191,7 @@ class Http1(HttpProtocol):
         super().on_body(body)
 
     def takes_head(self) -> bool:
+        """Returns whether the head of a request is accepted. Raises ValueError if it names two hosts."""
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         if self.declines():

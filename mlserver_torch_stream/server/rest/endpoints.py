@@ -160,6 +160,7 @@ class EndpointRequest(HttpRequest[Reply]):
         self._ignored: list[str] = []  # the names of unknown parameters that are ignored
 
     async def serve(self) -> None:
+        """Reads the request, has the model answer it, and sends the reply."""
         self.request_id = self._spelling.request_id({}, self._headers)  # errors in the body are answered with this id
         if "model_name" in self._path:
             self._find({})  # an unknown model is 404 even if the body is wrong
