@@ -147,7 +147,7 @@ class RequestObserver:
         """The request ends with this error, which its client gets."""
 
     def closed(self) -> None:
-        """The stream is closed: no event is read any more."""
+        """Called when the stream is closed: nobody reads its events from now on."""
 
 
 class RequestObservers:

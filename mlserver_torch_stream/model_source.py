@@ -32,7 +32,7 @@ def find_path(path: str, source_folder: str | None) -> Path | None:
     """Returns the existing path: relative to the settings' folder, else to the working directory; None if there is
     none.
 
-    Raises SettingsError for a path that lies in none of the operator's roots, symbolic links followed.
+    Raises SettingsError if the path, with symbolic links resolved, is in none of the operator's roots.
     """
     candidates = [Path(path).expanduser()]
     if source_folder is not None:

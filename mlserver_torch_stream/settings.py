@@ -63,9 +63,9 @@ def parse_settings(
 ) -> ResolvedSettings:
     """Validates the settings that MLServer and the environment give, and finds the model.
 
-    ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None if it has none; then the environment applies),
-    ``parameter_level_extras`` its ``model_extra``, ``source_folder`` the folder of ``model-settings.json`` if any.
-    Raises SettingsError, which names the key.
+    ``uri`` and ``extra`` come from ``ModelSettings.parameters``, and ``parameter_level_extras`` is its ``model_extra``.
+    If ``uri`` or ``extra`` is None, the environment applies. ``source_folder`` is the folder of
+    ``model-settings.json``, if there is such a file. Raises SettingsError, which names the key.
     """
     environ = os.environ if environ is None else environ
     _refuse_misplaced(parameter_level_extras or {}, environ)

@@ -86,7 +86,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--concurrency",
         type=positive,
-        help=f"most requests in flight at --url (default: {URL_DEFAULTS['concurrency']})",
+        help=f"the maximum number of requests in flight at --url (default: {URL_DEFAULTS['concurrency']})",
     )
     command.add_argument(
         "--timeout",
@@ -163,22 +163,29 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
     command.add_argument(
-        "--prefetch-bytes", type=nbytes, default=64 * 2**20, help="most bytes fetched ahead (default: 64MiB)"
+        "--prefetch-bytes",
+        type=nbytes,
+        default=64 * 2**20,
+        help="the maximum number of bytes that are fetched ahead (default: 64MiB)",
     )
     command.add_argument(
         "--batch-rows",
         type=positive,
-        help="most rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
+        help="the maximum number of rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
     )
-    command.add_argument("--batch-bytes", type=nbytes, help="most bytes of input in a batch (default: 16MiB)")
     command.add_argument(
-        "--batch-tokens", type=positive, help="most tokens of prompts in a batch, instead of --batch-bytes"
+        "--batch-bytes", type=nbytes, help="the maximum number of bytes of input in a batch (default: 16MiB)"
+    )
+    command.add_argument(
+        "--batch-tokens",
+        type=positive,
+        help="the maximum number of tokens of prompts in a batch, instead of --batch-bytes",
     )
     command.add_argument(
         "--max-wait",
         type=seconds,
         default=0.05,
-        help="most seconds that a batch waits after its first row (default: %(default)s)",
+        help="how many seconds a batch waits at most after its first row (default: %(default)s)",
     )
     command.add_argument(
         "--batches",
@@ -189,10 +196,13 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         default=256,
-        help="most rows that are read and not delivered yet (default: %(default)s)",
+        help="the maximum number of rows that are read and not delivered yet (default: %(default)s)",
     )
     command.add_argument(
-        "--window-bytes", type=nbytes, default=128 * 2**20, help="most bytes of input of these rows (default: 128MiB)"
+        "--window-bytes",
+        type=nbytes,
+        default=128 * 2**20,
+        help="the maximum number of bytes of input of these rows (default: 128MiB)",
     )
     command.add_argument(
         "--tries", type=positive, default=6, help="tries of each fetch and write (default: %(default)s)"

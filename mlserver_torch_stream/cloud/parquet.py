@@ -179,7 +179,7 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
 
 
 class _Unknown(OSError):
-    """Bytes of a file are not known, because they lie outside of what its footer says of a row group."""
+    """Bytes of a file are not known, because they are outside of the row groups that its footer describes."""
 
 
 class _Sparse(io.RawIOBase):

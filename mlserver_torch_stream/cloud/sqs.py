@@ -1,4 +1,4 @@
-"""Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
+"""Receives S3's notifications from an SQS queue. Hides them while they are processed, and deletes them afterwards.
 
 boto3 finds the credentials in the environment, in a profile or at the machine's role.
 """
@@ -88,7 +88,8 @@ class Queue:
             yield Announced(key, done)
 
     async def _hold(self, receipt: str) -> None:
-        """Prolongs the hiding. If that fails, SQS delivers the message again, and its result exists already."""
+        """Hides the message for longer. If that fails, SQS delivers the message again, and its result exists
+        already."""
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):

@@ -80,7 +80,7 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 class ObjectInfo:
     """One version of an object. ``etag`` pins it; if the store has no ETag, it is the time of the last change.
 
-    It is empty if there is ``trouble``, the reason why the object cannot be read.
+    ``etag`` is empty if the object cannot be read; ``trouble`` is the reason.
     """
 
     key: str

@@ -89,7 +89,7 @@ class StreamObserver(Protocol):
         """Called for every event that the reader takes, so it must be cheap."""
 
     def closed(self) -> None:
-        """Called when the stream is closed: no event is read any more."""
+        """Called when the stream is closed: nobody reads its events from now on."""
 
 
 class TokenStream(Protocol):

@@ -144,7 +144,9 @@ class EngineCore:
         return mailbox
 
     def _queue(self, mailbox: Mailbox, requests: list[RequestState]) -> bool:
-        """Gives whole requests to the engine's thread. Returns False if it takes in nothing any more."""
+        """Gives whole requests to the engine's thread. Returns False if the thread does not accept requests any
+        longer.
+        """
         self._admission.submitted(requests)
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 

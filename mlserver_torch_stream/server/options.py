@@ -50,7 +50,7 @@ class ServerOptions(BaseModel):
     """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0 means no such port."""
     grpc_port_torchserve: int = Field(0, ge=0, le=65535)
     """A further port for [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service), which is always on
-    MLServer's gRPC port too; 0 means no further port."""
+    MLServer's gRPC port too; 0 means that there is no other port."""
     management_port_torchserve: int = Field(0, ge=0, le=65535)
     """Port of [TorchServe's management API](torchserve.md#the-management-api); 0 means no such port."""
     management_address: str = "127.0.0.1"

@@ -290,7 +290,7 @@ class Request(Generic[R]):
         self.model = model
         self.version: str | None = None
         self.reply: R | None = None  # the reply's observer records failures, once there is a reply
-        self.left = False  # True: the client does not read any more
+        self.left = False  # True: the client has stopped reading
         self._lifecycle = lifecycle
         self._door = door
 

@@ -154,7 +154,8 @@ class Pipeline:
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """Runs ``forward``, which waits before each stage until that is free, and leaves the last stage afterwards."""
+        """Runs ``forward``, which waits before each stage until the stage is free, and leaves the last stage
+        afterwards."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()

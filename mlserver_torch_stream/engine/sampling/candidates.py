@@ -182,7 +182,7 @@ def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSa
 
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Returns token ids, int64 [n], for unfiltered rows whose token lies beyond the head."""
+    """Returns token ids, int64 [n], for unfiltered rows whose token is beyond the head."""
     last = work.topk(FEW, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])
     noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))

@@ -1,4 +1,4 @@
-"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of it."""
+"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of these parts."""
 
 from __future__ import annotations
 

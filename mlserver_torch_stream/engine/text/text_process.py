@@ -66,7 +66,7 @@ class TextProcesses:
             reply = process.ask(message, MAX_SECONDS)
         except _LimitExceeded as exceeded:
             process.stop()
-            logger.warning("a %s job of a model was exceeded: it %s", job, exceeded)
+            logger.warning("a %s job of a model exceeded a limit: it %s", job, exceeded)
             raise GenerationFailed(str(exceeded)) from None
         except BaseException:
             process.stop()

@@ -26,7 +26,7 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
     """Returns an upper bound on how many times longer normalization makes a text, apart from Unicode's compatibility
     forms.
 
-    Raises LoadFailed, which names the part, if that is more than ``MAX_EXPANSION``.
+    Raises LoadFailed, which names the part, if the result is more than ``MAX_EXPANSION``.
     """
     if not tokenizer.is_fast:
         return 1.0

@@ -76,7 +76,7 @@ class WorkerRank:
         self._loop = asyncio.get_running_loop()
         self.frames = FrameBuffer(_parse)
         self.reading = False  # True: the event loop reads the connection
-        self.ended = False  # True: the connection has ended, and is not read any more
+        self.ended = False  # True: the connection has ended, and is no longer read
         self.trouble = ""  # the reason if the connection ended before the process
         self.killed = threading.Event()
         self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet

@@ -152,7 +152,7 @@ class Lifecycle:
         self._shutdown_begun = OneTimeEvent()
         self._grace_skipped = OneTimeEvent()
         self.refusing = OneTimeEvent()  # set when the process accepts no further request
-        self.listeners_closed = OneTimeEvent()  # set when no client can send a request any more
+        self.listeners_closed = OneTimeEvent()  # set once no client can send a request
         self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own ports, given a grace in seconds
         self.draining = False
         self.failure: str | None = None
