@@ -1,8 +1,8 @@
 """Logs the output of a process at a limited rate.
 
-Control characters of the output are escaped, so that the process neither forges a line nor steers a terminal. The pipe
-is read as fast as the process writes, so that printing never blocks it. If a second has more than 100 lines, the rest
-is counted and dropped.
+Control characters of the output are escaped, so that the process can neither forge a line nor control a terminal. The
+pipe is read as fast as the process writes, so that printing never blocks it. If a second has more than 100 lines, the
+rest is counted and dropped.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class RequestUsage:
 class Delta:
     """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
 
-    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``
-    and has the usage, where the server tells it.
+    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``, and has
+    the usage if the server sends it.
     """
 
     text: str = ""
@@ -82,7 +82,7 @@ class ClientError(Exception):
     """The generation failed. The message has the reason that the server or the network gave.
 
     ``status`` is the server's HTTP status, or over gRPC the HTTP status for its code; None if the server sent no
-    status. ``retry_after`` is in seconds, where the server said it.
+    status. ``retry_after`` is in seconds; None if the server did not send it.
     """
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:

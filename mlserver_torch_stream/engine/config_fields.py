@@ -39,7 +39,7 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 
 
 def check_hub(hub_id: str, revision: str | None) -> None:
-    """Raises LoadFailed for a model that is not in the hub's cache where the hub cannot be reached.
+    """Raises LoadFailed if the hub cannot be reached and the model is not in its cache.
 
     huggingface_hub would try for half a minute, for each of several files. Behind a proxy only huggingface_hub can find
     out.

@@ -1,4 +1,4 @@
-"""The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
+"""The flat JSON of Triton's generate extension: a request has ``text_input``, and an event has ``text_output``.
 
 The names come from the Open Inference Protocol's generate extension.
 """

@@ -113,8 +113,8 @@ class ContinuousBatcher(Batcher):
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
     waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
-    ``InlineForwards`` without. Where they overlap with the engine's thread, a step is launched before the text of the
-    step before it is made. If that text ends a sequence, the sequence's token of the launched step is dropped.
+    ``InlineForwards`` without. If they overlap with the engine's thread, a step is launched before the text of the step
+    before it is made. If that text ends a sequence, the sequence's token of the launched step is dropped.
     ``drafts_forced`` means that tokens that a constraint forces are computed together. ``step_target`` is the desired
     time, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as fit into it, within
     the limits, but at least a page. None means that only the limits bound the step. ``check_devices`` raises if a
