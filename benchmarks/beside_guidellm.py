@@ -100,13 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for streams in map(int, options.streams.split(",")):
             by_ours(live, prompts, options, streams, -1)  # warms the server up
             for sweep in range(options.sweeps):
-                tools = (
-                    ("ours", lambda: by_ours(live, prompts, options, streams, sweep)),  # noqa: B023
-                    ("guidellm", lambda: by_guidellm(live, folder, options, streams)),  # noqa: B023
-                )
-                for tool, measure in tools:
+                for tool in ("ours", "guidellm"):
+                    if tool == "ours":
+                        figures = by_ours(live, prompts, options, streams, sweep)
+                    else:
+                        figures = by_guidellm(live, folder, options, streams)
                     line = {"date": described["date"], "chip": machine.chip(), "tool": tool, "streams": streams}
-                    text = json.dumps({**line, "sweep": sweep, **measure()})
+                    text = json.dumps({**line, "sweep": sweep, **figures})
                     print(text, flush=True)
                     if options.output:
                         with options.output.open("a") as file:

@@ -25,14 +25,14 @@ from statistics import median
 from benchmarks import load, machine
 from benchmarks.answers import Ask
 from benchmarks.bench import EMBEDDED
-from benchmarks.http_endpoint import HttpEndpoint
+from benchmarks.http_endpoint import HOST, HttpEndpoint
 from benchmarks.model_folder import gguf_file, model_folder
 from benchmarks.peers import PEERS
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.peer import Peer
 from benchmarks.process import family, free_ports, running
 from benchmarks.prompts import Prompts
-from benchmarks.servers import HOST, Contender, Live, Ours, clean_environment, wait_until_ready, write_mlserver_folder
+from benchmarks.servers import Contender, Live, Ours, clean_environment, wait_until_ready, write_mlserver_folder
 from benchmarks.spellings import V2Spelling
 from benchmarks.sweep import started
 

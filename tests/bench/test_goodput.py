@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_the_picture_is_xml_that_names_servers_bounds_and_numbers() -> None:
 
 
 def test_guidellms_report_is_read_and_a_failed_request_is_an_error() -> None:
-    metrics = {
+    metrics: dict[str, Any] = {
         "request_totals": {"successful": 2, "total": 2},
         "time_to_first_token_ms": {"successful": {"percentiles": {"p50": 5.0, "p99": 9.0}}},
         "output_token_count": {"successful": {"total_sum": 30}},
